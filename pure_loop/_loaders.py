@@ -1,0 +1,146 @@
+"""A DataLoader of ours made from the user's: same dataset, collate and workers, our order and seeds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from pure_loop import _samplers
+from pure_loop.random import reseed
+
+__all__ = ["Refillable", "draws_nothing", "is_table", "rebuilt", "rows", "shut"]
+
+
+class Refillable:
+    """A loader over one order of indices after another, whose workers may live through all of them.
+
+    Args:
+        loader: the user's, over a map-style dataset.
+        seed: what workers start from.
+        reseeding: in workers, the indices come with a seed: pairs ``(seed, index)``.
+        persistent: whether the workers outlive the iterators.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int, reseeding: bool, persistent: bool) -> None:
+        self._feed = _Feed()
+        changes: dict[str, Any] = {
+            "sampler": self._feed,
+            "batch_sampler": None if loader.batch_sampler is None else self._feed,
+            "persistent_workers": persistent,
+        }
+        if loader.num_workers and reseeding:
+            changes["dataset"] = _Reseeding(loader.dataset)
+            changes["worker_init_fn"] = partial(_enter_worker, loader.worker_init_fn)
+        self._loader = rebuilt(loader, seed, changes)
+
+    def refill(self, order: Iterator[Any]) -> Iterator[Any]:
+        self._feed.order = order
+        return iter(self._loader)
+
+    def close(self) -> None:
+        shut(self._loader._iterator)
+
+
+class _Feed:
+    """The sampler of such a loader: the order at hand."""
+
+    order: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.order
+
+
+class _Reseeding:
+    """A dataset as workers get it: indices come with their batch's seed, which serves the collate as well."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, pair: tuple[int, Any]) -> Any:
+        reseed(pair[0])
+        return self.dataset[pair[1]]
+
+    def __getitems__(self, pair: tuple[int, list[Any]]) -> Any:
+        reseed(pair[0])
+        together = getattr(self.dataset, "__getitems__", None)
+        return together(pair[1]) if together else [self.dataset[index] for index in pair[1]]
+
+
+def _enter_worker(user: Callable[[int], None] | None, worker: int) -> None:
+    # get_worker_info() must show the user's own dataset, to the user's function too; the record is read-only.
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if user is not None:
+        user(worker)
+
+
+def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> DataLoader[Any]:
+    """A copy of a loader with a generator of ours and other attributes, which a DataLoader refuses to have set."""
+    new = copy.copy(loader)
+    vars(new).update(
+        generator=torch.Generator().manual_seed(seed),
+        in_order=True,  # Batches in the order in which workers happen to finish can't be had twice.
+        _iterator=None,
+        _IterableDataset_len_called=None,
+    )
+    vars(new).update(changes)
+    return new
+
+
+def shut(batches: Any) -> None:
+    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if isinstance(batches, GeneratorType):
+        batches.close()
+    elif hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether loading a batch runs no code but torch's, none of which draws."""
+    return loader.collate_fn in (default_collate, default_convert) and _is_fixed(loader.dataset)
+
+
+def _is_fixed(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _is_fixed(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_is_fixed, dataset.datasets))
+    return type(dataset) in (TensorDataset, list, tuple, range)
+
+
+def is_table(loader: DataLoader[Any]) -> bool:
+    """Whether :func:`rows` gives what the loader would: plain tensors, collated by torch in this process."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return (
+        type(dataset) is TensorDataset
+        and all(type(each) is torch.Tensor and each.layout is torch.strided for each in dataset.tensors)
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and loader.collate_fn is default_collate
+        and _samplers.guards_itself(loader.batch_sampler)
+    )
+
+
+def rows(dataset: Any, indices: list[int]) -> list[torch.Tensor]:
+    """What default_collate makes of these rows of a TensorDataset, in one operation a tensor instead of one a row."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    where = torch.as_tensor(indices, dtype=torch.int64)
+    return [tensor[where].contiguous() for tensor in dataset.tensors]

@@ -1,0 +1,247 @@
+"""Algorithms: pure functions ``State -> State`` bound to events.
+
+An algorithm changes training by returning another State. It keeps what it must remember in
+``state.algorithm_state``, never in itself, so that going on from a State is exact. At every event
+algorithms apply in the order given, and in reverse on the AFTER half of a BEFORE/AFTER pair, so
+that what opened last closes first; AFTER_DATALOADER is the exception (:func:`reversed_at`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from pure_loop.cadence import CadenceLike, Predicate, as_predicate
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.state import State
+
+__all__ = ["Algorithm", "AlgorithmLike", "Composition", "Handler", "algorithm", "bind", "compose", "reversed_at"]
+
+HandlerFunction: TypeAlias = Callable[..., State]
+
+
+@attrs.frozen
+class Handler:
+    """One function of an algorithm at one event."""
+
+    algorithm: str
+    function: HandlerFunction
+    when: Predicate | None
+    takes_stages: bool
+
+
+def _as_event(event: Any, where: str) -> Event:
+    try:
+        return Event(event)
+    except ValueError as error:
+        raise ArgumentError(f"{where}: {error}") from None
+
+
+def _takes_stages(function: HandlerFunction, where: str) -> bool:
+    """Whether a handler asks for the loop's stages as a second argument."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return False
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) > 2 or (not required and not any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        raise ArgumentTypeError(
+            f"{where} takes {len(required)} arguments; a handler is a function of (state), or of (state, stages) "
+            "where it calls the loop's own stages."
+        )
+    return len(required) == 2
+
+
+@attrs.frozen(init=False, repr=False)
+class Algorithm:
+    """A named set of handlers, and the memory they start with.
+
+    Args:
+        name: its name, which is also its key in ``state.algorithm_state``; unique in a run.
+        handlers: an event, or a tuple of events, to a function ``state -> state`` (or
+            ``(state, stages) -> state``: see :class:`pure_loop.loop.LoopStages`).
+        init: ``state -> memory``, any pytree; called once, after INIT, and kept in ``algorithm_state``.
+        when: how often the handlers run, such as ``pl.every("10ba")``; None: always.
+
+    Raises:
+        ArgumentError: it binds no event, or a name that is no event.
+        ArgumentTypeError: a handler that can't be called with a State.
+
+    >>> from pure_loop import Event
+    >>> def count(state):
+    ...     return state.remember("counter", state.algorithm_state["counter"] + 1)
+    >>> Algorithm("counter", {Event.BATCH_END: count}, init=lambda state: 0)
+    Algorithm('counter', batch_end)
+    """
+
+    name: str
+    handlers: Mapping[Event, tuple[HandlerFunction, ...]]
+    init: Callable[[State], Any] | None
+    when: Predicate | None
+
+    def __init__(
+        self,
+        name: str,
+        handlers: Mapping[Any, HandlerFunction | Sequence[HandlerFunction]],
+        init: Callable[[State], Any] | None = None,
+        *,
+        when: CadenceLike | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(f"an algorithm's name is a text that is not empty, not {name!r}.")
+        where = f"algorithm {name!r}"
+        table: dict[Event, tuple[HandlerFunction, ...]] = {}
+        if not isinstance(handlers, Mapping):
+            raise ArgumentTypeError(f"{where}: handlers is a mapping of events to functions, not {handlers!r}.")
+        for events, functions in handlers.items():
+            for event in events if isinstance(events, tuple | list | frozenset) else (events,):
+                member = _as_event(event, where)
+                listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
+                for function in listed:
+                    if not callable(function):
+                        raise ArgumentTypeError(f"{where} at {member.name}: {function!r} is not a function.")
+                    _takes_stages(function, f"{where} at {member.name}")
+                table[member] = table.get(member, ()) + listed
+        if not table:
+            raise ArgumentError(
+                f"{where} binds no event, so it would never run: Algorithm({name!r}, {{Event.BATCH_END: function}})."
+            )
+        self.__attrs_init__(name, table, init, as_predicate(when, f"{where}: when"))
+
+    def __call__(self, state: State, *stages: Any) -> State:
+        """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
+        functions = {function for listed in self.handlers.values() for function in listed}
+        chosen = tuple(functions) if len(functions) == 1 else self.handlers.get(state.event, ())  # type: ignore[call-overload]
+        for function in chosen:
+            state = function(state, *stages)
+        return state
+
+    def __repr__(self) -> str:
+        return f"Algorithm({self.name!r}, {', '.join(event.value for event in self.handlers)})"
+
+
+@attrs.frozen
+class Composition:
+    """Several algorithms as one; ``[compose(a, b), c]`` is ``[a, b, c]``."""
+
+    members: tuple[Algorithm, ...]
+
+    def __call__(self, state: State, *stages: Any) -> State:
+        for member in self.members:
+            state = member(state, *stages)
+        return state
+
+
+AlgorithmLike: TypeAlias = "Algorithm | Composition"
+
+
+def algorithm(
+    *events: Event | str,
+    when: CadenceLike | None = None,
+    name: str | None = None,
+    init: Callable[[State], Any] | None = None,
+) -> Callable[[HandlerFunction], Algorithm]:
+    """Make an algorithm of a function ``State -> State``.
+
+    Args:
+        *events: when it runs.
+        when: how often, such as ``pl.every("10ba")`` or a pure predicate of the State; None: every time.
+        name: default: the function's name.
+        init: ``state -> memory``, kept in ``state.algorithm_state[name]``.
+
+    Raises:
+        ArgumentError: no event is given.
+
+    >>> import torch, pure_loop as pl
+    >>> @pl.algorithm(pl.Event.AFTER_LOSS)
+    ... def halve(state):
+    ...     return state.replace(loss=state.loss / 2)
+    >>> halve(State.create(torch.nn.Linear(1, 1)).replace(loss=torch.tensor(4.0))).loss
+    tensor(2.)
+    """
+    if len(events) == 1 and callable(events[0]) and not isinstance(events[0], str):
+        function_name = getattr(events[0], "__name__", "function")
+        raise ArgumentError(
+            f"algorithm {function_name!r} binds no event: write @pl.algorithm(Event.BATCH_END) above it, with the "
+            "event at which it runs."
+        )
+    if not events:
+        raise ArgumentError("pl.algorithm() binds no event: write pl.algorithm(Event.BATCH_END), for example.")
+
+    def decorate(function: HandlerFunction) -> Algorithm:
+        label = name if name is not None else getattr(function, "__name__", type(function).__name__)
+        return Algorithm(label, {events: function}, init, when=when)
+
+    return decorate
+
+
+def compose(*algorithms: AlgorithmLike) -> Composition:
+    """Several algorithms as one value: ``compose(a, b)`` in a list does what ``a, b`` does there."""
+    return Composition(flatten(algorithms))
+
+
+def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
+    """The algorithms of an ``algorithms=`` argument, one after the other.
+
+    Raises:
+        ArgumentTypeError: something in it is not an algorithm.
+        ArgumentError: two of them have one name.
+    """
+    if isinstance(algorithms, Algorithm | Composition):
+        algorithms = (algorithms,)
+    if not isinstance(algorithms, Iterable):
+        raise ArgumentTypeError(f"algorithms={algorithms!r}: give a list of algorithms.")
+    found: list[Algorithm] = []
+    for item in algorithms:
+        if isinstance(item, Algorithm):
+            found.append(item)
+        elif isinstance(item, Composition):
+            found.extend(item.members)
+        elif callable(item):
+            name = getattr(item, "__name__", type(item).__name__)
+            raise ArgumentTypeError(
+                f"{name} in algorithms= is a function that is bound to no event. If it is an algorithm, write "
+                f"pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: {name}(...)."
+            )
+        else:
+            raise ArgumentTypeError(f"algorithms= holds {item!r} of type {type(item).__name__}, not an algorithm.")
+    names = [item.name for item in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError(
+                f"two algorithms are named {name!r}, and algorithm_state keeps one memory a name: give one of them "
+                f"another, such as name={name + '_2'!r}."
+            )
+    return tuple(found)
+
+
+def reversed_at(event: Event) -> bool:
+    """Whether algorithms apply in reverse: on the AFTER half of a BEFORE/AFTER pair, so that brackets nest.
+
+    AFTER_DATALOADER is not: data passes through transforms in the order given. *_END events are not: the pair is
+    START and END.
+
+    >>> reversed_at(Event.AFTER_FORWARD), reversed_at(Event.AFTER_DATALOADER), reversed_at(Event.EPOCH_END)
+    (True, False, False)
+    """
+    return "after" in event.value.split("_") and event is not Event.AFTER_DATALOADER
+
+
+def bind(algorithms: Sequence[Algorithm]) -> dict[Event, tuple[Handler, ...]]:
+    """For each event, the handlers that run at it, in the order in which they run."""
+    table: dict[Event, tuple[Handler, ...]] = {}
+    for event in Event:
+        handlers = [
+            Handler(item.name, function, item.when, _takes_stages(function, item.name))
+            for item in (reversed(algorithms) if reversed_at(event) else algorithms)
+            for function in item.handlers.get(event, ())
+        ]
+        if handlers:
+            table[event] = tuple(handlers)
+    return table

@@ -1,0 +1,218 @@
+"""Exponential moving average of the weights: evaluated is the average, trained are the weights.
+
+With the weights ``w`` after an update interval and the average ``a``, which starts as the first weights::
+
+    a' = d a + (1 - d) w
+
+``d`` is ``smoothing``; or ``2^(-t / half_life)``, where t is how much training passed since the last update, so that
+weights count half as much after a half life whatever the interval.
+
+https://doi.org/10.1137/0330046 (averaging of stochastic approximation), https://arxiv.org/abs/1703.01780 (its use here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._arguments import check_fraction, check_time
+from pure_loop.cadence import every
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+from pure_loop.time import Time, Timestamp, TimeUnit
+
+__all__ = ["averaged", "ema", "moving_average"]
+
+# All counts are remembered, so that a half life may change its unit when training goes on.
+_COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
+_SLOW = (TimeUnit.EPOCH, TimeUnit.ITERATION)
+_UPDATED_AT = {
+    TimeUnit.EPOCH: (Event.EPOCH_END,),
+    TimeUnit.ITERATION: (Event.ITERATION_END,),
+    TimeUnit.DURATION: (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END),
+}
+
+
+@torch.no_grad()
+def moving_average(
+    average: Mapping[str, Tensor], tensors: Mapping[str, Tensor], smoothing: float
+) -> FrozenDict[str, Tensor]:
+    """``smoothing * average + (1 - smoothing) * tensors``, name by name.
+
+    Args:
+        average: names to floating point tensors. Float16 and bfloat16 are averaged in float32, in which the result
+            is: in their own precision small changes would be rounded away.
+        tensors: what joins the average; names that the average lacks are left out.
+        smoothing: how much of the average stays.
+
+    >>> moving_average({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])}, 0.75)
+    FrozenDict({'w': tensor([0.2500])})
+    """
+    # Frozen parameters, and those of a step that was left out, are the very tensors they were.
+    names = [name for name, old in average.items() if old is not tensors[name]]
+    if not names:
+        return FrozenDict(average)
+    before, now = [_wide(average[name]) for name in names], [_wide(tensors[name]) for name in names]
+    changed = dict(zip(names, torch._foreach_lerp(before, now, 1.0 - smoothing), strict=True))
+    return FrozenDict((name, changed.get(name, old)) for name, old in average.items())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def averaged(state: State, name: str = "ema") -> State:
+    """The State with the average of :func:`ema` as its parameters and buffers: ``averaged(state).module()``.
+
+    Buffers of integers (BatchNorm's count of batches) are not averaged.
+
+    Raises:
+        ArgumentError: the State has no average of this name.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...     optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", algorithms=[ema(half_life="4ba")]))
+    >>> averaged(state).module()
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+    memory = state.algorithm_state.get(name)
+    if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
+        raise ArgumentError(
+            f"this State has no average named {name!r}: its algorithms' memory is of {sorted(state.algorithm_state)}. "
+            f"Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)]; a module, or a State from "
+            "before FIT_START, has no average yet."
+        )
+    return state.replace(
+        params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"])
+    )
+
+
+def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    return FrozenDict(
+        (name, average[name].to(tensor.dtype) if name in average else tensor) for name, tensor in tensors.items()
+    )
+
+
+def ema(
+    half_life: str | int | Time | None = None,
+    smoothing: float | None = None,
+    interval: str | int | Time | None = None,
+    *,
+    name: str = "ema",
+) -> Algorithm:
+    """Exponential moving average: evaluation and prediction use the average, training the weights.
+
+    The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters and
+    floating point buffers are averaged; nothing in training reads the average, so training is what it would be
+    without. :func:`averaged` gives a State with the average in place of the weights, to export or go on from.
+    ``evaluate`` and ``predict`` use the average that their State holds: give them ``algorithms=[ema(...)]`` too.
+
+    Args:
+        half_life: how much training it takes until weights count half: ``"100ba"``, ``"5000sp"``, ``"2ep"``,
+            ``"0.1dur"``; an int counts epochs. Not wall-clock time.
+        smoothing: instead of ``half_life``: how much of the average stays at an update, in [0, 1).
+        interval: how often the average is updated. Default ``"1ba"``; ``"1ep"`` for a half life in epochs.
+        name: another one, if there are several; with several, evaluation uses the last one in the list.
+
+    Raises:
+        ArgumentError: both of half_life and smoothing or neither, a time of 0 or by the clock, a half life in epochs
+            that is updated within them; by evaluation: a State that has no average.
+        ArgumentTypeError: a setting of another type.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> average = ema(half_life="4ba")
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...     optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", evaluators=data, algorithms=[average]))
+    >>> again = pl.run(pl.evaluate(state, data, loss=torch.nn.functional.mse_loss, algorithms=[average]))
+    >>> bool(again.metrics["eval"]["loss"] == state.metrics["eval"]["loss"])
+    True
+    """
+    if (half_life is None) == (smoothing is None):
+        given = "neither" if half_life is None else "both"
+        raise ArgumentError(
+            f'ema: give one of half_life and smoothing, got {given}; write ema(half_life="100ba") or ema(smoothing=0.99).'
+        )
+    if smoothing is not None:
+        check_fraction("ema", "smoothing", smoothing, "ema(smoothing=0.99)")
+    life = None if half_life is None else _counted(check_time("ema", "half_life", half_life), "half_life")
+    # Epochs and iterations are counted at their ends, so nothing passes between batches.
+    slow = life is not None and life.unit in _SLOW
+    chosen = interval if interval is not None else f"1{life.unit.value}" if life is not None and slow else "1ba"
+    period = _counted(check_time("ema", "interval", chosen), "interval")
+    if life is not None:
+        _refuse_inside(life, life.unit, period, period.unit)
+    cadence = every(period)
+
+    def start(state: State) -> FrozenDict[str, Any]:
+        duration = state.timestamp.max_duration
+        period_unit = _in_counts(period, duration)[1]
+        if life is not None:
+            _refuse_inside(life, _in_counts(life, duration)[1], period, period_unit)
+        return FrozenDict(params=_floats(state.params), buffers=_floats(state.buffers), updated=_counts(state.timestamp))
+
+    def update(state: State) -> State:
+        assert state.event is not None
+        if not cadence.at(state, state.event):
+            return state
+        memory, now = state.algorithm_state[name], state.timestamp
+        decay = smoothing if life is None else _decay(life, memory["updated"], now)
+        assert decay is not None
+        new = {kind: moving_average(memory[kind], getattr(state, kind), decay) for kind in ("params", "buffers")}
+        return state.remember(name, FrozenDict(**new, updated=_counts(now)))
+
+    def show(state: State) -> State:
+        return averaged(state, name)
+
+    events = _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
+    return Algorithm(name, {events: update, (Event.EVAL_START, Event.PREDICT_START): show}, init=start)
+
+
+def _decay(half_life: Time, updated: Mapping[str, int], now: Timestamp) -> float:
+    """How much of the average stays, after what has passed since the last update."""
+    length, unit = _in_counts(half_life, now.max_duration)
+    return float(0.5 ** ((now.get(unit) - updated[unit.value]) / length))
+
+
+def _in_counts(time: Time, duration: Time | None) -> tuple[float, TimeUnit]:
+    """An amount and its unit; a fraction of the duration in the unit of the duration."""
+    if time.unit is not TimeUnit.DURATION:
+        return time.value, time.unit
+    if duration is None:
+        raise ArgumentError(f'ema: {str(time)!r} needs a max_duration, and there is none; write "100ba" instead.')
+    _counted(duration, f"{str(time)!r} of max_duration")
+    return float(time.exact * duration.exact), duration.unit
+
+
+def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_unit: TimeUnit) -> None:
+    """Refuse a half life in epochs (or iterations) where updates come more often than these are counted."""
+    if unit in _SLOW and interval_unit in (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN):
+        raise ArgumentError(
+            f"ema: half_life={str(half_life)!r} goes by {unit.name.lower()}s, which are counted at their ends, and "
+            f"interval={str(interval)!r} updates inside them. Write half_life in batches or samples, or "
+            f'interval="1{unit.value}".'
+        )
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    return FrozenDict((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+
+
+def _counts(timestamp: Timestamp) -> FrozenDict[str, Any]:
+    return FrozenDict((unit.value, timestamp.get(unit)) for unit in _COUNTED)
+
+
+def _counted(time: Time, name: str) -> Time:
+    if time.unit is TimeUnit.SECOND:
+        raise ArgumentError(
+            f"ema: {name}={str(time)!r} goes by the clock, so the average would be another one in every run; count "
+            'batches, samples, tokens or epochs: "100ba".'
+        )
+    return time

@@ -1,0 +1,86 @@
+"""Gradient clipping: by the global norm, by value, or unit by unit.
+
+With the threshold ``c``, gradients ``g`` and weights ``w``::
+
+    norm      g' = g min(1, c / |g|)              |g| over all parameters; https://arxiv.org/abs/1211.5063
+    value     g' = min(max(g, -c), c)             element by element
+    adaptive  g' = g min(1, c max(|w|, 1e-3) / |g|)   for each output unit; https://arxiv.org/abs/2102.06171
+
+The arithmetic is in :mod:`pure_loop.gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pure_loop import gradients
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._arguments import check_positive
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+
+__all__ = ["gradient_clipping"]
+
+Kind = Literal["norm", "value", "adaptive"]
+
+
+def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_clipping") -> Algorithm:
+    """Clip the gradients of each batch, at AFTER_TRAIN_BATCH.
+
+    Algorithms apply in reverse there: in ``[gradient_clipping(...), sam()]`` what SAM found is clipped, in
+    ``[sam(), gradient_clipping(...)]`` what SAM starts from. ``fit(clip_grad=...)`` clips wherever gradients are
+    computed. A gradient that is NaN or infinite stays so, and the loop deals with it as ``nonfinite=`` says.
+
+    Args:
+        kind: ``"norm"`` scales all gradients so that their global norm is at most the threshold; ``"value"``
+            clamps each element; ``"adaptive"`` scales each output unit's gradient (row of a matrix, filter of a
+            convolution) to at most the threshold times the norm of its weights.
+        threshold: above 0. Usual are 1.0 for the norm, and 0.01 for adaptive clipping.
+        name: another one, if there are several.
+
+    Raises:
+        ArgumentError: a kind that there is not, or a threshold that is not above 0 and finite.
+        ArgumentTypeError: a threshold that is no number.
+
+    >>> import torch, pure_loop as pl
+    >>> state = pl.State.create(torch.nn.Linear(1, 2, bias=False))
+    >>> state = state.replace(grads={"weight": torch.tensor([[3.0], [4.0]])})
+    >>> gradient_clipping("norm", 1.0)(state).grads["weight"].T
+    tensor([[0.6000, 0.8000]])
+    """
+    where = "gradient_clipping"
+    if kind not in ("norm", "value", "adaptive"):
+        raise ArgumentError(f'{where}: kind is "norm", "value" or "adaptive", got {kind!r}; write {where}("norm", 1.0).')
+    limit = check_positive(where, "threshold", threshold, f'{where}("{kind}", {0.01 if kind == "adaptive" else 1.0})')
+
+    def clip(state: State) -> State:
+        grads = state.grads
+        assert grads is not None
+        if not any(gradient is not None for gradient in grads.values()):
+            return state
+        if kind == "norm":
+            return state.replace(grads=gradients.clip_by_norm(grads, limit))
+        if kind == "value":
+            return state.replace(grads=_clip_by_value(grads, limit))
+        return state.replace(grads=gradients.clip_adaptively(grads, state.params, limit))
+
+    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: clip})
+
+
+@torch.no_grad()
+def _clip_by_value(grads: Mapping[str, Tensor | None], limit: float) -> FrozenDict[str, Any]:
+    # Clamped, an infinite gradient looks sound: a step would be made with it, and no loss scale would be lowered.
+    clipped = gradients.clip_by_value(grads, limit)
+
+    def mark(present: list[Tensor]) -> list[Tensor]:
+        nothing = torch._foreach_sub(present, present)  # infinity - infinity is NaN
+        return list(torch._foreach_add([clipped[name] for name in names], nothing))
+
+    names = [name for name, gradient in grads.items() if gradient is not None]
+    return gradients.map_present(mark, grads)

@@ -1,0 +1,163 @@
+"""Label smoothing: targets that are not quite sure.
+
+With C classes and the one-hot (or any other) distribution ``y`` of a sample's target::
+
+    y' = (1 - smoothing) y + smoothing / C
+
+https://arxiv.org/abs/1512.00567, section 7.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._arguments import check_fraction
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+
+__all__ = ["label_smoothing", "smooth_labels"]
+
+IGNORED = -100
+
+
+def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, ignore_index: int = IGNORED) -> Tensor:
+    """Targets as smoothed probabilities, as ``torch.nn.functional.cross_entropy`` takes them.
+
+    Args:
+        outputs: scores of C classes, (n, C, ...) or (C,); only their shape, dtype and device are used.
+        targets: class indices, (n, ...) or (), of an integer dtype; or probabilities, of the shape of ``outputs``.
+        smoothing: the part of the probability that is spread over all classes, in [0, 1).
+        ignore_index: the class index of positions without a target. Their probabilities are all 0, and the others
+            are scaled up so that a mean over all positions is the mean over those that have a target, as it is
+            for indices. (``cross_entropy`` itself ignores nothing where it is given probabilities.)
+
+    Returns:
+        Probabilities of the shape of ``outputs``; float32, or float64 for float64 outputs. Targets that are
+        probabilities keep their dtype.
+
+    Raises:
+        ArgumentError: targets whose shape or dtype is neither, a single class, or smoothing out of range.
+        ArgumentTypeError: outputs or targets that are no tensor.
+
+    >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, 3]), 0.2)
+    tensor([[0.0500, 0.8500, 0.0500, 0.0500],
+            [0.0500, 0.0500, 0.0500, 0.8500]])
+    """
+    smoothing = check_fraction("smooth_labels", "smoothing", smoothing, "smooth_labels(outputs, targets, 0.1)")
+    for name, value in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(
+                f"smooth_labels: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
+                "that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
+            )
+    axis = 1 if outputs.ndim > 1 else 0
+    classes = outputs.shape[axis] if outputs.ndim else 1
+    if classes < 2:
+        raise ArgumentError(
+            f"smooth_labels: outputs of shape {tuple(outputs.shape)} score {classes} class: shape (n, C, ...) is needed, "
+            "with two classes or more."
+        )
+    if targets.is_floating_point() and targets.shape == outputs.shape:
+        return targets * (1.0 - smoothing) + smoothing / classes
+    indices = not (targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool)
+    if not indices or targets.shape != outputs.shape[:axis] + outputs.shape[axis + 1 :]:
+        raise ArgumentError(
+            f"smooth_labels: targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, and outputs have shape "
+            f"{tuple(outputs.shape)}, which is read as (n, classes, ...). Give class indices, integers of shape "
+            f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of outputs. "
+            "Where classes come last, move them: outputs.movedim(-1, 1)."
+        )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    present = targets != ignore_index
+    # Without a branch on the data, so that a GPU is not waited for. The scale is exactly 1 if nothing is ignored.
+    scale = present.numel() / present.sum(dtype=dtype)
+    spread = torch.full(outputs.shape, smoothing / classes, dtype=dtype, device=outputs.device)
+    index = targets.long().masked_fill(~present, 0).unsqueeze(axis)
+    value = 1.0 - smoothing + smoothing / classes
+    return spread.scatter(axis, index, value) * (present * scale).unsqueeze(axis)
+
+
+def label_smoothing(
+    smoothing: float = 0.1,
+    *,
+    target_key: int | str = 1,
+    ignore_index: int = IGNORED,
+    name: str = "label_smoothing",
+) -> Algorithm:
+    """Label smoothing: the loss sees smoothed targets; nothing else does, and evaluation does not.
+
+    It gives what ``cross_entropy(..., label_smoothing=smoothing)`` does, for any loss that takes probabilities, and
+    together with algorithms that change targets. Targets are smoothed at BEFORE_LOSS and put back at AFTER_LOSS.
+    They take the memory of the outputs for that long. A loss with class weights averages probabilities over the
+    samples, and indices over the samples' weights: there use the loss's own ``label_smoothing``.
+
+    Args:
+        smoothing: the part of the probability that is spread over all classes, in [0, 1).
+        target_key: where in a batch its targets are: an index, or a key where batches are mappings.
+        ignore_index: the class index of positions without a target, which stay without (:func:`smooth_labels`).
+        name: another one, if there are several.
+
+    Raises:
+        ArgumentError: smoothing out of range; in training: targets that are neither class indices nor probabilities.
+        ArgumentTypeError: a setting of another type; in training: outputs that are no tensor.
+        DataError: in training: a batch without ``target_key``.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.eye(3), torch.tensor([0, 1, 2]))]
+    >>> stream = pl.fit(torch.nn.Linear(3, 3), data, loss=torch.nn.functional.cross_entropy,
+    ...                 optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba", algorithms=[label_smoothing(0.3)])
+    >>> for event, state in stream:
+    ...     if event in (pl.Event.BEFORE_LOSS, pl.Event.AFTER_LOSS):
+    ...         print(state.microbatch[1][0])
+    tensor([0.8000, 0.1000, 0.1000])
+    tensor(0)
+    """
+    where = "label_smoothing"
+    check_fraction(where, "smoothing", smoothing, "label_smoothing(0.1)")
+    if isinstance(target_key, bool) or not isinstance(target_key, int | str):
+        raise ArgumentTypeError(f"{where}: target_key is an index or a key, such as 1 or 'labels', not {target_key!r}.")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ArgumentTypeError(f"{where}: ignore_index is a whole number, such as -100, not {ignore_index!r}.")
+
+    def smooth(state: State) -> State:
+        targets = _get(state.microbatch, target_key)
+        smoothed = smooth_labels(state.outputs, targets, smoothing, ignore_index=ignore_index)
+        return state.replace(microbatch=_put(state.microbatch, target_key, smoothed)).remember(name, targets)
+
+    def put_back(state: State) -> State:
+        targets = state.algorithm_state[name]
+        return state.replace(microbatch=_put(state.microbatch, target_key, targets)).remember(name, None)
+
+    return Algorithm(name, {Event.BEFORE_LOSS: smooth, Event.AFTER_LOSS: put_back}, init=lambda state: None)
+
+
+def _get(batch: Any, key: int | str) -> Any:
+    try:
+        return batch[key]
+    except (LookupError, TypeError):
+        kind = f"mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(
+            f"label_smoothing: a batch is a {kind} and has no batch[{key!r}]. Say where its targets are: "
+            "label_smoothing(0.1, target_key='labels'); or write an algorithm of your own over smooth_labels."
+        ) from None
+
+
+def _put(batch: Any, key: Any, value: Any) -> Any:
+    """The batch with another value at ``key``, of the same kind."""
+    if isinstance(batch, FrozenDict):
+        return batch | {key: value}
+    if isinstance(batch, tuple):
+        items = list(batch)
+        items[key] = value
+        return batch._make(items) if hasattr(batch, "_make") else tuple(items)
+    new = copy.copy(batch)
+    new[key] = value
+    return new

@@ -1,0 +1,118 @@
+"""Sharpness-aware minimisation: the gradient where the loss nearby is worst.
+
+With the parameters ``w``, their gradient ``g = L'(w)`` and the radius ``rho``::
+
+    e = rho g / (|g| + epsilon)                        https://arxiv.org/abs/2010.01412
+    e = rho w^2 g / (||w| g| + epsilon)                adaptive; https://arxiv.org/abs/2102.11600
+    step from w with L'(w + e)
+
+The norm is over all parameters. The step needs the gradient a second time, at ``w + e``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._arguments import check_flag, check_integer, check_positive
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.gradients import global_norm
+from pure_loop.loop import LoopStages
+from pure_loop.state import State
+
+__all__ = ["perturb", "sam"]
+
+
+@torch.no_grad()
+def perturb(
+    params: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor | None],
+    rho: float = 0.05,
+    epsilon: float = 1e-12,
+    adaptive: bool = False,
+) -> FrozenDict[str, Tensor]:
+    """The parameters at distance ``rho`` in the direction in which the loss grows fastest.
+
+    Args:
+        params: names to tensors.
+        grads: their gradients; a parameter whose gradient is None, or is not there, stays as it is.
+        rho: the distance; with ``adaptive``, measured in the size of each weight.
+        epsilon: added to the norm, for gradients that are 0.
+        adaptive: weigh each element by its own size, which makes the distance independent of the layers' scales.
+
+    Returns:
+        New parameters, of the same shapes and dtypes.
+
+    >>> perturb({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}, rho=0.5)["w"]
+    tensor([1.3000, 2.4000])
+    """
+    names = [name for name in params if grads.get(name) is not None]
+    if not names:
+        return FrozenDict(params)
+    weights: list[Tensor] = [params[name] for name in names]
+    directions: Any = [grads[name] for name in names]
+    if adaptive:
+        sizes = torch._foreach_abs(weights)
+        directions = torch._foreach_mul(directions, sizes)
+    norm = global_norm(dict(zip(names, directions, strict=True)))
+    # In float32 at least: epsilon is 0 in float16.
+    scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
+    steps = torch._foreach_mul(directions, scale)
+    if adaptive:
+        steps = torch._foreach_mul(steps, sizes)
+    moved = dict(zip(names, torch._foreach_add(weights, list(steps)), strict=True))
+    return FrozenDict((name, moved.get(name, tensor)) for name, tensor in params.items())
+
+
+def sam(
+    rho: float = 0.05,
+    epsilon: float = 1e-12,
+    interval: int = 1,
+    adaptive: bool = False,
+    *,
+    name: str = "sam",
+) -> Algorithm:
+    """Sharpness-aware minimisation: each step uses the gradient at the worst point nearby.
+
+    At AFTER_TRAIN_BATCH it takes the gradient of the batch again, at perturbed parameters, computed as the loop
+    computes it: the same microbatches, dropout masks and precision, and the other algorithms from BEFORE_FORWARD
+    to AFTER_BACKWARD. Only the gradient is kept: loss, outputs, BatchNorm's statistics and the other algorithms' memory
+    are those at the parameters themselves. A batch with SAM takes twice as long.
+
+    Args:
+        rho: how far away, above 0.
+        epsilon: added to the gradient's norm, above 0.
+        interval: use it for every ``interval``-th batch of the run, the first one included.
+        adaptive: measure the distance in the size of each weight (ASAM); a good rho is then 10 times larger.
+        name: another one, if there are several.
+
+    Raises:
+        ArgumentError: a number out of range.
+        ArgumentTypeError: a setting of another type.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...                 optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", algorithms=[sam(rho=0.1, interval=2)])
+    >>> pl.run(stream).timestamp.batch
+    6
+    """
+    rho = check_positive("sam", "rho", rho, "sam(rho=0.05)")
+    epsilon = check_positive("sam", "epsilon", epsilon, "sam(epsilon=1e-12)")
+    check_integer("sam", "interval", interval, "sam(interval=2) for every second batch", least=1)
+    check_flag("sam", "adaptive", adaptive)
+
+    def sharpen(state: State, stages: LoopStages) -> State:
+        if state.timestamp.batch % interval:
+            return state
+        grads = state.grads
+        assert grads is not None
+        nearby = state.replace(params=perturb(state.params, grads, rho, epsilon, adaptive))
+        return state.replace(grads=stages.gradients(nearby).grads)
+
+    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen})

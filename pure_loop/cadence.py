@@ -1,0 +1,92 @@
+"""Cadence: how often something happens, said in one way everywhere.
+
+``"10ba"``, ``"1ep"``, ``"0.1dur"``, an int of epochs, a :class:`pure_loop.Time`, ``every("10ba")``, or any
+pure predicate ``State -> bool`` of your own: evaluators, algorithms and loggers take all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import attrs
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.state import State
+from pure_loop.time import Time, TimeUnit, due
+
+__all__ = ["Cadence", "CadenceLike", "as_predicate", "every"]
+
+Predicate: TypeAlias = Callable[[State], bool]
+CadenceLike: TypeAlias = "str | int | Time | Predicate"
+
+
+@attrs.frozen
+class Cadence:
+    """True for States whose last counted batch (or epoch) passed a multiple of the interval.
+
+    It compares ``state.previous_timestamp`` with ``state.timestamp`` and nothing else, so there is
+    nothing to save and it goes on exactly.
+    """
+
+    interval: Time
+
+    def __call__(self, state: State) -> bool:
+        return due(self.interval, state.previous_timestamp, state.timestamp, counted_at(self.interval, state))
+
+    def at(self, state: State, event: Event) -> bool:
+        """Whether an evaluator with this interval is due at this event of this State."""
+        return due(self.interval, state.previous_timestamp, state.timestamp, event)
+
+    def __str__(self) -> str:
+        return f"every {self.interval}"
+
+
+def counted_at(interval: Time, state: State) -> Event:
+    """The event at which the unit of an interval is counted."""
+    unit = interval.unit
+    if unit is TimeUnit.DURATION and state.timestamp.max_duration is not None:
+        unit = state.timestamp.max_duration.unit
+    if unit is TimeUnit.EPOCH:
+        return Event.EPOCH_END
+    return Event.ITERATION_END if unit is TimeUnit.ITERATION else Event.BATCH_END
+
+
+def every(interval: str | int | Time) -> Cadence:
+    """A predicate that is true once in every ``interval``: ``pl.algorithm(Event.BATCH_END, when=pl.every("10ba"))``.
+
+    Interval 0 means never.
+
+    >>> str(every("10ba"))
+    'every 10ba'
+    """
+    return Cadence(Time.parse(interval))
+
+
+def as_predicate(cadence: CadenceLike | None, name: str) -> Predicate | None:
+    """What a user wrote as a cadence, as a predicate.
+
+    Args:
+        cadence: a text, an int of epochs, a Time or a predicate; None stays None.
+        name: the argument's name, for the error.
+
+    Raises:
+        ArgumentTypeError: it is none of these.
+        ArgumentError: it can't be read, or counts iterations where evaluation can't.
+    """
+    if cadence is None or isinstance(cadence, Cadence):
+        return cadence
+    if isinstance(cadence, str | int | Time):
+        try:
+            return every(cadence)
+        except ArgumentError as error:
+            raise type(error)(f"{name}={cadence!r}: {error}") from None
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{name}={cadence!r}: {error}") from None
+    if callable(cadence):
+        return cadence
+    raise ArgumentTypeError(
+        f'{name}={cadence!r}: write an interval such as "10ba", "1ep" or "0.1dur", or a pure function of the State '
+        "that returns a bool."
+    )

@@ -1,0 +1,260 @@
+"""The driver: runs a script, applies the algorithms, shows the callbacks, hands over, sends back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from pure_loop.algorithm import Handler
+from pure_loop.callback import Callback, Observer, refuse_return
+from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import _SETTERS, NOT_READY, State, _copier, refuse_misfit
+from pure_loop.strict import Strict
+
+__all__ = ["apply", "run_script", "run_silently", "seal"]
+
+Handlers = Mapping[Event, tuple[Handler, ...]]
+
+# Where a State says from where to go on. FIT_START is left out: a call that goes on yields it, and the State
+# it yields there must still know the boundary that it came from.
+POSITIONS = frozenset(
+    {
+        Event.AFTER_LOAD,
+        Event.EPOCH_START,
+        Event.BATCH_END,
+        Event.BATCH_CHECKPOINT,
+        Event.EPOCH_END,
+        Event.EPOCH_CHECKPOINT,
+        Event.FIT_END,
+        Event.ITERATION_START,
+        Event.ITERATION_END,
+        Event.ITERATION_CHECKPOINT,
+    }
+)
+
+_set_event = State.event.__set__  # type: ignore[attr-defined]
+_set_position = State.position.__set__  # type: ignore[attr-defined]
+_set_grads = State._grads.__set__
+
+
+def seal(state: State, event: Event) -> State:
+    """The State of an event. One that no event has had yet is nobody else's, and is written to in place."""
+    if state.event is not None:
+        state = _copier(type(state))(state)
+    _set_event(state, event)
+    if event in POSITIONS:
+        _set_position(state, event)
+    return state
+
+
+def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
+    """Apply the handlers of one event, one after the other, and check what each returns."""
+    grads_missing = state._grads is None
+    if grads_missing:
+        _set_grads(state, NOT_READY)
+    grad_mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    handler = handlers[0]
+    try:
+        for handler in handlers:
+            if handler.when is not None and not handler.when(state):
+                continue
+            if strict is not None:
+                strict.before_handler(state)
+            if handler.takes_stages:
+                if stages is None:
+                    raise AlgorithmReturnError(
+                        f"algorithm {handler.algorithm!r} asks for the loop's stages, and this script offers none: "
+                        "pl.drive(script, stages=...)."
+                    )
+                new = handler.function(state, stages)
+            else:
+                new = handler.function(state)
+            if strict is not None:
+                strict.after_handler(state, handler.algorithm, event)
+            if new is not state:
+                new = _check(new, state, handler.algorithm, event)
+                state = new
+    except PureLoopError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
+        raise
+    finally:
+        torch._C._set_grad_enabled(grad_mode)
+        if grads_missing and state._grads is NOT_READY:
+            _set_grads(state, None)
+    return state
+
+
+def _check(new: Any, old: State, name: str, event: Event) -> State:
+    """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
+    cls = type(old)
+    if type(new) is not cls:
+        _refuse_type(new, cls, name, event)
+    if new.event is not event:
+        if new.event is not None:
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} returned a State of {new.event.name}: it returned a State that it "
+                "had kept, or changed state.event. Return state.replace(...) of the State it is given."
+            )
+        _set_event(new, event)
+    if new.timestamp is not old.timestamp and new.timestamp != old.timestamp:
+        _refuse_field("timestamp", name, event, "only the loop counts")
+    if new.previous_timestamp is not old.previous_timestamp or new.position is not old.position:
+        _refuse_field("previous_timestamp or position", name, event, "only the loop counts")
+    if new.seed != old.seed:
+        _refuse_field("seed", name, event, "derive seeds of your own: pl.random.derive(state.seed, ...)")
+    if new.model is not old.model:
+        if event is not Event.INIT and new.model != old.model:
+            _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
+        refuse_misfit(new)
+        return new  # type: ignore[no-any-return]
+    if new.params is not old.params:
+        if hasattr(old.params, "origin"):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} replaced params at {event.name}, between the forward and the backward of a "
+                "microbatch: the loss is a function of the old ones. Replace params at BEFORE_FORWARD or earlier, "
+                "or from AFTER_BACKWARD on."
+            )
+        new = _same_tensors("params", new, new.params, old.params, name, event)
+    if new.buffers is not old.buffers:
+        new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
+    grads = new._grads
+    if grads is not old._grads and grads is not None and grads is not NOT_READY:
+        reference = FrozenDict((key, old.params[key]) for key in old.model.trainable)
+        new = _same_tensors("grads", new, grads, reference, name, event)
+    return new  # type: ignore[no-any-return]
+
+
+def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:
+    """Refuse other names, shapes, dtypes or devices; bring the names back into their order."""
+    if new.keys() != old.keys():
+        missing, unknown = sorted(old.keys() - new.keys())[:3], sorted(new.keys() - old.keys())[:3]
+        raise AlgorithmStructureError(
+            f"algorithm {name!r} at {event.name} changed the names in {field}: missing {missing}, unknown {unknown}. "
+            f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}})"
+            + ("; another model goes in at INIT, with state.with_module(module)." if field == "params" else ".")
+        )
+    for key, tensor in new.items():
+        before = old[key]
+        if tensor is before or (tensor is None and field == "grads"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} put {type(tensor).__name__} into {field}[{key!r}], not a tensor."
+            )
+        if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.device != before.device:
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {_describe(before)} to "
+                f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
+            )
+    if any(a != b for a, b in zip(new, old, strict=True)):
+        new = FrozenDict((key, new[key]) for key in old)
+        state = state.replace(**{field: new})
+    if any(t is not None and t.requires_grad for t in new.values()):
+        detached = FrozenDict((key, t if t is None else t.detach()) for key, t in new.items())
+        state = state.replace(**{field: detached})
+    return state
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _refuse_type(new: Any, cls: type, name: str, event: Event) -> NoReturn:
+    if new is None:
+        raise AlgorithmReturnError(
+            f"algorithm {name!r} at {event.name} returned None. An algorithm returns the next State: end it with "
+            "`return state.replace(...)`, or `return state` where nothing changes."
+        )
+    if isinstance(new, State):
+        raise AlgorithmReturnError(
+            f"algorithm {name!r} at {event.name} returned a {type(new).__name__} where it was given a {cls.__name__}: "
+            "use state.replace(...), which keeps the class."
+        )
+    raise AlgorithmReturnError(
+        f"algorithm {name!r} at {event.name} returned {type(new).__name__}, not a State: return state.replace(...)."
+    )
+
+
+def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
+    raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed {field}, and may not: {reason}.")
+
+
+def run_script(
+    script: Generator[tuple[Event, State], State, State],
+    handlers: Handlers,
+    observers: Mapping[Event, tuple[Observer, ...]],
+    callbacks: Sequence[Callback] = (),
+    *,
+    stages: Any = None,
+    watch: Collection[Event] | None = None,
+    strict: Strict | None = None,
+) -> Generator[tuple[Event, State], None, None]:
+    """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it."""
+    try:
+        event, state = next(script)
+        while True:
+            state = seal(state, event)
+            if strict is not None:
+                strict.advance(event)
+            found = handlers.get(event)
+            if found is not None:
+                state = apply(event, state, found, stages, strict)
+            seen = observers.get(event)
+            if seen is not None:
+                _observe(event, state, seen, strict)
+            if watch is None or event in watch:
+                if strict is None:
+                    yield event, state
+                else:
+                    strict.hand_over(state)
+                    yield event, state
+                    strict.take_back(state, "the loop's body", event)
+            if strict is None:
+                event, state = script.send(state)
+            else:
+                strict.hand_over(state)
+                given = state
+                event, state = script.send(state)
+                strict.take_back(given, "the computation that followed (the model's forward, the loss, ...)", given.event)
+    except StopIteration:
+        return
+    finally:
+        script.close()
+        for callback in callbacks:
+            callback.close()
+
+
+def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:
+    for observer in seen:
+        if strict is not None:
+            strict.hand_over(state)
+        try:
+            returned = observer.observe(event, state)
+        except Exception as error:
+            error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+            raise
+        if returned is not None:
+            refuse_return(returned, observer.name, event)
+        if strict is not None:
+            strict.take_back(state, f"callback {observer.name}", event)
+
+
+def run_silently(script: Generator[tuple[Event, State], State, State], handlers: Handlers, stages: Any) -> State:
+    """Run a script to its end with its algorithms, and nothing else; gives the State it returns."""
+    try:
+        event, state = next(script)
+        while True:
+            state = seal(state, event)
+            found = handlers.get(event)
+            if found is not None:
+                state = apply(event, state, found, stages)
+            event, state = script.send(state)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]

@@ -1,0 +1,101 @@
+"""Every error that pure_loop raises.
+
+Each class is a subclass of :class:`PureLoopError` and of the builtin that fits, so that both
+``except pl.PureLoopError`` and ``except ValueError`` do what their reader expects. Messages say what
+was given, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlgorithmReturnError",
+    "AlgorithmStructureError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CallbackReturnError",
+    "DataError",
+    "FrozenDictError",
+    "GradientsNotReadyError",
+    "ImpurityError",
+    "LossError",
+    "MissingExtraError",
+    "ModelError",
+    "NonFiniteError",
+    "OrderError",
+    "PureLoopError",
+    "ResumeError",
+    "TimeFormatError",
+    "WrappedModelError",
+]
+
+
+class PureLoopError(Exception):
+    """The base of every error of this library."""
+
+
+class ArgumentError(PureLoopError, ValueError):
+    """An argument has the right type and a value that can't be used."""
+
+
+class ArgumentTypeError(PureLoopError, TypeError):
+    """An argument has a type that can't be used."""
+
+
+class TimeFormatError(ArgumentError):
+    """A duration or an interval can't be read."""
+
+
+class ModelError(ArgumentError):
+    """A model can't be trained as it is: no parameters, uninitialised ones, weights rewritten in the forward."""
+
+
+class WrappedModelError(ArgumentTypeError):
+    """A model comes wrapped (DDP, FSDP, scripted, compiled), which would silently give wrong gradients."""
+
+
+class DataError(PureLoopError, ValueError):
+    """A dataloader yields nothing, or a batch can't be counted or split."""
+
+
+class LossError(PureLoopError, ValueError):
+    """A loss is not a scalar tensor, nor a dict of scalars with the key ``total``."""
+
+
+class OrderError(PureLoopError, ValueError):
+    """A stream of events breaks the order of the specification."""
+
+
+class AlgorithmReturnError(PureLoopError, TypeError):
+    """An algorithm returned something that is not a State."""
+
+
+class AlgorithmStructureError(PureLoopError, ValueError):
+    """An algorithm changed the tree, a shape or a dtype where it may not."""
+
+
+class CallbackReturnError(PureLoopError, TypeError):
+    """A callback returned a value; callbacks only observe."""
+
+
+class GradientsNotReadyError(PureLoopError, RuntimeError):
+    """An algorithm read ``state.grads`` at an event before the first AFTER_BACKWARD of its batch."""
+
+
+class NonFiniteError(PureLoopError, FloatingPointError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class ImpurityError(PureLoopError, RuntimeError):
+    """``strict=True`` saw a State that was already given away change by value."""
+
+
+class ResumeError(PureLoopError, ValueError):
+    """Training can't go on from this State: not at a boundary, or it doesn't fit the model or optimizer."""
+
+
+class FrozenDictError(PureLoopError, TypeError):
+    """A read-only mapping of a State was written to."""
+
+
+class MissingExtraError(PureLoopError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

@@ -1,0 +1,132 @@
+"""Evaluators: data to evaluate on, when, and what to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.metrics import Metric, MetricsLike, as_metrics
+from pure_loop.sources import Source, source
+from pure_loop.state import State
+from pure_loop.time import Time, TimeUnit
+
+__all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators"]
+
+
+def _positive(value: Any, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}={value!r}: give a whole number of at least 1, or None.")
+    if value < 1:
+        raise ArgumentError(f"{name}={value!r}: give a whole number of at least 1, or None.")
+    return value
+
+
+@attrs.frozen(init=False)
+class Evaluator:
+    """Data to evaluate on, with an interval and metrics of its own.
+
+    Args:
+        dataloader: any iterable of batches.
+        metrics: metrics, by name or in a list; None: the loss, and the accuracy where outputs are scores of
+            classes and targets class indices.
+        interval: how often, such as ``"1ep"`` or ``"100ba"``; None: ``eval_interval`` of ``fit``; 0: never.
+        batches: how many batches of the data to use; None: all.
+        microbatch_size: samples a forward; None: the whole batch.
+
+    >>> Evaluator([1, 2], interval="10ba", batches=1).batches
+    1
+    """
+
+    dataloader: Any
+    metrics: MetricsLike
+    interval: CadenceLike | None
+    batches: int | None
+    microbatch_size: int | None
+
+    def __init__(
+        self,
+        dataloader: Any,
+        *,
+        metrics: MetricsLike = None,
+        interval: CadenceLike | None = None,
+        batches: int | None = None,
+        microbatch_size: int | None = None,
+    ) -> None:
+        self.__attrs_init__(
+            dataloader,
+            metrics,
+            as_predicate(interval, "Evaluator interval"),
+            _positive(batches, "Evaluator batches"),
+            _positive(microbatch_size, "Evaluator microbatch_size"),
+        )
+
+
+@attrs.frozen
+class BoundEvaluator:
+    """An evaluator of one run: labelled, with its data opened."""
+
+    label: str
+    source: Source
+    metrics: tuple[Metric, ...] | None
+    interval: Predicate
+    microbatch_size: int | None
+
+    def due(self, state: State, event: Event) -> bool:
+        """Whether it is asked for at this event, BATCH_END or EPOCH_END."""
+        if isinstance(self.interval, Cadence):
+            return self.interval.at(state, event)
+        return bool(self.interval(state if state.event is event else state.replace(event=event)))
+
+    def due_at_end(self, state: State) -> bool:
+        """Whether it is due once more before FIT_END: unless it ran at this very batch, or never runs."""
+        if isinstance(self.interval, Cadence) and not self.interval.interval:
+            return False
+        epoch_ended = state.timestamp.batch_in_epoch == 0
+        return not (self.due(state, Event.BATCH_END) or (epoch_ended and self.due(state, Event.EPOCH_END)))
+
+
+def bind_evaluators(
+    evaluators: Any, eval_interval: CadenceLike, seed: int, max_duration: Time | None = None
+) -> tuple[BoundEvaluator, ...]:
+    """The evaluators of an ``evaluators=`` argument: None, a dataloader, or a mapping of labels to dataloaders.
+
+    Raises:
+        ArgumentTypeError: a label that is not a text, an interval that can't be read, data that can't be iterated.
+        ArgumentError: an interval in iterations.
+    """
+    default = as_predicate(eval_interval, "eval_interval")
+    if evaluators is None:
+        return ()
+    if not isinstance(evaluators, Mapping):
+        evaluators = {"eval": evaluators}
+    bound = []
+    for label, given in evaluators.items():
+        if not isinstance(label, str):
+            raise ArgumentTypeError(f"evaluators: the label {label!r} is not a text.")
+        evaluator = given if isinstance(given, Evaluator) else Evaluator(given)
+        interval: Any = default if evaluator.interval is None else evaluator.interval
+        if isinstance(interval, Cadence) and _counts_iterations(interval.interval, max_duration):
+            raise ArgumentError(
+                f'evaluator {label!r}: interval "{interval.interval}" counts iterations, at which nothing is evaluated; '
+                'write it in epochs ("1ep"), batches ("10ba"), samples, tokens or seconds.'
+            )
+        data = source(
+            evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches
+        )
+        bound.append(
+            BoundEvaluator(label, data, as_metrics(evaluator.metrics, label), interval, evaluator.microbatch_size)
+        )
+    return tuple(bound)
+
+
+def _counts_iterations(interval: Time, max_duration: Time | None) -> bool:
+    if interval.unit is TimeUnit.DURATION and max_duration is not None:
+        return bool(interval) and max_duration.unit is TimeUnit.ITERATION
+    return interval.unit is TimeUnit.ITERATION

@@ -1,0 +1,87 @@
+"""A read-only dict that is a pytree: how a State holds parameters, buffers, gradients and memory.
+
+It is a ``dict``, so ``torch.func.functional_call(module, state.params, x)``, ``{**state.params}``
+and ``module.load_state_dict(state.params)`` take it as it is; it keeps the order in which it was
+built under both pytree engines (a plain dict is sorted by one of them and not by the other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pure_loop import _pytree
+from pure_loop.errors import FrozenDictError
+
+__all__ = ["FrozenDict"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenDict(dict[K, V]):
+    """A ``dict`` that can't be changed after it was built.
+
+    Make another one instead: ``FrozenDict({**old, "weight": new})`` or ``old | {"weight": new}``.
+
+    Raises:
+        FrozenDictError: (a TypeError) on every attempt to write.
+
+    >>> memory = FrozenDict(count=1)
+    >>> memory | {"count": 2}
+    FrozenDict({'count': 2})
+    >>> memory["count"] = 2
+    Traceback (most recent call last):
+    ...
+    pure_loop.errors.FrozenDictError: this mapping belongs to a State and is read-only; ...
+    """
+
+    # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
+    __slots__ = ("__weakref__", "origin")
+
+    origin: FrozenDict[K, V]
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise FrozenDictError(
+            "this mapping belongs to a State and is read-only; build another one, "
+            "FrozenDict({**old, key: value}), and give it back with state.replace(...)"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = _refuse  # type: ignore[assignment]
+
+    def update(self, *others: Any, **items: Any) -> None:
+        # torch.func.functional_call writes back what it read; the same objects change nothing.
+        given = dict(*others, **items)
+        if any(key not in self or self[key] is not value for key, value in given.items()):
+            self._refuse()
+
+    def __or__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:  # type: ignore[override]
+        return FrozenDict({**self, **other})
+
+    def __ror__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:  # type: ignore[override]
+        return FrozenDict({**other, **self})
+
+    def copy(self) -> FrozenDict[K, V]:  # type: ignore[override]
+        return self
+
+    def __copy__(self) -> FrozenDict[K, V]:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({dict.__repr__(self)})"
+
+
+def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[Any], Any, Sequence[str]]:
+    names = tuple(value)
+    return tuple(value.values()), names, names
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[str, Any]:
+    return FrozenDict(zip(names, children, strict=True))
+
+
+_pytree.register(FrozenDict, _flatten, _unflatten, attributes=False)

@@ -1,0 +1,92 @@
+"""Pure functions of gradients: their norm, and three ways to clip them.
+
+They take and give mappings of parameter names to tensors. A gradient that is None (a parameter the
+loss didn't reach) stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.frozendict import FrozenDict
+
+__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "global_norm", "map_present"]
+
+
+def map_present(
+    function: Callable[[list[Tensor]], list[Tensor]], grads: Mapping[str, Tensor | None]
+) -> FrozenDict[str, Any]:
+    """Apply a function of a list of tensors to the gradients that are there."""
+    present = [name for name, gradient in grads.items() if gradient is not None]
+    changed = dict(zip(present, function([grads[name] for name in present]), strict=True))  # type: ignore[misc]
+    return FrozenDict((name, changed.get(name)) for name in grads)
+
+
+@torch.no_grad()
+def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Tensor:
+    """The norm of all tensors taken as one long vector; shape (), on their device.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    present = [tensor for tensor in tensors.values() if tensor is not None]
+    if not present:
+        return torch.zeros(())
+    norms = torch._foreach_norm(present, norm_type)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(
+    grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0
+) -> FrozenDict[str, Any]:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (https://arxiv.org/abs/1211.5063).
+
+    >>> clip_by_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["a"]
+    tensor([0.6000])
+    """
+    norm = global_norm(grads, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return map_present(lambda present: list(torch._foreach_mul(present, factor)), grads)
+
+
+@torch.no_grad()
+def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> FrozenDict[str, Any]:
+    """Clamp every element of every gradient to ``[-max_value, max_value]``.
+
+    >>> clip_by_value({"a": torch.tensor([3.0, -0.5])}, 1.0)["a"]
+    tensor([ 1.0000, -0.5000])
+    """
+
+    def clamp(present: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_clamp_max(torch._foreach_clamp_min(present, -max_value), max_value))
+
+    return map_present(clamp, grads)
+
+
+def _unit_norm(tensor: Tensor) -> Tensor:
+    """The norm of each output unit: over all dimensions but the first; of the whole for vectors and scalars."""
+    if tensor.ndim <= 1:
+        return torch.linalg.vector_norm(tensor)
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+
+
+@torch.no_grad()
+def clip_adaptively(
+    grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], clipping: float = 0.01, eps: float = 1e-3
+) -> FrozenDict[str, Any]:
+    """Clip each unit's gradient to ``clipping`` times the norm of its weights (https://arxiv.org/abs/2102.06171).
+
+    ``eps`` is the least weight norm that counts, so that weights at zero can leave it.
+    """
+
+    def clip(name: str, gradient: Tensor) -> Tensor:
+        limit = clipping * _unit_norm(params[name].detach()).clamp(min=eps)
+        norm = _unit_norm(gradient)
+        return torch.where(norm > limit, gradient * (limit / norm.clamp(min=1e-6)), gradient)
+
+    return FrozenDict((name, None if g is None else clip(name, g)) for name, g in grads.items())

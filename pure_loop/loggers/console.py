@@ -1,0 +1,112 @@
+"""Lines for people: where training is, the loss, the learning rate, and the results of evaluations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from pure_loop import _words
+from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop.callback import Logger, LoggerGroup
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.recorder import is_scalar
+from pure_loop.state import State
+from pure_loop.time import TimeUnit
+
+__all__ = ["ConsoleLogger"]
+
+_SPEED = "speed/samples_per_second"
+
+
+class ConsoleLogger(Logger):
+    """Prints one line in every interval, at the end of training, and for each evaluation.
+
+    Only then it reads from the device and checks that every loss so far was finite.
+
+    Args:
+        interval: how often, as everywhere: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate of the State;
+            0: at the end only.
+        stream: a text file; None: standard output, whatever that is when a line is printed.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: an interval that can't be read.
+        NonFiniteError: from the stream of training, when a line is due.
+
+    >>> import torch, pure_loop as pl
+    >>> from pure_loop.loggers import ConsoleLogger
+    >>> data = [(torch.zeros(4, 2), torch.ones(4, 1))] * 3
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> for _ in pl.fit(model, data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
+    ...                 max_duration="2ep", evaluators={"val": data}, loggers=[ConsoleLogger("1ep")]):
+    ...     pass
+    epoch 1/2  batch      3  train    loss 1.000 ...
+    epoch 1/2  batch      3  val      loss 1.000
+    epoch 2/2  batch      6  train    loss 1.000 ...
+    epoch 2/2  batch      6  val      loss 1.000
+    """
+
+    def __init__(self, interval: CadenceLike = "1ep", stream: TextIO | None = None) -> None:
+        when = as_predicate(interval, "ConsoleLogger interval")
+        if when is None:
+            raise ArgumentTypeError('ConsoleLogger(interval=None): write "1ep", "100ba", or 0 for the end only.')
+        if stream is not None and not hasattr(stream, "write"):
+            raise ArgumentTypeError(f"ConsoleLogger(stream={stream!r}): give an open text file, or None.")
+        self._when = when
+        self._stream = stream
+        self._latest: dict[str, Any] = {}
+        self._reported: int | None = None
+
+    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
+        self._latest.update(metrics)
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        self._latest.clear()
+        self._reported = state.timestamp.batch
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._report_if_due(state, Event.BATCH_END)
+
+    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._report_if_due(state, Event.EPOCH_END)
+
+    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
+        self._report_if_due(state, Event.ITERATION_END)
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        if self._reported != state.timestamp.batch:
+            self._report(state)
+
+    def eval_end(self, state: State, logger: LoggerGroup) -> None:
+        label = state.evaluator or "eval"
+        measured = state.metrics.get(label, {})
+        self._print(state, label, {name: value for name, value in measured.items() if is_scalar(value)})
+
+    def _report_if_due(self, state: State, event: Event) -> None:
+        when = self._when
+        if when.at(state, event) if isinstance(when, Cadence) else when(state):
+            self._report(state)
+
+    def _report(self, state: State) -> None:
+        self._reported = state.timestamp.batch
+        shown = {}
+        for name, value in self._latest.items():
+            for prefix, short in (("train/loss/", ""), ("train/learning_rate", "lr"), ("train/", ""), (_SPEED, "samples/s")):
+                if name.startswith(prefix):
+                    shown[short + name.removeprefix(prefix)] = value
+                    break
+        self._print(state, "train", shown)
+
+    def _print(self, state: State, label: str, values: Mapping[str, Any]) -> None:
+        state.check_finite()
+        t = state.timestamp
+        length = t.max_duration
+        of = f"/{length.value}" if length is not None and length.unit is TimeUnit.EPOCH else ""
+        words = [f"{name} {_value(name, value)}" for name, value in values.items()]
+        line = f"epoch {_words.epoch(t)}{of}  batch {t.batch:>6}  {label:<7}  {'  '.join(words)}"
+        print(line.rstrip(), file=sys.stdout if self._stream is None else self._stream, flush=True)
+
+
+def _value(name: str, value: Any) -> str:
+    return _words.rate(float(value)) if name == "samples/s" else _words.number(float(value))

@@ -1,0 +1,389 @@
+"""The loop: scripts, in which each event is one line, and the driver that runs them.
+
+A *script* is a generator: ``state = yield EVENT, state`` announces an event and takes back the State
+as the algorithms left it. No algorithm, callback or user is in sight. The *driver* (:func:`drive`)
+runs a script: it applies the algorithms to what the script yields, shows the result to the
+callbacks, hands it to the user, and sends it back. The scripts here read as the specification in
+:mod:`pure_loop.order`; :func:`pure_loop.order.expected` says independently what they must yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from pure_loop.algorithm import Handler
+from pure_loop.data import to_device
+from pure_loop.driver import run_silently
+from pure_loop.errors import DataError
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import accuracy, is_classification, weighted_mean
+from pure_loop.sources import Source
+from pure_loop.stages import Stages, Weights
+from pure_loop.state import State
+from pure_loop.time import Time, TimeUnit
+
+__all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predict"]
+
+Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+_EXHAUSTED = object()
+
+
+class Stopwatch:
+    """Seconds between laps, by the clock it is given."""
+
+    __slots__ = ("_clock", "_last")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def lap(self) -> float:
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+@attrs.frozen(kw_only=True)
+class LoopStages(Stages):
+    """What a handler that takes a second argument is given: the loop's stages, algorithms included.
+
+    ``stages.gradients(state)`` is the gradient of the whole batch at ``state.params``, computed as the loop
+    computes it: microbatches, weights, precision, clipping, and the other algorithms at the events
+    from BEFORE_FORWARD to AFTER_BACKWARD. Random numbers are those of this batch, so a second call
+    draws the same dropout masks. Nothing is yielded, and callbacks see nothing.
+    """
+
+    handlers: dict[Event, tuple[Handler, ...]]
+
+    def gradients(self, state: State) -> State:
+        """``state`` with the ``grads`` (and ``loss``) of its batch at its parameters."""
+        return run_silently(gradients(state.replace(grads=None), self), self.handlers, self)
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """One call of ``fit``: what its script needs besides a State."""
+
+    stages: Stages
+    source: Source
+    evaluators: Sequence[BoundEvaluator]
+    iteration_length: Time | None
+    clock: Callable[[], float]
+    fresh: bool
+    prepare: Callable[[State], State]
+
+
+def gradients(state: State, stages: Stages) -> Script:
+    """The gradient of a batch, microbatch by microbatch."""
+    pieces = stages.microbatches(state.batch)
+    weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
+    mean: Any = None
+    for index, piece in enumerate(pieces):
+        state = yield Event.BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, loss=None, event=None)
+        state = yield Event.AFTER_FORWARD, stages.forward(state, index=index)
+        state = yield Event.BEFORE_LOSS, state
+        state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
+        state = yield Event.BEFORE_BACKWARD, state
+        state = yield Event.AFTER_BACKWARD, stages.backward(state, weight=weights.shares[index])
+        if len(pieces) > 1:
+            mean = _accumulate(mean, state.loss, weights.fractions[index])
+    return stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
+
+
+def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
+    """One batch: its gradient, and the step of the optimizer."""
+    stages = fit.stages
+    state = yield Event.BATCH_START, state
+    state = yield Event.BEFORE_TRAIN_BATCH, state
+    state = yield from gradients(state, stages)
+    state = yield Event.AFTER_TRAIN_BATCH, state
+    state = stages.update(state)
+    before = state.timestamp
+    now = before.next_batch(samples, tokens, stopwatch.lap())
+    return (yield Event.BATCH_END, state.replace(timestamp=now, previous_timestamp=before, event=None))
+
+
+def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
+    """The rest of an epoch, from the boundary ``at``."""
+    in_the_middle = state.timestamp.batch_in_epoch > 0
+    if not in_the_middle and at is not Event.EPOCH_START:
+        state = yield Event.EPOCH_START, state
+    batches = _open(state, fit)
+    try:
+        while True:
+            if not in_the_middle or at not in _INSIDE_BATCH:
+                state = yield Event.BEFORE_DATALOADER, state
+                loaded = next(batches, _EXHAUSTED)
+                if loaded is _EXHAUSTED:
+                    break
+                state, samples, tokens = _load(state, fit, loaded)
+                state = yield Event.AFTER_DATALOADER, state
+                state = yield from batch(state, fit, samples, tokens, stopwatch)
+                at = Event.BATCH_END
+            if at is Event.BATCH_END:
+                state = yield from evaluations(_outside_batch(state), fit, Event.BATCH_END)
+                state = yield Event.BATCH_CHECKPOINT, state
+            state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
+            at = None
+            if reached(state):
+                if state.timestamp.batch_in_epoch == fit.source.length:
+                    break
+                return state
+    finally:
+        batches.close()
+    state = yield Event.EPOCH_END, state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+    return (yield from epoch_end(state, fit, Event.EPOCH_END))
+
+
+_INSIDE_BATCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
+
+
+def epoch_end(state: State, fit: Fit, at: Event | None) -> Script:
+    """What follows EPOCH_END."""
+    if at is Event.EPOCH_END:
+        state = yield from evaluations(state, fit, Event.EPOCH_END)
+        state = yield Event.EPOCH_CHECKPOINT, state
+    return (yield from iteration_end(state, fit, TimeUnit.EPOCH, at))
+
+
+def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> Script:
+    """The end of an iteration, if what was just counted completed it, and the start of the next."""
+    length = fit.iteration_length
+    if length is None:
+        return state
+    t = state.timestamp
+    done = t.token_in_iteration if unit is TimeUnit.TOKEN else t.epoch_in_iteration
+    if at not in (Event.ITERATION_END, Event.ITERATION_CHECKPOINT):
+        if length.unit is not unit or done < length.value:
+            return state
+        state = yield Event.ITERATION_END, state.replace(timestamp=t.next_iteration(), event=None)
+    if at is not Event.ITERATION_CHECKPOINT:
+        state = yield Event.ITERATION_CHECKPOINT, state
+    if not reached(state):
+        state = yield Event.ITERATION_START, state
+    return state
+
+
+def fit(state: State, fit: Fit) -> Script:
+    """Training, from a fresh State or from the boundary at which a State was kept."""
+    if fit.fresh:
+        state = yield Event.INIT, state
+        state = fit.prepare(state)
+        state = yield Event.BEFORE_LOAD, state
+        state = yield Event.AFTER_LOAD, state
+    else:
+        state = fit.prepare(_outside_batch(state))
+    at = state.position
+    state = yield Event.FIT_START, state
+    if not _over(state, at):
+        stopwatch = Stopwatch(fit.clock)
+        if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
+            state = yield Event.ITERATION_START, state
+        if state.timestamp.batch_in_epoch == 0 and at in _AFTER_EPOCH:
+            state = yield from epoch_end(state, fit, at)
+            at = None
+        while not (reached(state) and at not in _INSIDE_BATCH):
+            state = yield from epoch(state, fit, stopwatch, at)
+            at = None
+        state = yield from evaluations(state, fit, Event.FIT_END)
+    return (yield Event.FIT_END, state)
+
+
+_BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
+_AFTER_EPOCH = frozenset(
+    {Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT}
+)
+
+
+def fit_2021(state: State, fit: Fit) -> Script:
+    """Training in the order of the older documents, with their events only."""
+    if fit.fresh:
+        state = fit.prepare((yield Event.INIT, state))
+    else:
+        state = fit.prepare(_outside_batch(state))
+    at = state.position
+    state = yield Event.FIT_START, state
+    stopwatch = Stopwatch(fit.clock)
+    while not _over(state, at) and not (reached(state) and at is not Event.BATCH_END):
+        state = yield from epoch_2021(state, fit, stopwatch, at)
+        at = state.position
+    return (yield Event.FIT_END, state)
+
+
+def epoch_2021(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
+    """The rest of an epoch in the older order: its evaluation comes before EPOCH_END."""
+    if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
+        state = yield Event.EPOCH_START, state
+    batches = _open(state, fit)
+    try:
+        while not (reached(state) and at is not Event.BATCH_END):
+            if at is not Event.BATCH_END:
+                loaded = next(batches, _EXHAUSTED)
+                if loaded is _EXHAUSTED:
+                    break
+                state, samples, tokens = _load(state, fit, loaded)
+                state = yield Event.AFTER_DATALOADER, state
+                state = yield from batch(state, fit, samples, tokens, stopwatch)
+            state = yield from evaluations(_outside_batch(state), fit, Event.BATCH_END, around=False)
+            at = None
+    finally:
+        batches.close()
+    asked = []
+    if not reached(state) or state.timestamp.batch_in_epoch == fit.source.length:
+        state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+        asked.append(Event.EPOCH_END)
+    if reached(state):
+        asked.append(Event.FIT_END)
+    state = yield from evaluations(state, fit, *asked, around=False)
+    return (yield Event.EPOCH_END, state)
+
+
+def due(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
+    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch."""
+    if event is Event.FIT_END:
+        return [each for each in fit.evaluators if each.due_at_end(state)]
+    return [each for each in fit.evaluators if each.due(state, event)]
+
+
+def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> Script:
+    """The evaluators that are due at one of these events; all are asked before the first one runs."""
+    asked = [each for event in events for each in due(state, fit, event)]
+    due_now = [each for each in fit.evaluators if each in asked] if len(events) > 1 else asked
+    if not due_now:
+        return state
+    if around:
+        state = yield Event.EVAL_BEFORE_ALL, state
+    for evaluator in due_now:
+        state = yield from evaluation(state, fit.stages, evaluator)
+    if around:
+        state = yield Event.EVAL_AFTER_ALL, state
+    return state
+
+
+def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
+    """One evaluator. It runs on a branch of the State: only metrics and algorithms' memory come back."""
+    label = evaluator.label
+    branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
+    accumulated: dict[str, Any] | None = None
+    losses: tuple[Any, Any] = (0.0, 0.0)
+    metrics = evaluator.metrics
+    batches = evaluator.source.epoch(0)
+    try:
+        for number, loaded in enumerate(batches):
+            whole = to_device(loaded, branch.device)
+            branch = yield Event.EVAL_BATCH_START, branch.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            size = evaluator.microbatch_size
+            pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
+            for index, piece in enumerate(pieces):
+                branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
+                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
+                branch = yield Event.EVAL_AFTER_FORWARD, branch
+                if evaluator.metrics is None:
+                    weight = stages.task.weigh(branch.microbatch)
+                    losses = losses[0] + stages.validation_loss(branch).float() * weight, losses[1] + weight
+                if metrics is None:
+                    classes = is_classification(branch.outputs, branch.microbatch)
+                    metrics = (accuracy(),) if classes else ()
+                if accumulated is None:
+                    accumulated = {metric.name: metric.init() for metric in metrics}
+                accumulated = {
+                    metric.name: metric.update(accumulated[metric.name], branch.outputs, branch.microbatch)
+                    for metric in metrics
+                }
+            branch = yield Event.EVAL_BATCH_END, branch
+    finally:
+        batches.close()
+    assert metrics is not None and accumulated is not None
+    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics}
+    if evaluator.metrics is None:
+        values = {"loss": weighted_mean(*losses), **values}
+    measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
+    branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
+    branch = yield Event.EVAL_END, branch
+    return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
+
+
+def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
+    """Evaluation by itself."""
+    state = yield Event.EVAL_STANDALONE_START, _outside_batch(state)
+    for evaluator in evaluators:
+        state = yield from evaluation(state, stages, evaluator)
+    return (yield Event.EVAL_STANDALONE_END, state)
+
+
+def predict(state: State, stages: Stages, source: Source) -> Script:
+    """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
+    state = yield Event.PREDICT_START, _outside_batch(state)
+    batches = source.epoch(0)
+    try:
+        for number, loaded in enumerate(batches):
+            whole = to_device(loaded, state.device)
+            state = state.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            state = yield Event.PREDICT_BATCH_START, state
+            state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
+            state = yield Event.PREDICT_AFTER_FORWARD, stages.validate(state, label="predict", batch=number)
+            state = yield Event.PREDICT_BATCH_END, state
+    finally:
+        batches.close()
+    return (yield Event.PREDICT_END, _outside_batch(state))
+
+
+def reached(state: State) -> bool:
+    """Whether training has lasted ``max_duration``."""
+    t = state.timestamp
+    return t.max_duration is not None and t >= t.max_duration
+
+
+def _over(state: State, at: Event | None) -> bool:
+    """Whether this duration was over before the last batch, or the stream that the State is from had ended."""
+    end = state.timestamp.max_duration
+    if end is None:
+        return False
+    return state.previous_timestamp >= end or (reached(state) and (at is Event.FIT_END or state.timestamp.batch == 0))
+
+
+def _begins_iteration(state: State, fit: Fit) -> bool:
+    t = state.timestamp
+    return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
+
+
+def _outside_batch(state: State) -> State:
+    return state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None, evaluator=None, event=None)
+
+
+def _open(state: State, fit: Fit) -> Iterator[Any]:
+    t = state.timestamp
+    return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+
+
+def _load(state: State, fit: Fit, loaded: Any) -> tuple[State, int, int]:
+    task = fit.stages.task
+    whole = to_device(loaded, state.device)
+    samples, tokens = task.samples(whole), task.tokens(whole)
+    if tokens == 0 and _counts_tokens(state, fit):
+        raise DataError(
+            f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
+            "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
+        )
+    return state.replace(batch=whole, event=None), samples, tokens
+
+
+def _counts_tokens(state: State, fit: Fit) -> bool:
+    return any(
+        time is not None and time.unit is TimeUnit.TOKEN
+        for time in (state.timestamp.max_duration, fit.iteration_length)
+    )
+
+
+def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
+    if isinstance(loss, dict):
+        before = mean or dict.fromkeys(loss)
+        return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
+    part = loss * fraction
+    return part if mean is None else mean + part

@@ -1,0 +1,132 @@
+"""Metrics as values: an accumulator goes in, another comes out, and a number at the end.
+
+Accumulators are tensors on the device, so evaluating waits for nothing; a metric is read where it is
+used. Every metric weighs samples equally, so the result does not depend on how they were batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+
+__all__ = ["Metric", "accuracy", "as_metrics", "is_classification", "mean"]
+
+
+@attrs.frozen
+class Metric:
+    """A metric of ``(outputs, batch)``, accumulated over batches.
+
+    Args:
+        name: its key in ``state.metrics[label]``.
+        init: ``() -> accumulator``, any pytree.
+        update: ``(accumulator, outputs, batch) -> accumulator``; pure.
+        compute: ``accumulator -> value``.
+
+    >>> import torch
+    >>> worst = Metric("worst", lambda: torch.tensor(-torch.inf),
+    ...                lambda acc, outputs, batch: torch.maximum(acc, (outputs - batch[1]).abs().max()),
+    ...                lambda acc: acc)
+    >>> worst.compute(worst.update(worst.init(), torch.tensor([1.0, 5.0]), (None, torch.tensor([1.0, 2.0]))))
+    tensor(3.)
+    """
+
+    name: str
+    init: Callable[[], Any]
+    update: Callable[[Any, Any, Any], Any]
+    compute: Callable[[Any], Any]
+
+
+MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
+
+
+def weighted_mean(total: Any, weight: Any) -> Any:
+    """The quotient of two sums, as a tensor."""
+    return total / weight
+
+
+def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
+    """The mean over all samples of a function that gives one number a sample.
+
+    Args:
+        function: ``(outputs, batch) -> tensor``, of shape (n,) or more; every element counts the same.
+        name: the metric's name.
+
+    >>> import torch
+    >>> error = mean(lambda outputs, batch: (outputs - batch[1]).abs(), "mae")
+    >>> acc = error.update(error.init(), torch.tensor([1.0, 4.0]), (None, torch.tensor([1.0, 2.0])))
+    >>> error.compute(acc)
+    tensor(1.)
+    """
+
+    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
+        values = function(outputs, batch)
+        return accumulator[0] + values.sum(dtype=torch.float32), accumulator[1] + values.numel()
+
+    return Metric(name, lambda: (0.0, 0), update, lambda accumulator: weighted_mean(*accumulator))
+
+
+def is_classification(outputs: Any, batch: Any) -> bool:
+    """Whether outputs are scores of classes, (n, classes, ...), and targets class indices, (n, ...)."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        return False
+    targets = batch[1]
+    return (
+        isinstance(outputs, Tensor)
+        and isinstance(targets, Tensor)
+        and outputs.is_floating_point()
+        and targets.dtype in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
+        and outputs.ndim == targets.ndim + 1
+        and outputs.shape[1] > 1
+        and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    )
+
+
+def accuracy(name: str = "accuracy") -> Metric:
+    """The fraction of samples whose highest score is at the right class.
+
+    Outputs are scores of shape (n, classes, ...), targets class indices of shape (n, ...). Evaluators
+    without ``metrics`` measure it by themselves where batches look like that.
+
+    >>> import torch
+    >>> metric = accuracy()
+    >>> scores, classes = torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    >>> metric.compute(metric.update(metric.init(), scores, (None, classes)))
+    tensor(0.5000)
+    """
+
+    def right(outputs: Any, batch: Any) -> Tensor:
+        if not is_classification(outputs, batch):
+            raise DataError(
+                "accuracy needs outputs of scores, (n, classes, ...), and a batch (inputs, targets) with class indices, "
+                "(n, ...). For anything else write pl.metrics.mean(lambda outputs, batch: ..., 'accuracy')."
+            )
+        return outputs.argmax(dim=1) == batch[1]
+
+    return mean(right, name)
+
+
+def as_metrics(given: MetricsLike, label: str) -> tuple[Metric, ...] | None:
+    """An evaluator's ``metrics=`` as a tuple; None means the loss, and accuracy where it is defined."""
+    if given is None:
+        return None
+    if isinstance(given, Metric):
+        return (given,)
+    if isinstance(given, Mapping):
+        given = [attrs.evolve(metric, name=name) for name, metric in given.items()]
+    metrics = tuple(given)
+    for metric in metrics:
+        if not isinstance(metric, Metric):
+            raise ArgumentTypeError(
+                f"evaluator {label!r}: metrics holds {metric!r}; write pl.metrics.accuracy(), or "
+                "pl.metrics.mean(function, 'name') of a function of (outputs, batch)."
+            )
+    names = [metric.name for metric in metrics]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"evaluator {label!r} has two metrics of one name: {names}.")
+    return metrics

@@ -1,0 +1,244 @@
+"""Adam and AdamW.
+
+With the gradient ``g`` at step ``t`` and the decay rates ``(b1, b2) = betas``::
+
+    m = b1 m + (1 - b1) g                       exp_avg
+    v = b2 v + (1 - b2) g g                     exp_avg_sq
+    p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+``adam`` adds ``weight_decay * p`` to the gradient first (an L2 penalty, which the division rescales);
+``adamw`` shrinks the parameter itself, ``p = (1 - lr weight_decay) p``, before the step. ``amsgrad``
+divides by the largest ``v`` so far.
+
+Adam: https://arxiv.org/abs/1412.6980. AdamW: https://arxiv.org/abs/1711.05101.
+AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.optimizer import (
+    FUSED_DEVICES,
+    Grads,
+    LearningRate,
+    Optimizer,
+    OptState,
+    Params,
+    RateFunction,
+    as_schedule,
+    check_flag,
+    check_number,
+    check_state,
+    gradients_of,
+    memory_of,
+    rate_at,
+    run_kernel,
+    zeros_like,
+)
+
+if TYPE_CHECKING:
+    from pure_loop.time import Timestamp
+
+__all__ = ["adam", "adamw"]
+
+
+def adamw(
+    lr: LearningRate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adam with decoupled weight decay, bit for bit ``torch.optim.AdamW(fused=True)``.
+
+    Args:
+        lr: the learning rate, or a function of the timestamp (see :mod:`pure_loop.schedules`).
+        betas: decay rates of the averages of the gradient and of its square, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: each step multiplies the parameters by ``1 - lr * weight_decay``.
+        amsgrad: divide by the largest average of squares so far; one more copy of the parameters in memory.
+        maximize: climb instead of descend.
+
+    The state holds ``step`` (how many updates, a float32 scalar on the parameters' device, shared by all
+    of them), ``skipped`` (of how many of them a parameter had no gradient, an int for each), ``exp_avg`` and
+    ``exp_avg_sq`` (shaped like the parameters), and with ``amsgrad`` ``max_exp_avg_sq``.
+
+    Raises:
+        ArgumentError: (a ValueError) for a hyperparameter out of range, here or by the schedule in ``update``.
+        ResumeError: (a ValueError) by ``update``, for the state of another model or optimizer.
+
+    >>> import torch
+    >>> from pure_loop.frozendict import FrozenDict
+    >>> from pure_loop.time import Timestamp
+    >>> optimizer = adamw(lr=0.1, weight_decay=0.0)
+    >>> params, grads = FrozenDict(w=torch.ones(2)), FrozenDict(w=torch.tensor([4.0, -4.0]))
+    >>> new, opt_state = optimizer.update(grads, optimizer.init(params), params, Timestamp())
+    >>> new["w"], params["w"], opt_state["step"]
+    (tensor([0.9000, 1.1000]), tensor([1., 1.]), tensor(1.))
+    """
+    return _Adam.make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
+
+
+def adam(
+    lr: LearningRate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adam, bit for bit ``torch.optim.Adam(fused=True)``; ``weight_decay`` is an L2 penalty.
+
+    Everything else is as in :func:`adamw`.
+
+    >>> adam(lr=3e-4, betas=(0.9, 0.95))
+    adam(lr=constant(0.0003), betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False)
+    """
+    return _Adam.make("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
+
+
+@attrs.frozen
+class _Adam:
+    name: str
+    lr: RateFunction
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        lr: LearningRate,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        maximize: bool,
+    ) -> Optimizer:
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ArgumentTypeError(f"{name}: betas must be two numbers, such as betas=(0.9, 0.999), got {betas!r}")
+        rule = cls(
+            name=name,
+            lr=as_schedule(name, lr),
+            beta1=check_number(name, "betas[0]", betas[0], below=1.0),
+            beta2=check_number(name, "betas[1]", betas[1], below=1.0),
+            eps=check_number(name, "eps", eps),
+            weight_decay=check_number(name, "weight_decay", weight_decay),
+            amsgrad=check_flag(name, "amsgrad", amsgrad),
+            maximize=check_flag(name, "maximize", maximize),
+        )
+        options = attrs.asdict(rule, filter=attrs.filters.exclude("name", "lr", "beta1", "beta2"))
+        options = FrozenDict({"betas": (rule.beta1, rule.beta2), **options})
+        return Optimizer(name=name, init=rule.init, update=rule.update, lr=rule.lr, options=options)
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def init(self, params: Params) -> OptState:
+        device = next(iter(params.values())).device if params else None
+        return FrozenDict(
+            {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "skipped": FrozenDict(dict.fromkeys(params, 0)),
+                **{key: zeros_like(params) for key in self.memories},
+            }
+        )
+
+    @torch.no_grad()
+    def update(
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+    ) -> tuple[Params, OptState]:
+        lr = rate_at(self.name, self.lr, timestamp)
+        check_state(self.name, opt_state, ("step", "skipped", *self.memories))
+        names = list(params)
+        gradients = gradients_of(grads, names)
+        memories = [memory_of(opt_state, key, names) for key in self.memories]
+        skipped = memory_of(opt_state, "skipped", names)
+        step = opt_state["step"] + 1
+        # Bias correction counts the updates that a parameter took part in.
+        steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
+
+        def kernel(
+            params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], steps: list[Tensor]
+        ) -> None:
+            run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
+            run(lr, params, grads, memories[0], memories[1], memories[2] if self.amsgrad else [], steps)
+
+        new, new_memories = run_kernel(kernel, names, list(params.values()), gradients, memories, steps)
+        counts = opt_state["skipped"]
+        if [None for gradient in gradients if gradient is None]:
+            counts = FrozenDict(zip(names, [n + (g is None) for n, g in zip(skipped, gradients)], strict=True))
+        new_state = {
+            key: FrozenDict(zip(names, memory, strict=True))
+            for key, memory in zip(self.memories, new_memories, strict=True)
+        }
+        return FrozenDict(zip(names, new, strict=True)), FrozenDict({"step": step, "skipped": counts, **new_state})
+
+    def fused(
+        self,
+        lr: float,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        run = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
+        run(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=self.amsgrad,
+            maximize=self.maximize,
+        )
+
+    def foreach(
+        self,
+        lr: float,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        """The same arithmetic for devices without the fused kernel; the step count never leaves the device."""
+        gs: list[Tensor] | tuple[Tensor, ...] = torch._foreach_neg(grads) if self.maximize else grads
+        if self.weight_decay and self.name == "adamw":
+            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
+        elif self.weight_decay:
+            gs = torch._foreach_add(gs, params, alpha=self.weight_decay)
+        torch._foreach_lerp_(exp_avgs, gs, 1 - self.beta1)
+        torch._foreach_mul_(exp_avg_sqs, self.beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, gs, gs, 1 - self.beta2)
+        if self.amsgrad:
+            torch._foreach_maximum_(max_exp_avg_sqs, exp_avg_sqs)
+        denominators = torch._foreach_sqrt(max_exp_avg_sqs if self.amsgrad else exp_avg_sqs)
+        # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
+        counts = [step.double() for step in steps]
+        torch._foreach_div_(denominators, [(1 - self.beta2**n).sqrt().to(d) for n, d in zip(counts, denominators)])
+        torch._foreach_add_(denominators, self.eps)
+        torch._foreach_mul_(denominators, [(1 - self.beta1**n).to(d) for n, d in zip(counts, denominators)])
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr)

@@ -1,0 +1,296 @@
+"""What an optimizer is, and what the ones that run torch's fused kernels share.
+
+An optimizer is a pair of pure functions, ``init(params) -> opt_state`` and
+``update(grads, opt_state, params, timestamp) -> (params, opt_state)``. Both give new mappings and
+write to nothing they were given.
+
+The update copies the tensors and lets torch's in-place kernel write to the copies. That kernel, on
+a CPU, walks raw memory: it believes that a gradient has as many elements as its parameter and lies in
+memory in the same order, and gives wrong numbers without a word where that isn't so. ``torch.optim``
+can believe it because ``backward()`` brings every ``.grad`` into its parameter's layout;
+``torch.autograd.grad`` promises no layout, so it is looked at here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.schedules import constant
+
+if TYPE_CHECKING:
+    from pure_loop.time import Timestamp
+
+__all__ = ["Grads", "LearningRate", "OptState", "Optimizer", "Params", "RateFunction"]
+
+Params: TypeAlias = FrozenDict[str, Tensor]
+Grads: TypeAlias = FrozenDict[str, Tensor | None]
+OptState: TypeAlias = FrozenDict[str, Any]
+LearningRate: TypeAlias = "float | RateFunction"
+RateFunction: TypeAlias = "Callable[[Timestamp], float]"
+Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
+
+FUSED_DEVICES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu"})
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Optimizer:
+    """Two pure functions and their names.
+
+    Args:
+        name: what reprs and logs call it.
+        init: ``params -> opt_state``. The structure, shapes and dtypes of ``opt_state`` are those
+            that every later ``update`` returns.
+        update: ``(grads, opt_state, params, timestamp) -> (params, opt_state)``. ``grads`` has the
+            keys of ``params``; None stands for a parameter that this batch didn't use, which stays as it is.
+        lr: the learning rate at a timestamp, for whoever wants to log it.
+        options: the other hyperparameters, for the repr.
+        parts: the optimizers this one is made of, by label (see :func:`partition`).
+
+    An optimizer of one's own needs nothing else:
+
+    >>> import torch
+    >>> from pure_loop.frozendict import FrozenDict
+    >>> from pure_loop.time import Timestamp
+    >>> def signs(grads, opt_state, params, timestamp):
+    ...     return FrozenDict({name: p - 0.5 * grads[name].sign() for name, p in params.items()}), opt_state
+    >>> sign_sgd = Optimizer(name="sign_sgd", init=lambda params: FrozenDict(), update=signs, lr=lambda timestamp: 0.5)
+    >>> params = FrozenDict(w=torch.zeros(2))
+    >>> sign_sgd.update(FrozenDict(w=torch.tensor([3.0, -4.0])), sign_sgd.init(params), params, Timestamp())
+    (FrozenDict({'w': tensor([-0.5000,  0.5000])}), FrozenDict({}))
+    """
+
+    name: str
+    init: Callable[[Params], OptState] = attrs.field(validator=attrs.validators.is_callable())
+    update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(
+        validator=attrs.validators.is_callable()
+    )
+    lr: RateFunction = attrs.field(validator=attrs.validators.is_callable())
+    options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
+    parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
+
+    def __repr__(self) -> str:
+        shown = {} if self.parts else {"lr": self.lr}
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in {**shown, **self.options}.items())})"
+
+
+# Hyperparameters, at the door.
+
+
+def check_number(where: str, name: str, value: object, *, low: float = 0.0, below: float = math.inf) -> float:
+    """``value`` as a float in ``[low, below)``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{where}: {name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not low <= value < below:
+        limit = "finite" if below == math.inf else f"less than {below:g}"
+        raise ArgumentError(f"{where}: {name} must be at least {low:g} and {limit}, got {name}={value!r}")
+    return float(value)
+
+
+def check_flag(where: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{where}: {name} must be True or False, got {name}={value!r}")
+    return value
+
+
+def as_schedule(where: str, lr: LearningRate) -> RateFunction:
+    """A learning rate as a function of the timestamp."""
+    return lr if callable(lr) else constant(check_number(where, "lr", lr))
+
+
+def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
+    """The learning rate for the batch that starts at ``timestamp``."""
+    value = float(lr(timestamp))
+    if not 0.0 <= value < math.inf:
+        raise ArgumentError(
+            f"{where}: the learning rate must be finite and at least 0; {lr!r} gave {value} at {timestamp!r}"
+        )
+    return value
+
+
+# Lists of tensors in the order of the parameters.
+
+
+def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
+    return FrozenDict({name: torch.zeros_like(param, requires_grad=False) for name, param in params.items()})
+
+
+def gradients_of(grads: Mapping[str, Tensor | None], names: list[str]) -> list[Tensor | None]:
+    """The gradients in the order of ``names``."""
+    if list(grads) == names:
+        return list(grads.values())
+    if grads.keys() != set(names):
+        raise ArgumentError(
+            f"grads and params name different parameters: {_difference(grads, names)}; "
+            "grads needs every name of params, with None for a parameter that the batch didn't use"
+        )
+    return [grads[name] for name in names]
+
+
+def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
+    """``opt_state`` is of this optimizer with these options."""
+    if opt_state.keys() != set(keys):
+        raise ResumeError(
+            f"{where}: opt_state must hold {sorted(keys)} and holds {sorted(opt_state)}; another optimizer, or this one "
+            "with other options, wrote it: go on with that one, or begin again with optimizer.init(params)"
+        )
+
+
+def memory_of(opt_state: OptState, key: str, names: list[str]) -> list[Any]:
+    """One memory of the optimizer, such as ``exp_avg``, in the order of ``names``."""
+    memory = opt_state[key]
+    if list(memory) == names:
+        return list(memory.values())
+    if memory.keys() != set(names):
+        raise ResumeError(
+            f"opt_state[{key!r}] and params name different parameters: {_difference(memory, names)}; "
+            "opt_state belongs to another model: begin again with optimizer.init(params)"
+        )
+    return [memory[name] for name in names]
+
+
+def _difference(given: Iterable[str], names: list[str]) -> str:
+    given = list(given)
+    missing, extra = [n for n in names if n not in given], [n for n in given if n not in names]
+    return ", ".join(f"{word} {some[:3]}" for word, some in (("missing", missing), ("not a parameter", extra)) if some)
+
+
+def only(values: Sequence[Any], used: list[int]) -> list[Any]:
+    return [values[i] for i in used] if values else []
+
+
+# The kernel, on copies.
+
+
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in the layout of the originals; half the cost of a clone at a time."""
+    return list(torch._foreach_clone(tensors)) if tensors else []
+
+
+def run_kernel(
+    kernel: Kernel,
+    names: list[str],
+    params: list[Tensor],
+    grads: list[Tensor | None],
+    memories: list[list[Tensor]],
+    steps: list[Tensor],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Let an in-place kernel update copies of ``params`` and ``memories``, where there is a gradient.
+
+    Args:
+        kernel: writes to its first and third argument. It serves tensors of one device and dtype.
+        names: for error messages.
+        steps: one step count a parameter, 0-d; empty for a kernel that counts nothing.
+    """
+    if not [None for grad in grads if grad is None]:
+        return _run(kernel, names, params, grads, memories, steps)  # type: ignore[arg-type]
+    used = [i for i, grad in enumerate(grads) if grad is not None]
+    new, new_memories = _run(
+        kernel,
+        only(names, used),
+        only(params, used),
+        only(grads, used),
+        [only(memory, used) for memory in memories],
+        only(steps, used),
+    )
+    merged = [_put(old, used, some) for old, some in zip((params, *memories), (new, *new_memories), strict=True)]
+    return merged[0], merged[1:]
+
+
+def _put(values: list[Tensor], used: list[int], new: list[Tensor]) -> list[Tensor]:
+    result = [value.detach() if value.requires_grad else value for value in values]
+    for i, value in zip(used, new, strict=True):
+        result[i] = value
+    return result
+
+
+def _run(
+    kernel: Kernel,
+    names: list[str],
+    params: list[Tensor],
+    grads: list[Tensor],
+    memories: list[list[Tensor]],
+    steps: list[Tensor],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    if not params:
+        return [], [[] for _ in memories]
+    first = params[0]
+    if _flat_alike(params, grads, memories) if first.is_cpu else first.device.type in FUSED_DEVICES:
+        size = len(params)
+        copies = clone_all(list(itertools.chain(params, *memories)))
+        new, *new_memories = [copies[i : i + size] for i in range(0, len(copies), size)]
+        try:
+            kernel(new, grads, new_memories, steps)
+            return new, new_memories
+        except RuntimeError:
+            # Several devices, dtypes or layouts, or complex numbers: the kernel says so, and what it may
+            # have written to so far is thrown away.
+            del copies, new, new_memories
+    return _run_in_groups(kernel, names, params, grads, memories, steps)
+
+
+def _flat_alike(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]]) -> bool:
+    """Whether all tensors lie in memory in the order of their indices, with the sizes of the parameters."""
+    if not (all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))):
+        return False
+    if list(map(Tensor.size, params)) != list(map(Tensor.size, grads)):
+        return False
+    # The memories come from init or from the last update. That they are as large, so that the kernel stays
+    # within them, is all that another model's could lack; it costs half of what comparing sizes does.
+    counts = list(map(Tensor.numel, params)) if memories else []
+    return all(all(map(Tensor.is_contiguous, m)) and list(map(Tensor.numel, m)) == counts for m in memories)
+
+
+def _run_in_groups(
+    kernel: Kernel,
+    names: list[str],
+    params: list[Tensor],
+    grads: list[Tensor],
+    memories: list[list[Tensor]],
+    steps: list[Tensor],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """What the kernel needs for any mixture: tensors that fit, of one device and dtype at a time."""
+    new = [param.detach().clone() for param in params]
+    grads = [like(grad, p, f"the gradient of {name!r}") for name, grad, p in zip(names, grads, new, strict=True)]
+    new_memories = [
+        [_copy_like(old, p, name) for name, old, p in zip(names, memory, new, strict=True)] for memory in memories
+    ]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, param in enumerate(new):
+        groups.setdefault((param.device, param.dtype), []).append(i)
+    for (device, dtype), used in groups.items():
+        lists = [only(tensors, used) for tensors in (new, grads, *new_memories)]
+        if dtype.is_complex:
+            # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
+            lists = [[torch.view_as_real(tensor) for tensor in tensors] for tensors in lists]
+        kernel(lists[0], lists[1], lists[2:], [step.to(device) for step in only(steps, used)] if steps else [])
+    return new, new_memories
+
+
+def like(tensor: Tensor, param: Tensor, what: str, error: type[ValueError] = ArgumentError) -> Tensor:
+    """``tensor`` in the memory layout of ``param``, which it must fit otherwise."""
+    if tensor.layout != torch.strided:
+        raise error(
+            f"{what} is sparse ({tensor.layout}) and this optimizer needs dense ones: "
+            "use torch.nn.Embedding(..., sparse=False), or optim.from_torch(torch.optim.SparseAdam)"
+        )
+    for name in ("shape", "dtype", "device"):
+        given, needed = getattr(tensor, name), getattr(param, name)
+        if given != needed:
+            given, needed = (tuple(x) if isinstance(x, torch.Size) else x for x in (given, needed))
+            raise error(f"{what} has {name} {given}, its parameter has {name} {needed}")
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.stride() == param.stride() else torch.empty_like(param).copy_(tensor)
+
+
+def _copy_like(memory: Tensor, param: Tensor, name: str) -> Tensor:
+    copy = like(memory, param, f"the optimizer's memory of {name!r} (from another model?)", ResumeError)
+    return copy.clone() if copy is memory else copy

@@ -1,0 +1,107 @@
+"""Different optimizers for different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import Tensor
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, check_state, gradients_of
+
+if TYPE_CHECKING:
+    from pure_loop.time import Timestamp
+
+__all__ = ["partition"]
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
+    """One optimizer that hands each parameter to the one of ``optimizers`` that ``label`` names for it.
+
+    Args:
+        optimizers: by label.
+        label: a pure function of a parameter's name and of its shape, dtype and device, never of its numbers: it
+            is asked in every update and must always give the same answer.
+
+    The state holds the state of each optimizer under its label. ``lr`` of the result is that of the first
+    optimizer; the others are in ``parts``.
+
+    Raises:
+        ArgumentError: (a ValueError) by ``init`` and ``update``, for a label that isn't there.
+
+    >>> import torch
+    >>> from pure_loop.frozendict import FrozenDict
+    >>> from pure_loop.optim import adamw, sgd
+    >>> optimizer = partition(
+    ...     {"decay": adamw(weight_decay=0.1), "no_decay": adamw(weight_decay=0.0)},
+    ...     label=lambda name, tensor: "no_decay" if tensor.ndim < 2 else "decay",
+    ... )
+    >>> opt_state = optimizer.init(FrozenDict(weight=torch.ones(2, 2), bias=torch.ones(2)))
+    >>> list(opt_state["no_decay"]["exp_avg"])
+    ['bias']
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise ArgumentTypeError(f"partition needs a mapping of label to optimizer, got {optimizers!r}")
+    for key, part in optimizers.items():
+        if not isinstance(part, Optimizer):
+            raise ArgumentTypeError(
+                f"partition: {key!r} must be an optimizer, got {part!r}; write partition({{{key!r}: adamw(lr=1e-3)}}, ...)"
+            )
+    if not callable(label):
+        raise ArgumentTypeError(
+            f"partition: label must be a function, such as label=lambda name, tensor: {next(iter(optimizers))!r}, "
+            f"got {label!r}"
+        )
+    rule = _Partition(FrozenDict(optimizers), label)
+    return Optimizer(
+        name="partition",
+        init=rule.init,
+        update=rule.update,
+        lr=next(iter(optimizers.values())).lr,
+        options=rule.parts,
+        parts=rule.parts,
+    )
+
+
+@attrs.frozen
+class _Partition:
+    parts: FrozenDict[str, Optimizer]
+    label: Callable[[str, Tensor], str]
+
+    def groups(self, params: Params) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {key: [] for key in self.parts}
+        for name, param in params.items():
+            key = self.label(name, param)
+            if key not in groups:
+                raise ArgumentError(
+                    f"partition: the label of parameter {name!r} (shape {tuple(param.shape)}) is {key!r}, and the "
+                    f"optimizers are {list(self.parts)}; give it one of these, or add an optimizer for {key!r}"
+                )
+            groups[key].append(name)
+        return groups
+
+    def init(self, params: Params) -> OptState:
+        return FrozenDict(
+            {key: self.parts[key].init(_pick(params, names)) for key, names in self.groups(params).items()}
+        )
+
+    def update(
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+    ) -> tuple[Params, OptState]:
+        check_state("partition", opt_state, self.parts)
+        grads = FrozenDict(zip(params, gradients_of(grads, list(params)), strict=True))
+        new: dict[str, Tensor] = dict(params)
+        new_state = {}
+        for key, names in self.groups(params).items():
+            some, new_state[key] = self.parts[key].update(
+                _pick(grads, names), opt_state[key], _pick(params, names), timestamp
+            )
+            new.update(some)
+        return FrozenDict(new), FrozenDict(new_state)
+
+
+def _pick(values: Mapping[str, Any], names: list[str]) -> FrozenDict[str, Any]:
+    return FrozenDict({name: values[name] for name in names})

@@ -1,0 +1,112 @@
+"""Numeric precision: autocast for the forward and the loss, and the loss scale as a value.
+
+Mixed precision as in Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740):
+parameters stay in float32; ``amp_fp16`` multiplies the loss by a scale that halves when a gradient
+overflows (that step is skipped) and doubles after 2000 steps without an overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop import _pytree
+from pure_loop.errors import ArgumentError
+
+__all__ = ["LossScale", "Precision"]
+
+
+@attrs.frozen(eq=False)
+class LossScale:
+    """The loss scale of ``amp_fp16``, on the device.
+
+    Attributes:
+        scale: float32, shape (): what the loss is multiplied by before the backward.
+        growth_tracker: int32, shape (): steps without an overflow since the scale last changed.
+
+    >>> scale = LossScale.initial(torch.device("cpu"))
+    >>> float(scale), float(scale.update(torch.ones(1)))
+    (65536.0, 32768.0)
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+
+    INITIAL = 2.0**16
+    GROWTH_FACTOR = 2.0
+    BACKOFF_FACTOR = 0.5
+    GROWTH_INTERVAL = 2000
+
+    @classmethod
+    def initial(cls, device: torch.device) -> LossScale:
+        return cls(
+            torch.full((), cls.INITIAL, dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+        )
+
+    def update(self, found_inf: Tensor) -> LossScale:
+        """The scale after a step; ``found_inf`` is float32 of shape (1,), 1 where a gradient overflowed."""
+        scale, tracker = self.scale.clone(), self.growth_tracker.clone()
+        torch._amp_update_scale_(
+            scale, tracker, found_inf, self.GROWTH_FACTOR, self.BACKOFF_FACTOR, self.GROWTH_INTERVAL
+        )
+        return LossScale(scale, tracker)
+
+    def __float__(self) -> float:
+        return float(self.scale)
+
+
+def _flatten(value: LossScale) -> tuple[Sequence[Any], Any, Sequence[str]]:
+    return (value.scale, value.growth_tracker), None, ("scale", "growth_tracker")
+
+
+def _unflatten(_: None, children: Iterable[Any]) -> LossScale:
+    value = object.__new__(LossScale)
+    for name, child in zip(("scale", "growth_tracker"), children, strict=True):
+        object.__setattr__(value, name, child)
+    return value
+
+
+_pytree.register(LossScale, _flatten, _unflatten, attributes=True)
+
+
+@attrs.frozen
+class Precision:
+    """How the forward and the loss are computed.
+
+    >>> Precision.parse("amp_bf16").dtype
+    torch.bfloat16
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    scaled: bool
+
+    @classmethod
+    def parse(cls, name: object) -> Precision:
+        """
+        Raises:
+            ArgumentError: an unknown name; the message lists those there are.
+        """
+        if isinstance(name, Precision):
+            return name
+        if not isinstance(name, str) or name not in _PRECISIONS:
+            raise ArgumentError(f"precision={name!r} is unknown; write one of {', '.join(map(repr, _PRECISIONS))}.")
+        return _PRECISIONS[name]
+
+    def autocast(self, device: torch.device) -> Any:
+        """A context in which the forward runs in this precision; None for float32, which needs none."""
+        if self.dtype is None:
+            return None
+        return torch.autocast(device.type, dtype=self.dtype)
+
+
+_PRECISIONS = {
+    "fp32": Precision("fp32", None, False),
+    "amp_bf16": Precision("amp_bf16", torch.bfloat16, False),
+    "amp_fp16": Precision("amp_fp16", torch.float16, True),
+}

@@ -1,0 +1,92 @@
+"""The recorder: what ``fit`` records by itself where loggers are given.
+
+Callbacks say what is recorded and loggers say where, so this is a callback like any other; it
+comes before the loggers, which therefore find its values at the event at which they print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.optim import Optimizer
+from pure_loop.state import State
+from pure_loop.time import Timestamp
+
+__all__ = ["Recorder", "is_scalar", "learning_rates"]
+
+
+class Recorder(Callback):
+    """Records the settings, the training loss, the learning rate and the results of evaluations.
+
+    ``train/loss`` (and ``train/loss/<part>`` for the other parts of a dict) and ``train/learning_rate`` at
+    BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END. Nothing is read from the device.
+
+    Args:
+        optimizer: the optimizer of the run; None records no learning rate.
+        hyperparameters: further settings to record, by name.
+
+    >>> import torch, pure_loop as pl
+    >>> from pure_loop.loggers import InMemoryLogger
+    >>> logger, optimizer = InMemoryLogger(), pl.optim.sgd(lr=pl.schedules.linear(1.0, 0.0, "4ba"))
+    >>> data = [(torch.zeros(4, 2), torch.ones(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=optimizer,
+    ...                       max_duration="1ep", callbacks=[Recorder(optimizer)], loggers=[logger]))
+    >>> logger.series("train/learning_rate")
+    ([1, 2, 3], [1.0, 0.75, 0.5])
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None, hyperparameters: Mapping[str, Any] | None = None) -> None:
+        self._optimizer = optimizer
+        self._hyperparameters = dict(hyperparameters or {})
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        settings: dict[str, Any] = {
+            "model": type(state.model._skeleton).__name__,
+            "parameters": sum(tensor.numel() for tensor in state.params.values()),
+            "seed": state.seed,
+        }
+        if self._optimizer is not None:
+            settings["optimizer"] = repr(self._optimizer)
+        if state.timestamp.max_duration is not None:
+            settings["max_duration"] = str(state.timestamp.max_duration)
+        logger.log_hyperparameters(settings | self._hyperparameters)
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        values = dict(_losses(state.loss))
+        if self._optimizer is not None:
+            # Its batch was the one that started at the timestamp before.
+            values |= learning_rates(self._optimizer, state.previous_timestamp, "train/learning_rate")
+        logger.log_metrics(values, state)
+
+    def eval_end(self, state: State, logger: LoggerGroup) -> None:
+        label = state.evaluator
+        if label is not None:
+            measured = state.metrics.get(label, {})
+            values = {f"{label}/{name}": value for name, value in measured.items() if is_scalar(value)}
+            logger.log_metrics(values, state)
+
+
+def _losses(loss: Any) -> dict[str, Any]:
+    if isinstance(loss, Mapping):
+        return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
+    return {} if loss is None else {"train/loss": loss}
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a logger can plot it: a number, or a tensor that holds one."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def learning_rates(optimizer: Optimizer, timestamp: Timestamp, name: str) -> dict[str, float]:
+    """The learning rate by name; that of each part of a partition by ``<name>/<label>``."""
+    if not optimizer.parts:
+        return {name: optimizer.lr(timestamp)}
+    return {
+        found: value
+        for label, part in optimizer.parts.items()
+        for found, value in learning_rates(part, timestamp, f"{name}/{label}").items()
+    }

@@ -1,0 +1,298 @@
+"""Where batches come from: a dataloader as a function from (epoch, position) to batches.
+
+:func:`source` makes a :class:`Source` of whatever the user gives. Its ``epoch(e, start=k)`` is bit for bit
+what ``epoch(e)`` gives after k batches, whatever was drawn in between and whatever the global random
+state, which is left as it was found; the user's loader, sampler and generator are never drawn from.
+
+What is random gets its seed from where it stands: the order of an epoch from (seed, stream, epoch), and
+what a dataset or a ``collate_fn`` draws for a batch from (seed, stream, epoch, batch), in this process and in
+workers. Two things can't be made again, and are the user's to avoid: a generator of its own that a dataset
+keeps between items, and an iterator that was already drawn from.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cached_property
+from itertools import count, islice
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pure_loop import _loaders, _samplers
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.random import derive, seeded_all
+
+__all__ = ["Source", "source"]
+
+Batches: TypeAlias = Generator[Any, None, None]
+
+_END: Any = object()
+
+
+def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | None = None) -> Source:
+    """Make a :class:`Source` of a dataloader.
+
+    Args:
+        dataloader: a ``torch.utils.data.DataLoader`` of any kind; a list, tuple or other sequence of batches;
+            any iterable of batches; or an iterator, which is drawn from once and never again.
+        seed: the seed of the run.
+        stream: what the batches are for (``"train"``, ``"val"``): different streams draw different numbers.
+        batches_per_epoch: an epoch ends after as many batches, if it hasn't before.
+
+    Raises:
+        ArgumentTypeError: the object is no dataloader.
+        ArgumentError: ``batches_per_epoch`` is not an integer of at least 1.
+
+    >>> loader = DataLoader(range(6), batch_size=2, shuffle=True)
+    >>> batches = source(loader, seed=0, stream="train")
+    >>> batches.length
+    3
+    >>> list(batches.epoch(1))
+    [tensor([3, 0]), tensor([1, 2]), tensor([4, 5])]
+    >>> list(batches.epoch(1, start=2))
+    [tensor([4, 5])]
+    """
+    if batches_per_epoch is not None and (type(batches_per_epoch) is not int or batches_per_epoch < 1):
+        raise ArgumentError(
+            f"batches_per_epoch={batches_per_epoch!r}: give a number of batches, 1 or more, or None for all of them"
+        )
+    return _kind(dataloader)(dataloader, seed, stream, batches_per_epoch)
+
+
+def _kind(loader: Any) -> type[Source]:
+    name = type(loader).__name__
+    if isinstance(loader, DataLoader):
+        return _Indexed if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset) else _Iterated
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ArgumentTypeError(
+            f"{name} is a dataset: it gives samples where batches are needed; write DataLoader(dataset, batch_size=...)"
+            ", or DataLoader(dataset, batch_size=None) where its items are batches already"
+        )
+    if isinstance(loader, (Mapping, AbstractSet, str, bytes)) or hasattr(loader, "__array__"):
+        raise ArgumentTypeError(
+            f"{name} is no dataloader; give a DataLoader, a list of batches or an iterable of batches (tensors: "
+            "DataLoader(TensorDataset(inputs, targets), batch_size=...))"
+        )
+    if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
+        return _Listed
+    if isinstance(loader, Iterator):
+        return _OneShot
+    if isinstance(loader, Iterable):
+        return _Iterated
+    raise ArgumentTypeError(
+        f"{name} is no dataloader: it can't be iterated over; give a DataLoader, a list of batches or an iterable of"
+        " batches (call a generator function: batches(), not batches)"
+    )
+
+
+class Source:
+    """A stream of batches by epoch and position; made by :func:`source`."""
+
+    _empty = "it is empty, or drop_last drops its only batch"
+
+    def __init__(self, loader: Any, seed: int, stream: str, limit: int | None) -> None:
+        self._loader = loader
+        self._seed = derive(seed, stream)
+        self._stream = stream
+        self._limit = limit
+
+    @cached_property
+    def length(self) -> int | None:
+        """Batches in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
+        try:
+            length = self._count()
+        except (TypeError, NotImplementedError, AttributeError):
+            return self._limit
+        return length if self._limit is None else min(length, self._limit)
+
+    def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
+        """The batches of one epoch; closing it early stops the workers.
+
+        Args:
+            epoch: which one, from 0.
+            start: how many batches of this epoch to leave out: those that were trained on already.
+            seen: how many batches were trained on in the whole run, which tells where an iterator has to be.
+
+        Raises:
+            DataError: the epoch has no batch at all, or an iterator doesn't stand where it must.
+        """
+        none = True
+        stop = None if self._limit is None else max(self._limit - start, 0)
+        with closing(self._batches(epoch, start, seen)) as batches:
+            for batch in islice(batches, stop):
+                none = False
+                yield batch
+        if none and start == 0:
+            raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
+
+    def close(self) -> None:
+        """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""
+
+    def _count(self) -> int:
+        return len(self._loader)
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        raise NotImplementedError
+
+    def _guard(self, *path: int | str) -> AbstractContextManager[None]:
+        return seeded_all(derive(self._seed, *path))
+
+
+class _Listed(Source):
+    """A sequence of batches."""
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        # Nothing can draw in a list; a sequence of the user's own may make its batches when asked.
+        free = type(self._loader) in (list, tuple)
+        for position in range(start, len(self._loader)):
+            with nullcontext() if free else self._guard(epoch, position):
+                batch = self._loader[position]
+            yield batch
+
+
+class _Indexed(Source):
+    """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
+        super().__init__(loader, seed, stream, limit)
+        self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._free = _loaders.draws_nothing(loader)
+        self._table = _loaders.is_table(loader)
+        self._pool: _loaders.Refillable | None = None
+        self._pool_is_busy = False
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        order = _samplers.indices(
+            self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)
+        )
+        # Here a rank takes its part of each batch's indices; positions, and so seeds, count whole batches.
+        order = islice(order, start, self._limit)
+        if self._table:
+            return (_loaders.rows(self._loader.dataset, each) for each in order)
+        return self._load(order, epoch, start)
+
+    def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
+        in_workers = self._loader.num_workers > 0
+        if in_workers and not self._free:
+            order = ((derive(self._seed, epoch, start + i), index) for i, index in enumerate(order))
+        # Workers that outlive an epoch serve one at a time; another one opened meanwhile gets its own.
+        keep = self._loader.persistent_workers and not self._pool_is_busy
+        pool = self._pool if keep else None
+        pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
+        batches: Any = None
+        intact = False
+        try:
+            if keep:
+                self._pool, self._pool_is_busy = pool, True
+            batches = pool.refill(order)
+            for position in count(start):
+                with nullcontext() if in_workers or self._free else self._guard(epoch, position):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    break
+                intact = True
+                yield batch
+                intact = False
+            intact = True
+        finally:
+            if keep:
+                self._pool_is_busy = False
+            if not keep or not intact:
+                _loaders.shut(batches)
+                self._pool = None if keep else self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool, self._pool_is_busy = None, False
+
+
+class _Iterated(Source):
+    """Anything that can be iterated over again and again: what was seen is drawn and dropped."""
+
+    def _count(self) -> int:
+        # Of a copy: a DataLoader remembers that it was asked, and warns later.
+        return len(copy.copy(self._loader) if isinstance(self._loader, DataLoader) else self._loader)
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        batches: Any = None
+        in_workers = isinstance(self._loader, DataLoader) and _is_plain(self._loader) and self._loader.num_workers > 0
+        try:
+            with self._guard(epoch, "iter"):
+                batches = iter(self._for_epoch(epoch))
+            for position in count():
+                with nullcontext() if in_workers else self._guard(epoch, position):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    return
+                if position >= start:
+                    yield batch
+        finally:
+            with self._guard(epoch, "close"):
+                _loaders.shut(batches)
+
+    def _for_epoch(self, epoch: int) -> Any:
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return _at_epoch(loader, epoch)
+        changes: dict[str, Any] = {"persistent_workers": False}
+        if isinstance(loader.dataset, IterableDataset):
+            changes["dataset"] = _at_epoch(loader.dataset, epoch)
+        else:
+            samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+            seed = derive(self._seed, epoch, "order")
+            changes |= _samplers.private_copy(samplers, seed, epoch, shared=(loader.dataset,))
+        return _loaders.rebuilt(loader, derive(self._seed, epoch, "workers"), changes)
+
+
+class _OneShot(Source):
+    """An iterator: an epoch is what it gives next, and only what the run has not seen."""
+
+    _empty = (
+        "its iterator is exhausted; give a list or a DataLoader, which can be gone through again, or set "
+        "batches_per_epoch to divide what an iterator gives into epochs"
+    )
+
+    def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None) -> None:
+        super().__init__(loader, seed, stream, limit)
+        self._taken = 0
+
+    def _count(self) -> int:
+        raise TypeError
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        if self._taken > seen:
+            raise DataError(
+                f"the {self._stream} iterator has already given {self._taken} batches and can't go back to batch "
+                f"{seen}; give a new iterator that starts at the first batch, or a list or a DataLoader"
+            )
+        while True:
+            with self._guard("item", self._taken):
+                batch = next(self._loader, _END)
+            if batch is _END:
+                break
+            self._taken += 1
+            if self._taken > seen:
+                yield batch
+        if self._taken < seen:
+            raise DataError(
+                f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
+                "going on needs a new iterator that starts at the first batch, because those that were seen are dropped"
+            )
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader iterates as torch's does: its subclasses may do anything."""
+    return all(getattr(type(loader), each) is getattr(DataLoader, each) for each in ("__iter__", "_get_iterator"))
+
+
+def _at_epoch(data: Any, epoch: int) -> Any:
+    if not callable(getattr(data, "set_epoch", None)):
+        return data
+    new = copy.copy(data)
+    new.set_epoch(epoch)
+    return new

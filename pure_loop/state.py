@@ -1,0 +1,326 @@
+"""State: everything that training knows, as one immutable value.
+
+A State is a frozen attrs record and a pytree. What a checkpoint holds is *durable*; what belongs to
+the batch under way is None outside it. The loop makes a new State for every change and never
+writes to one that was yielded, so a State that you keep is a snapshot, and giving it back to
+``fit`` goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from pure_loop import _pytree
+from pure_loop.errors import ArgumentError, GradientsNotReadyError, NonFiniteError, ResumeError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.model import ModelDef, refuse_untrainable
+from pure_loop.time import Timestamp
+
+__all__ = ["State"]
+
+S = TypeVar("S", bound="State")
+
+GRADIENT_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+
+
+class _NotReady:
+    """Stands in ``State._grads`` while an algorithm runs at an event that has no gradients yet."""
+
+
+NOT_READY = _NotReady()
+
+
+def _frozen(value: Mapping[str, Any]) -> FrozenDict[str, Any]:
+    return value if type(value) is FrozenDict else FrozenDict(value)
+
+
+def _frozen_or_none(value: Any) -> Any:
+    return FrozenDict(value) if isinstance(value, Mapping) and type(value) is not FrozenDict else value
+
+
+# slots=True makes attrs build the class twice; a subclass registers itself each time, which is harmless.
+@attrs.frozen(slots=True, eq=False, kw_only=True, repr=False)
+class State:
+    """Everything that training knows.
+
+    Durable:
+        model: the module's structure, without its numbers (:class:`pure_loop.model.ModelDef`); the only
+            static part of the pytree.
+        params: parameter names to tensors, as ``model.named_parameters()`` gives them.
+        buffers: buffer names to tensors.
+        opt_state: the optimizer's memory, a pytree; None before the optimizer has seen the parameters.
+        timestamp: how far training is (:class:`pure_loop.Timestamp`).
+        previous_timestamp: the timestamp before the last counted batch; cadences compare the two.
+        seed: where every random number of the run comes from.
+        loss_scale: for ``amp_fp16`` the loss scale as a value, else None.
+        algorithm_state: the memory of each algorithm, by its name.
+        metrics: evaluator labels to metric names to values: ``state.metrics["val"]["accuracy"]``.
+        event: the event at which this State was yielded.
+        position: the last boundary passed, from which ``fit`` goes on.
+        skipped: steps skipped because of a loss or gradient that was not finite; int64, shape ().
+        nonfinite: the first batch with such a loss or gradient, -1 if none; int64, shape (), on the
+            parameters' device, so that noticing it needs no synchronisation.
+
+    Of the batch under way, None outside it:
+        batch: the batch, on the parameters' device.
+        microbatch: the part of it under way (after the last one: the last one).
+        outputs: what the forward of this microbatch returned; without a graph from AFTER_BACKWARD on.
+        loss: the microbatch's loss from AFTER_LOSS to AFTER_BACKWARD, the whole batch's at
+            AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
+        grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH.
+
+    From AFTER_FORWARD to BEFORE_BACKWARD ``params`` are autograd leaves, so that a penalty such as
+    ``state.loss + 0.1 * state.params["weight"].square().sum()`` has a gradient.
+
+    Subclasses with further fields (``@attrs.frozen(eq=False, kw_only=True)``) are pytrees at once.
+
+    >>> import torch
+    >>> state = State.create(torch.nn.Linear(2, 1), seed=3)
+    >>> state.replace(loss=torch.tensor(0.5)).loss
+    tensor(0.5000)
+    >>> state.loss is None
+    True
+    """
+
+    model: ModelDef
+    params: FrozenDict[str, Tensor] = attrs.field(converter=_frozen)
+    buffers: FrozenDict[str, Tensor] = attrs.field(factory=FrozenDict, converter=_frozen)
+    opt_state: Any = None
+    timestamp: Timestamp = attrs.field(factory=Timestamp)
+    previous_timestamp: Timestamp = attrs.field(factory=Timestamp)
+    seed: int = 0
+    loss_scale: Any = None
+    algorithm_state: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
+    metrics: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
+    event: Event | None = None
+    position: Event | None = None
+    skipped: Any = None
+    nonfinite: Any = None
+    evaluator: str | None = None
+    batch: Any = None
+    microbatch: Any = None
+    outputs: Any = None
+    loss: Any = None
+    _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_or_none)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+    @property
+    def grads(self) -> FrozenDict[str, Tensor] | None:
+        """Gradients of this batch by parameter name; None before its first AFTER_BACKWARD.
+
+        A parameter that the loss didn't reach has None, and the optimizer leaves it as it is.
+
+        Raises:
+            GradientsNotReadyError: read by an algorithm at an event at which there are none yet.
+        """
+        grads = self._grads
+        if grads is NOT_READY:
+            where = ", ".join(event.name for event in GRADIENT_EVENTS)
+            raise GradientsNotReadyError(
+                f"state.grads was read at {self.event.name if self.event else 'no event'}, where this batch has no "
+                f"gradients yet. They exist at {where} (and, with several microbatches, from the first "
+                "AFTER_BACKWARD of the batch on). Bind the algorithm to one of these events; gradients that "
+                "are complete, unscaled and clipped are those of AFTER_TRAIN_BATCH."
+            )
+        return cast("FrozenDict[str, Tensor] | None", grads)
+
+    @classmethod
+    def create(
+        cls: type[S], model: nn.Module, *, seed: int = 0, device: torch.device | str | None = None, **fields: Any
+    ) -> S:
+        """A fresh State of a module, for scripts of your own; ``fit`` makes its own.
+
+        Args:
+            model: the module; it stays as it was, its tensors are copied.
+            seed: where the run's random numbers come from.
+            device: where the tensors go; None leaves them where they are.
+            **fields: other fields of the State, such as ``opt_state``.
+        """
+        refuse_untrainable(model)
+        structure, params, buffers = ModelDef.split(model, device=device)
+        home = next(iter(params.values())).device
+        fields.setdefault("skipped", torch.zeros((), dtype=torch.int64, device=home))
+        fields.setdefault("nonfinite", torch.full((), -1, dtype=torch.int64, device=home))
+        return cls(model=structure, params=params, buffers=buffers, seed=seed, **fields)
+
+    def replace(self: S, **changes: Any) -> S:
+        """A State with some fields changed: ``state.replace(loss=2 * state.loss)``.
+
+        Raises:
+            ArgumentError: a name that is no field of the State.
+        """
+        cls = type(self)
+        new = _copier(cls)(self)
+        setters = _SETTERS[cls]
+        for name, value in changes.items():
+            setter = setters.get(name)
+            if setter is None:
+                raise ArgumentError(
+                    f"{cls.__name__} has no field {name!r}; it has {', '.join(setters)}. An algorithm's own memory "
+                    "goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
+                )
+            if name in _MAPPINGS:
+                value = _frozen_or_none(value)
+            setter(new, value)
+        return new
+
+    __replace__ = replace
+
+    def remember(self: S, name: str, memory: Any) -> S:
+        """A State in which the algorithm ``name`` has this memory, any pytree."""
+        return self.replace(algorithm_state={**self.algorithm_state, name: memory})
+
+    def module(self) -> nn.Module:
+        """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change."""
+        return self.model.module(self.params, self.buffers)
+
+    def with_module(self: S, module: nn.Module) -> S:
+        """A State that trains ``module`` instead: how model surgery is done, at INIT.
+
+        >>> import torch
+        >>> def widen(state):
+        ...     module = state.module()
+        ...     module[0] = torch.nn.Linear(2, 8)
+        ...     module[2] = torch.nn.Linear(8, 1)
+        ...     return state.with_module(module)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> widen(State.create(net)).params["0.weight"].shape
+        torch.Size([8, 2])
+        """
+        refuse_untrainable(module)
+        structure, params, buffers = ModelDef.split(module, device=self.device)
+        return self.replace(model=structure, params=params, buffers=buffers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params.values())).device
+
+    def check_finite(self) -> None:
+        """Raise if some batch had a loss or gradient that was not finite; waits for the device.
+
+        The loop calls it where it reads from the device anyway; call it wherever you do.
+
+        Raises:
+            NonFiniteError: names the first such batch.
+        """
+        if self.nonfinite is None:
+            return
+        batch = int(self.nonfinite)
+        if batch >= 0:
+            raise NonFiniteError(
+                f"the loss or a gradient of batch {batch} was NaN or infinite (noticed at batch "
+                f"{self.timestamp.batch}). {NON_FINITE_ADVICE}"
+            )
+
+    def __repr__(self) -> str:
+        numbers = sum(tensor.numel() for tensor in self.params.values())
+        at = self.event.value if self.event is not None else "no event"
+        t = self.timestamp
+        parts = [at, f"epoch {t.epoch}", f"batch {t.batch}", f"{len(self.params)} parameters ({numbers:,} numbers)"]
+        if isinstance(self.loss, Tensor):
+            parts.append(f"loss on {self.loss.device}" if self.loss.device.type != "cpu" else f"loss {self.loss:.4g}")
+        if self.metrics:
+            parts.append(f"metrics of {', '.join(self.metrics)}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+NON_FINITE_ADVICE = (
+    "Lower the learning rate, clip the gradients (clip_grad=1.0) or look at the data of that batch; "
+    'nonfinite="skip" leaves such a batch out of training and counts it in state.skipped.'
+)
+
+_MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
+_COPIERS: dict[type, Callable[[Any], Any]] = {}
+_SETTERS: dict[type, dict[str, Callable[[Any, Any], None]]] = {}
+
+
+def _fields(cls: type) -> list[tuple[str, str]]:
+    """(attribute, public name) of each field."""
+    return [(field.name, field.alias or field.name) for field in attrs.fields(cls)]
+
+
+def _setter(cls: type, attribute: str) -> Callable[[Any, Any], None]:
+    descriptor = getattr(cls, attribute, None)
+    if hasattr(descriptor, "__set__") and hasattr(descriptor, "__objclass__"):
+        return cast("Callable[[Any, Any], None]", descriptor.__set__)
+    return lambda instance, value: object.__setattr__(instance, attribute, value)
+
+
+def _copier(cls: type) -> Callable[[Any], Any]:
+    """A function that copies every slot, written out once a class: half the time of a loop over the fields."""
+    copier = _COPIERS.get(cls)
+    if copier is None:
+        fields = _fields(cls)
+        _SETTERS[cls] = {public: _setter(cls, attribute) for attribute, public in fields}
+        scope: dict[str, Any] = {"new": object.__new__, "cls": cls}
+        lines = ["def copy(old):", "    state = new(cls)"]
+        for index, (attribute, public) in enumerate(fields):
+            scope[f"set_{index}"] = _SETTERS[cls][public]
+            lines.append(f"    set_{index}(state, old.{attribute})")
+        exec("\n".join([*lines, "    return state"]), scope)
+        copier = _COPIERS[cls] = scope["copy"]
+    return copier
+
+
+def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
+    names, children = [], []
+    for attribute, public in _fields(type(state)):
+        if public != "model":
+            child = getattr(state, attribute)
+            names.append(public)
+            children.append(None if child is NOT_READY else child)
+    return children, state.model, names
+
+
+def _register(cls: type) -> None:
+    def unflatten(model: ModelDef, children: Iterable[Any]) -> Any:
+        state = object.__new__(cls)
+        _copier(cls)
+        setters = _SETTERS[cls]
+        setters["model"](state, model)
+        for name, child in zip((name for name in setters if name != "model"), children, strict=True):
+            setters[name](state, child)
+        return state
+
+    _pytree.register(cls, _flatten, unflatten, attributes=True)
+
+
+_register(State)
+
+
+def refuse_misfit(state: State) -> None:
+    """Refuse a State whose tensors don't fit its model.
+
+    Raises:
+        ResumeError: names the leaf, what the model has and what the State has.
+    """
+    skeleton = state.model._skeleton
+    for kind, wanted, given in (
+        ("params", dict(skeleton.named_parameters()), state.params),
+        ("buffers", dict(skeleton.named_buffers()), state.buffers),
+    ):
+        missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+        if missing or unknown:
+            raise ResumeError(
+                f"this State's {kind} are another model's: "
+                + "; ".join(
+                    f"{what} {sorted(names)[:3]}" for what, names in (("missing", missing), ("unknown", unknown)) if names
+                )
+                + ". Give a State that was made with this model, or state.with_module(module) to change the model."
+            )
+        for name, tensor in wanted.items():
+            if tensor.shape != given[name].shape:
+                raise ResumeError(
+                    f"{kind}[{name!r}] has shape {tuple(given[name].shape)} in this State and "
+                    f"{tuple(tensor.shape)} in its model: the State is another model's."
+                )

@@ -1,0 +1,103 @@
+"""``strict=True``: checks while training that everybody keeps the promises, and names who did not.
+
+The order of events is held against the specification; every tensor of a State is compared, by value,
+before and after an algorithm, a callback, the loop's body or the loop's own computation had it (the
+version counters of tensors miss what fused kernels, ``.data`` and BatchNorm write); and algorithms
+may not draw from the global random generators. It copies every State, so it is for tests and for
+the first steps of a new algorithm.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop import order
+from pure_loop.errors import ImpurityError
+from pure_loop.event import Event
+from pure_loop.state import State
+
+__all__ = ["Strict"]
+
+
+class Strict:
+    """The checks of one stream."""
+
+    def __init__(self, checker: order.Checker | None) -> None:
+        self._checker = checker
+        self._given: list[tuple[Any, Any]] = []
+        self._random: tuple[Tensor, Any] | None = None
+
+    def advance(self, event: Event) -> None:
+        """
+        Raises:
+            OrderError: the event may not come here.
+        """
+        if self._checker is not None:
+            self._checker.advance(event)
+
+    def hand_over(self, state: State) -> None:
+        """Remember a State by value before somebody gets it."""
+        leaves = optree.tree_leaves(state, namespace="pure_loop")  # type: ignore[arg-type]
+        self._given = [(leaf, leaf.detach().clone() if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
+
+    def take_back(self, state: State, who: str, event: Event | None) -> None:
+        """
+        Raises:
+            ImpurityError: a tensor of the State changed; names the leaf and who had it.
+        """
+        for index, (leaf, before) in enumerate(self._given):
+            if isinstance(leaf, Tensor) and not same(leaf, before):
+                path = _path(state, index)
+                raise ImpurityError(
+                    f"{who} changed {path} in place, at or after {event.name if event else 'no event'}: it was "
+                    f"{_short(before)} and is {_short(leaf)}. A State never changes: compute a new tensor "
+                    "(`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with state.replace(...)."
+                )
+
+    def before_handler(self, state: State) -> None:
+        self.hand_over(state)
+        self._random = (torch.get_rng_state(), random.getstate())
+
+    def after_handler(self, state: State, name: str, event: Event) -> None:
+        """
+        Raises:
+            ImpurityError: the algorithm wrote to its State, or drew from a global generator.
+        """
+        self.take_back(state, f"algorithm {name!r}", event)
+        assert self._random is not None
+        if not torch.equal(self._random[0], torch.get_rng_state()) or self._random[1] != random.getstate():
+            raise ImpurityError(
+                f"algorithm {name!r} drew from a global random generator at {event.name}, so it can't be replayed: "
+                "draw from pl.random.generator(state.seed, name, state.timestamp.batch)."
+            )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal by value: bitwise for tensors, with NaN equal to itself; ``==`` for everything else.
+
+    >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    True
+    """
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return False
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        a, b = a.detach(), b.detach()
+        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return bool(a == b)
+
+
+def _path(state: State, index: int) -> str:
+    accessors = optree.tree_accessors(state, namespace="pure_loop")  # type: ignore[arg-type]
+    return accessors[index].codify("state")
+
+
+def _short(tensor: Tensor) -> str:
+    flat = tensor.detach().flatten()
+    return f"{flat[:3].tolist()}{'...' if flat.numel() > 3 else ''}"

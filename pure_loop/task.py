@@ -1,0 +1,128 @@
+"""Task: what the user's model does with a batch, as pure functions.
+
+By default a batch is ``(inputs, targets)``, the forward is ``model(inputs)`` and the loss is
+``loss(outputs, targets)``. A :class:`Task` serves any other shape. A module that has methods
+``loss(outputs, batch)`` and ``validate(batch)`` is used through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from pure_loop.data import num_samples, num_tokens, split
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+
+__all__ = ["Task", "make_task"]
+
+
+def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
+    raise DataError(
+        f"a batch is a {type(batch).__name__}{size}, and by default a batch is (inputs, targets). Say what to do with "
+        "yours: fit(..., task=pl.Task(forward=lambda model, batch: model(batch['x']), "
+        "loss=lambda outputs, batch: ...))."
+    )
+
+
+def _default_forward(model: nn.Module, batch: Any) -> Any:
+    return model(_inputs_and_targets(batch)[0])
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """How a model is trained on a batch. Every function is pure; each has a default.
+
+    Args:
+        forward: ``(model, batch) -> outputs``; default ``model(inputs)``.
+        loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
+            such with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
+        validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
+        weight: ``(batch) -> number``: how much a microbatch counts when its loss is a mean; default its
+            samples. Give the number of loss-generating tokens for a loss that is a mean over tokens. A
+            Python number, or a tensor of shape ().
+        samples: ``(batch) -> int``: how many samples it holds; default the leading size of its tensors.
+        tokens: ``(batch) -> int``: how many tokens it holds, for durations in tokens.
+        split: ``(batch, size) -> list`` of microbatches of at most ``size`` samples.
+
+    >>> import torch
+    >>> task = Task(forward=lambda model, batch: model(batch["x"]),
+    ...             loss=lambda outputs, batch: (outputs - batch["y"]).square().mean())
+    >>> batch = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
+    >>> task.samples(batch)
+    4
+    """
+
+    forward: Callable[[nn.Module, Any], Any] = _default_forward
+    loss: Callable[[Any, Any], Any] | None = None
+    validate: Callable[[nn.Module, Any], Any] | None = None
+    weight: Callable[[Any], float | Tensor] | None = None
+    samples: Callable[[Any], int] = num_samples
+    tokens: Callable[[Any], int] = num_tokens
+    split: Callable[[Any, int], list[Any]] = split
+
+    def weigh(self, batch: Any) -> float | Tensor:
+        """How much a microbatch counts."""
+        return self.samples(batch) if self.weight is None else self.weight(batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        """The forward in evaluation and prediction."""
+        return (self.forward if self.validate is None else self.validate)(model, batch)
+
+
+def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Task | None) -> Task:
+    """The task of a call of ``fit`` or ``evaluate``, from its ``loss`` and ``task`` arguments.
+
+    Raises:
+        ArgumentError: no loss is given and the module has none, or a loss has weights of its own.
+        ArgumentTypeError: ``loss`` can't be called.
+    """
+    if isinstance(loss, Task):
+        if task is not None:
+            raise ArgumentError("loss= and task= are both a Task; give one of them.")
+        task, loss = loss, None
+    if loss is not None and not callable(loss):
+        raise ArgumentTypeError(
+            f"loss is {loss!r} of type {type(loss).__name__}; give a function of (outputs, targets), such as "
+            "torch.nn.functional.cross_entropy."
+        )
+    if isinstance(loss, type):
+        raise ArgumentTypeError(f"loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ArgumentError(
+            f"the loss {type(loss).__name__} has parameters, which would not be trained: make it a submodule of the "
+            "model, and give the model a method loss(outputs, batch)."
+        )
+    if task is not None:
+        if loss is None:
+            if task.loss is None:
+                _require_loss_method(model)
+            return task
+        if task.loss is not None:
+            raise ArgumentError("loss= is given, and task= has a loss too; give one of them.")
+        return attrs.evolve(task, loss=_on_targets(loss))
+    if loss is not None:
+        return Task(loss=_on_targets(loss))
+    _require_loss_method(model)
+    validate = getattr(model, "validate", None)
+    return Task(
+        forward=lambda module, batch: module(batch),
+        validate=(lambda module, batch: module.validate(batch)) if callable(validate) else None,
+    )
+
+
+def _on_targets(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    return lambda outputs, batch: loss(outputs, _inputs_and_targets(batch)[1])
+
+
+def _require_loss_method(model: nn.Module) -> None:
+    if not callable(getattr(model, "loss", None)):
+        raise ArgumentError(
+            f"no loss: give loss=torch.nn.functional.cross_entropy (a function of outputs and targets), a "
+            f"task=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch)."
+        )

@@ -1,0 +1,412 @@
+"""Durations, and where a run is: ``Time`` and ``Timestamp``.
+
+The words, as this library uses them:
+
+* a *batch* is what the dataloader gives and one step of the optimizer uses, whatever the number of microbatches;
+* an *epoch* is one pass over the dataloader; a *sample* is one row of a batch; a *token* is counted by the batch;
+* an *iteration* is a stretch of training of a length that the user chose (``iteration_length``);
+* a :class:`Timestamp` counts what is *finished*: the batch that starts at timestamp ``t`` is batch number ``t.batch``;
+* an *interval* of ``k`` units comes round where ``floor(previous / k) != floor(now / k)``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any
+
+import attrs
+
+from pure_loop import _pytree
+from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
+from pure_loop.event import Event
+
+__all__ = ["Time", "TimeUnit", "Timestamp", "due"]
+
+
+class TimeUnit(StrEnum):
+    """What a duration counts; the value is the suffix in its text."""
+
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"
+    ITERATION = "iter"
+    DURATION = "dur"
+    SECOND = "s"
+
+
+_REAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
+_NUMBER = r"(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+_COUNT = re.compile(rf"({_NUMBER})(ep|ba|sp|tok|iter|dur)")
+_CLOCK = re.compile(rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?")
+_CLOCK_SECONDS = (86400, 3600, 60, 1)
+_FORMS = (
+    'write "2ep" (epochs), "10ba" (batches), "5000sp" (samples), "1e6tok" (tokens), "3iter" (iterations), '
+    '"0.5dur" (half of max_duration), or wall-clock time: "90s", "1.5s", "30m", "1h30m", "1d2h"; '
+    "an int counts epochs"
+)
+
+
+@attrs.frozen(init=False, repr=False, order=False)
+class Time:
+    """An amount of training: ``Time("2ep")``, ``Time(2, "ep")``, ``Time(2)`` and ``Time(2, TimeUnit.EPOCH)`` are equal.
+
+    Attributes:
+        value: how many; an int, and a float for fractions of the duration and for seconds. Never negative.
+        unit: of what.
+
+    Times of one unit add, subtract, compare, and divide to a float; ``time * number`` rounds counts down.
+    A time of 0 is false, as a ``timedelta`` is.
+
+    Raises:
+        TimeFormatError: (a ValueError) for a text or a number that is no time.
+        ArgumentTypeError: (a TypeError) for anything that is neither a text, a whole number nor a Time.
+        ArgumentError: (a ValueError) where two units meet.
+
+    >>> Time("1e6tok"), Time("1h30m"), Time("0.5dur")
+    (Time('1000000tok'), Time('5400s'), Time('0.5dur'))
+    >>> Time("10ba") - "4ba", Time("3ep") / "12ep"
+    (Time('6ba'), 0.25)
+    """
+
+    value: int | float
+    unit: TimeUnit
+
+    def __init__(self, value: str | float | Time, unit: TimeUnit | str | None = None) -> None:
+        if unit is not None:
+            self.__attrs_init__(*_from_number(value, unit))
+        elif isinstance(value, Time):
+            self.__attrs_init__(value.value, value.unit)
+        elif isinstance(value, str):
+            self.__attrs_init__(*_from_text(value))
+        else:
+            self.__attrs_init__(*_from_number(_whole(value), TimeUnit.EPOCH))
+
+    @classmethod
+    def parse(cls, value: str | int | Time) -> Time:
+        """The time that an argument means; a Time comes back as it is, and a plain int counts epochs."""
+        return value if isinstance(value, Time) else cls(value)
+
+    @property
+    def exact(self) -> Fraction:
+        """The value as the number that its decimal text means: ``0.1dur`` is one tenth and not the nearest float."""
+        return _decimal(self.value)
+
+    def __add__(self, other: Time | str) -> Time:
+        other = self._like(other, "add")
+        return Time(_number(self.exact + other.exact, self.unit), self.unit)
+
+    def __sub__(self, other: Time | str) -> Time:
+        other = self._like(other, "subtract")
+        if other.value > self.value:
+            raise ArgumentError(f"{self} - {other} would be negative; a time counts from 0")
+        return Time(_number(self.exact - other.exact, self.unit), self.unit)
+
+    def __mul__(self, factor: float) -> Time:
+        if not isinstance(factor, (int, float)):
+            return NotImplemented
+        return Time(_number(self.exact * _decimal(factor), self.unit), self.unit)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Time | str) -> float:
+        other = self._like(other, "divide")
+        return self.value / other.value
+
+    def __lt__(self, other: Time | str) -> bool:
+        return NotImplemented if isinstance(other, Timestamp) else self.value < self._like(other, "compare").value
+
+    def __le__(self, other: Time | str) -> bool:
+        return NotImplemented if isinstance(other, Timestamp) else self.value <= self._like(other, "compare").value
+
+    def __gt__(self, other: Time | str) -> bool:
+        return NotImplemented if isinstance(other, Timestamp) else self.value > self._like(other, "compare").value
+
+    def __ge__(self, other: Time | str) -> bool:
+        return NotImplemented if isinstance(other, Timestamp) else self.value >= self._like(other, "compare").value
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+    def __str__(self) -> str:
+        return f"{_text(self.value)}{self.unit.value}"
+
+    def __repr__(self) -> str:
+        return f"Time({str(self)!r})"
+
+    def _like(self, other: object, verb: str) -> Time:
+        if not isinstance(other, (Time, str)):
+            raise ArgumentTypeError(f"can't {verb} {self} and {other!r}; write a Time or a text such as {str(self)!r}")
+        other = Time.parse(other)
+        if other.unit is not self.unit:
+            raise ArgumentError(
+                f"can't {verb} {self} and {other}: {_plural(self.unit)} and {_plural(other.unit)} only meet "
+                f"in a Timestamp; ask it for either: timestamp.get({self.unit.value!r}), timestamp >= {str(other)!r}"
+            )
+        return other
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool):
+        raise ArgumentTypeError(f"a time can't be {value!r}; {_FORMS}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(f"a time can't be {value!r} of type {type(value).__name__}; {_FORMS}") from None
+
+
+def _from_number(value: object, unit: TimeUnit | str) -> tuple[int | float, TimeUnit]:
+    unit = _unit(unit)
+    number: int | float = value if isinstance(value, float) else _whole(value)
+    if not math.isfinite(number) or number < 0:
+        raise TimeFormatError(f"Time({value!r}, {unit.value!r}): a time is finite and not negative; {_FORMS}")
+    if unit in _REAL:
+        return float(number), unit
+    if number != int(number):
+        raise TimeFormatError(f"Time({value!r}, {unit.value!r}): {_whole_only(unit)}; {_FORMS}")
+    return int(number), unit
+
+
+def _from_text(text: str) -> tuple[int | float, TimeUnit]:
+    stripped = text.strip()
+    count = _COUNT.fullmatch(stripped)
+    try:
+        if count is not None:
+            number, unit = Fraction(count[1].replace("_", "")), TimeUnit(count[2])
+            if unit not in _REAL and number.denominator != 1:
+                raise TimeFormatError(f"can't read {text!r} as a time: {_whole_only(unit)}; {_FORMS}")
+            return _number(number, unit), unit
+        clock = _CLOCK.fullmatch(stripped)
+        if clock is not None and stripped:
+            parts = zip(clock.groups(), _CLOCK_SECONDS, strict=True)
+            seconds = sum(Fraction(part.replace("_", "")) * scale for part, scale in parts if part)
+            return _number(Fraction(seconds), TimeUnit.SECOND), TimeUnit.SECOND
+    except OverflowError:
+        pass
+    reason = " a time is not negative;" if stripped.startswith("-") else ""
+    raise TimeFormatError(f"can't read {text!r} as a time:{reason} {_FORMS}")
+
+
+def _whole_only(unit: TimeUnit) -> str:
+    return f"{_plural(unit)} are counted in whole numbers"
+
+
+def _plural(unit: TimeUnit) -> str:
+    return "batches" if unit is TimeUnit.BATCH else f"{unit.name.lower()}s"
+
+
+def _unit(unit: TimeUnit | str) -> TimeUnit:
+    try:
+        return TimeUnit(unit)
+    except ValueError:
+        names = ", ".join(f"{member.value!r}" for member in TimeUnit)
+        raise TimeFormatError(f"{unit!r} is not a unit of time; the units are {names}") from None
+
+
+def _number(value: Fraction, unit: TimeUnit) -> int | float:
+    return float(value) if unit in _REAL else math.floor(value)
+
+
+def _decimal(value: float) -> Fraction:
+    # repr gives the shortest text that reads back equal, which is the text the user wrote.
+    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+
+
+def _text(value: float) -> str:
+    return str(int(value)) if value == int(value) and value < 1e15 else repr(value)
+
+
+@attrs.frozen(kw_only=True, order=False)
+class Timestamp:
+    """What is finished so far. Counts are ints; seconds are floats of wall-clock time.
+
+    It compares with a :class:`Time` or its text in that unit, and never with another timestamp.
+
+    Attributes:
+        epoch, batch, sample, token: since the start of training.
+        batch_in_epoch, sample_in_epoch, token_in_epoch: since the start of this epoch.
+        iteration: finished iterations; 0 where ``iteration_length`` is not set.
+        epoch_in_iteration, batch_in_iteration, token_in_iteration: since the start of this iteration.
+        total_seconds, epoch_seconds: spent in batches since the start of training, of this epoch.
+        batch_seconds: spent in the last batch.
+        max_duration: where training ends; None outside ``fit``.
+
+    >>> now = Timestamp(max_duration=Time("4ba")).next_batch(samples=16, tokens=0, seconds=0.5)
+    >>> now.batch, now.sample, now.elapsed
+    (1, 16, 0.25)
+    >>> now >= "16sp", now < "2ep"
+    (True, True)
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    iteration: int = 0
+    epoch_in_iteration: int = 0
+    batch_in_iteration: int = 0
+    token_in_iteration: int = 0
+    total_seconds: float = 0.0
+    epoch_seconds: float = 0.0
+    batch_seconds: float = 0.0
+    max_duration: Time | None = None
+
+    def next_batch(self, samples: int, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
+        """The timestamp once a batch of so many samples and tokens is finished, which took so many seconds."""
+        # Field by field, because this runs once a batch and attrs.evolve takes three times as long.
+        return Timestamp(
+            epoch=self.epoch,
+            batch=self.batch + 1,
+            sample=self.sample + samples,
+            token=self.token + tokens,
+            batch_in_epoch=self.batch_in_epoch + 1,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token_in_epoch=self.token_in_epoch + tokens,
+            iteration=self.iteration,
+            epoch_in_iteration=self.epoch_in_iteration,
+            batch_in_iteration=self.batch_in_iteration + 1,
+            token_in_iteration=self.token_in_iteration + tokens,
+            total_seconds=self.total_seconds + seconds,
+            epoch_seconds=self.epoch_seconds + seconds,
+            batch_seconds=seconds,
+            max_duration=self.max_duration,
+        )
+
+    def next_epoch(self) -> Timestamp:
+        """The timestamp once this epoch is finished."""
+        return attrs.evolve(
+            self,
+            epoch=self.epoch + 1,
+            batch_in_epoch=0,
+            sample_in_epoch=0,
+            token_in_epoch=0,
+            epoch_in_iteration=self.epoch_in_iteration + 1,
+            epoch_seconds=0.0,
+        )
+
+    def next_iteration(self) -> Timestamp:
+        """The timestamp once this iteration is finished."""
+        return attrs.evolve(
+            self, iteration=self.iteration + 1, epoch_in_iteration=0, batch_in_iteration=0, token_in_iteration=0
+        )
+
+    def replace(self, **changes: Any) -> Timestamp:
+        """This timestamp with other values in some fields."""
+        return attrs.evolve(self, **changes)
+
+    @property
+    def elapsed(self) -> float | None:
+        """The fraction of ``max_duration`` that is over, in [0, 1]; None where there is no ``max_duration``."""
+        if self.max_duration is None:
+            return None
+        if self.max_duration.value == 0:
+            return 1.0
+        return min(1.0, self.get(self.max_duration.unit) / self.max_duration.value)
+
+    def get(self, unit: TimeUnit | str) -> int | float:
+        """How much is finished, in one unit: an int, or a float for ``"s"`` and ``"dur"``.
+
+        Raises:
+            ArgumentError: for a fraction of the duration where no ``max_duration`` is known.
+        """
+        unit = _unit(unit)
+        if unit is TimeUnit.DURATION:
+            elapsed = self.elapsed
+            if elapsed is None:
+                raise ArgumentError(
+                    "a fraction of the duration was asked of a Timestamp without max_duration; write the time in "
+                    'another unit, such as "10ba", or give the timestamp one: timestamp.replace(max_duration=...)'
+                )
+            return elapsed
+        value: int | float = getattr(self, _FIELD[unit])
+        return value
+
+    def __lt__(self, other: Time | str) -> bool:
+        time = self._time(other)
+        return NotImplemented if time is None else self.get(time.unit) < time.value
+
+    def __le__(self, other: Time | str) -> bool:
+        time = self._time(other)
+        return NotImplemented if time is None else self.get(time.unit) <= time.value
+
+    def __gt__(self, other: Time | str) -> bool:
+        time = self._time(other)
+        return NotImplemented if time is None else self.get(time.unit) > time.value
+
+    def __ge__(self, other: Time | str) -> bool:
+        time = self._time(other)
+        return NotImplemented if time is None else self.get(time.unit) >= time.value
+
+    @staticmethod
+    def _time(other: object) -> Time | None:
+        return Time.parse(other) if isinstance(other, (Time, str)) else None
+
+
+_FIELD = {
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.ITERATION: "iteration",
+    TimeUnit.SECOND: "total_seconds",
+}
+_ASKED_AT = dict.fromkeys(TimeUnit, Event.BATCH_END) | {
+    TimeUnit.EPOCH: Event.EPOCH_END,
+    TimeUnit.ITERATION: Event.ITERATION_END,
+}
+
+
+def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: Event) -> bool:
+    """Whether an interval comes round at this event, between the last such event's timestamp and this one's.
+
+    It is asked where its unit is counted: at EPOCH_END for epochs, at ITERATION_END for iterations, at BATCH_END for
+    everything else. A fraction of the duration is that many of the units of ``now.max_duration``, so with
+    ``max_duration="4ep"`` the interval ``"0.25dur"`` is ``"1ep"``. Interval 0 never comes.
+
+    Raises:
+        ArgumentError: for a fraction of the duration where ``now.max_duration`` is None.
+
+    >>> before = Timestamp(batch=9, max_duration=Time("100ba"))
+    >>> due("0.1dur", before, before.replace(batch=10), Event.BATCH_END)
+    True
+    """
+    interval = Time.parse(interval)
+    unit, size = interval.unit, interval.exact
+    if size == 0:
+        return False
+    if unit is TimeUnit.DURATION:
+        if now.max_duration is None:
+            raise ArgumentError(f'the interval "{interval}" needs a max_duration; write it as "10ba" or "1ep" instead')
+        unit, size = now.max_duration.unit, size * now.max_duration.exact
+        if size == 0:
+            return False
+    if event is not _ASKED_AT[unit]:
+        return False
+    # Fractions, because 0.1 * 3 / 0.1 is not 3 in floating point.
+    return Fraction(previous.get(unit)) // size != Fraction(now.get(unit)) // size
+
+
+_NAMES = tuple(field.name for field in attrs.fields(Timestamp))
+_values = operator.attrgetter(*_NAMES)
+
+
+def _flatten(timestamp: Timestamp) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+    return _values(timestamp), None, _NAMES
+
+
+def _unflatten(_: Any, children: Iterable[Any]) -> Timestamp:
+    timestamp = object.__new__(Timestamp)
+    for name, child in zip(_NAMES, children, strict=True):
+        object.__setattr__(timestamp, name, child)
+    return timestamp
+
+
+_pytree.register(Timestamp, _flatten, _unflatten, attributes=True)

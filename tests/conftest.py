@@ -1,0 +1,42 @@
+"""One thread a process, Hypothesis's tiers, and a check that no test leaves a process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+THOROUGH = bool(os.environ.get("PURE_LOOP_THOROUGH"))
+
+hypothesis.settings.register_profile(
+    "fast",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.register_profile(
+    "thorough", parent=hypothesis.settings.get_profile("fast"), derandomize=False, max_examples=3000
+)
+hypothesis.settings.load_profile("thorough" if THOROUGH else "fast")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    yield
+    left = multiprocessing.active_children()
+    assert not left, f"the test left processes behind: {left}"
