@@ -1,14 +1,72 @@
-"""pure_loop: the training loop as a generator of ``(Event, State)`` pairs over immutable States."""
+"""pure_loop: the PyTorch training loop as a generator of ``(Event, State)`` pairs over immutable values.
 
-from pure_loop import gradients, metrics, optim, order, random, schedules, stages
+>>> import torch, pure_loop as pl
+>>> data = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 5
+>>> for event, state in pl.fit(
+...     torch.nn.Linear(4, 3), data, loss=torch.nn.functional.cross_entropy,
+...     optimizer=pl.optim.adamw(lr=1e-2), max_duration="2ep", evaluators={"val": data},
+... ):
+...     if event is pl.Event.EPOCH_CHECKPOINT:
+...         print(state.timestamp.epoch, sorted(state.metrics["val"]))
+1 ['accuracy', 'loss']
+2 ['accuracy', 'loss']
+"""
+
+from pure_loop import algorithms, callbacks, gradients, loggers, metrics, optim, order, random, schedules, stages
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
-from pure_loop.errors import *  # noqa: F403
+from pure_loop.errors import *
+from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
+from pure_loop.explain import explain
 from pure_loop.fit import drive, evaluate, fit, predict, run
 from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.optim import Optimizer
+from pure_loop.progress import progress
+from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "Callback",
+    "Evaluator",
+    "Event",
+    "FrozenDict",
+    "Logger",
+    "Metric",
+    "Optimizer",
+    "Stages",
+    "State",
+    "Task",
+    "Time",
+    "TimeUnit",
+    "Timestamp",
+    "algorithm",
+    "algorithms",
+    "callbacks",
+    "compose",
+    "drive",
+    "evaluate",
+    "every",
+    "explain",
+    "fit",
+    "gradients",
+    "loggers",
+    "metrics",
+    "optim",
+    "order",
+    "predict",
+    "progress",
+    "random",
+    "run",
+    "schedules",
+    "stages",
+    *_errors,
+]

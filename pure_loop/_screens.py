@@ -55,20 +55,19 @@ class Snapshot:
             return f"{self.ending}, {_words.clock(self.spent)}"
         return _words.clock(self.spent) if self.left is None else f"{_words.clock(self.left)} left"
 
-    def measured(self, values: Mapping[str, float]) -> str:
-        """The loss, the speed, and the results of evaluations: ``loss 0.25  1.2k samples/s  val: loss 0.3``."""
-        words, label = [], ""
+    def measured(self, values: Mapping[str, float]) -> list[str]:
+        """The loss and the speed, then each evaluation: ``["loss 0.25  1.2k samples/s", "val: loss 0.3"]``."""
+        groups: dict[str, list[str]] = {}
         for name, value in values.items():
-            of, _, metric = name.rpartition("/")
-            words.append(f"{f'{of}: ' if of != label else ''}{metric} {_words.number(value)}")
-            label = of
+            label, _, metric = name.rpartition("/")
+            groups.setdefault(label, []).append(f"{metric} {_words.number(value)}")
         if self.speed is not None:
-            words.insert("loss" in values, f"{_words.rate(self.speed)} samples/s")
-        return "  ".join(words)
+            groups = {"": [*groups.pop("", []), f"{_words.rate(self.speed)} samples/s"], **groups}
+        return [f"{label and f'{label}: '}{'  '.join(words)}" for label, words in groups.items()]
 
 
 class Screen(Protocol):
-    """What shows snapshots. ``seconds`` is how often it wants one; ``live``, whether it shows every state of affairs."""
+    """What shows snapshots: redrawn in place where ``live``, and wanted every so many ``seconds``."""
 
     live: bool
     seconds: float
@@ -88,7 +87,7 @@ class Lines:
         self._file = file
 
     def show(self, snapshot: Snapshot, values: Mapping[str, float]) -> None:
-        parts = (snapshot.title, snapshot.place, snapshot.percent, snapshot.measured(values), snapshot.time)
+        parts = (snapshot.title, snapshot.place, snapshot.percent, *snapshot.measured(values), snapshot.time)
         print("  ".join(filter(None, parts)), file=self._file, flush=True)
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class Bar:
         space = self._console.width - head.cell_len - tail.cell_len - 4
         row: list[RenderableType] = [head]
         if space >= _NARROWEST_BAR:
-            done = 0.0 if snapshot.fraction is None else snapshot.fraction
+            done = float(snapshot.ending == "done") if snapshot.fraction is None else snapshot.fraction
             pulse = snapshot.fraction is None and not snapshot.ending
             row.append(ProgressBar(total=1.0, completed=done, width=space, pulse=pulse))
         row.append(tail)
@@ -141,8 +140,20 @@ class Bar:
         for _ in row:
             table.add_column(no_wrap=True)
         table.add_row(*row)
-        below = Text(snapshot.measured(values))
-        return Group(table, Padding(below, (0, 0, 0, len(snapshot.title) + 2))) if below else table
+        margin = len(snapshot.title) + 2
+        rows = _rows(snapshot.measured(values), self._console.width - margin)
+        return Group(table, Padding(Text("\n".join(rows)), (0, 0, 0, margin))) if rows else table
+
+
+def _rows(texts: list[str], width: int) -> list[str]:
+    """Texts side by side, as many as fit into a row."""
+    rows: list[str] = []
+    for text in texts:
+        if rows and len(rows[-1]) + 3 + len(text) <= width:
+            rows[-1] += f"   {text}"
+        else:
+            rows.append(text)
+    return rows
 
 
 def screen_for(file: TextIO | None) -> Screen:
@@ -174,8 +185,8 @@ def _console(file: TextIO | None) -> Console:
         from rich.console import Console
     except ImportError:
         raise MissingExtraError(
-            'pl.progress draws its bar in a terminal with rich, which is not installed: pip install "pure_loop[progress]". '
-            "Without it: pl.progress(stream, file=open('progress.log', 'w')) writes plain lines."
+            "pl.progress draws its bar in a terminal with rich, which is not installed: pip install "
+            "\"pure_loop[progress]\". Without it, pl.progress(stream, file=open('progress.log', 'w')) writes lines."
         ) from None
     return Console(file=file, highlight=False)
 

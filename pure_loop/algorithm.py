@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pure_loop._signature import accepts
 from pure_loop.cadence import CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -54,6 +55,11 @@ def _takes_stages(function: HandlerFunction, where: str) -> bool:
         raise ArgumentTypeError(
             f"{where} takes {len(required)} arguments; a handler is a function of (state), or of (state, stages) "
             "where it calls the loop's own stages."
+        )
+    if len(required) == 2 and required[0].name == "event":
+        raise ArgumentTypeError(
+            f"{where} is a function of ({required[0].name}, {required[1].name}), as callbacks are. An algorithm's "
+            "handler is a function of (state), which finds its event in state.event."
         )
     return len(required) == 2
 
@@ -112,6 +118,11 @@ class Algorithm:
             raise ArgumentError(
                 f"{where} binds no event, so it would never run: Algorithm({name!r}, {{Event.BATCH_END: function}})."
             )
+        if init is not None and not (callable(init) and accepts(init, 1)):
+            raise ArgumentTypeError(
+                f"{where}: init={init!r} is not a function of (state) that returns the algorithm's first memory: "
+                "init=lambda state: 0."
+            )
         self.__attrs_init__(name, table, init, as_predicate(when, f"{where}: when"))
 
     def __call__(self, state: State, *stages: Any) -> State:
@@ -156,7 +167,8 @@ def algorithm(
         init: ``state -> memory``, kept in ``state.algorithm_state[name]``.
 
     Raises:
-        ArgumentError: no event is given.
+        ArgumentError: no event is given, or a name that is no event.
+        ArgumentTypeError: events in a list, or an ``init`` that can't be called with a State.
 
     >>> import torch, pure_loop as pl
     >>> @pl.algorithm(pl.Event.AFTER_LOSS)
@@ -170,6 +182,10 @@ def algorithm(
         raise ArgumentError(
             f"algorithm {function_name!r} binds no event: write @pl.algorithm(Event.BATCH_END) above it, with the "
             "event at which it runs."
+        )
+    if any(isinstance(event, list | tuple | set | frozenset) for event in events):
+        raise ArgumentTypeError(
+            "pl.algorithm takes events one by one, not in a list: pl.algorithm(Event.BATCH_START, Event.BATCH_END)."
         )
     if not events:
         raise ArgumentError("pl.algorithm() binds no event: write pl.algorithm(Event.BATCH_END), for example.")
@@ -195,7 +211,7 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
     """
     if isinstance(algorithms, Algorithm | Composition):
         algorithms = (algorithms,)
-    if not isinstance(algorithms, Iterable):
+    if isinstance(algorithms, str | Mapping) or not isinstance(algorithms, Iterable):
         raise ArgumentTypeError(f"algorithms={algorithms!r}: give a list of algorithms.")
     found: list[Algorithm] = []
     for item in algorithms:
@@ -203,6 +219,8 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
             found.append(item)
         elif isinstance(item, Composition):
             found.extend(item.members)
+        elif isinstance(item, type):
+            raise ArgumentTypeError(f"algorithms= holds the class {item.__name__}; give an algorithm: {item.__name__}(...).")
         elif callable(item):
             name = getattr(item, "__name__", type(item).__name__)
             raise ArgumentTypeError(
@@ -210,7 +228,10 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
                 f"pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: {name}(...)."
             )
         else:
-            raise ArgumentTypeError(f"algorithms= holds {item!r} of type {type(item).__name__}, not an algorithm.")
+            raise ArgumentTypeError(
+                f"algorithms= holds {item!r} of type {type(item).__name__}, not an algorithm. Algorithms are made by "
+                "@pl.algorithm(Event...) and pl.Algorithm(...); what only observes goes into callbacks=."
+            )
     names = [item.name for item in found]
     for name in names:
         if names.count(name) > 1:

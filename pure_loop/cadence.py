@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import attrs
 
+from pure_loop._signature import accepts, name_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -85,6 +86,11 @@ def as_predicate(cadence: CadenceLike | None, name: str) -> Predicate | None:
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"{name}={cadence!r}: {error}") from None
     if callable(cadence):
+        if not accepts(cadence, 1):
+            raise ArgumentTypeError(
+                f"{name} is the function {name_of(cadence)}, which can't be called with one argument: it is asked as "
+                f"{name_of(cadence)}(state), and returns a bool."
+            )
         return cadence
     raise ArgumentTypeError(
         f'{name}={cadence!r}: write an interval such as "10ba", "1ep" or "0.1dur", or a pure function of the State '

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pure_loop._signature import accepts, name_of
+from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -107,7 +109,12 @@ _NOT_EVENTS = frozenset({"run_event", "close"})
 
 
 def _of_function(function: Callable[..., Any]) -> Observer:
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
+    if not accepts(function, 2):
+        raise ArgumentTypeError(
+            f"callback {name} can't be called with two arguments: a function in callbacks= is called as {name}(event, "
+            "state)."
+        )
     return Observer(name, function)
 
 
@@ -122,6 +129,11 @@ def _of_callback(callback: Callback, logger: LoggerGroup) -> dict[Event, Observe
     for event in Event:
         method = getattr(callback, event.value, None)
         if callable(method):
+            if not accepts(method, 2):
+                raise ArgumentTypeError(
+                    f"callback {name} has a method {event.value}{inspect.signature(method)}; the loop calls it with the "
+                    f"State and the logger: def {event.value}(self, state, logger)."
+                )
             table[event] = Observer(name, lambda _event, state, method=method: method(state, logger))
     if not table and not isinstance(callback, Logger):
         raise ArgumentError(
@@ -134,21 +146,25 @@ def _of_callback(callback: Callback, logger: LoggerGroup) -> dict[Event, Observe
 def _refuse_near_misses(callback: Callback) -> None:
     """A method with a callback's arguments whose name is no event would never be called, without a word."""
     values = [event.value for event in Event]
+    aliases = {alias.lower(): [event.value] for alias, event in Event.__members__.items()}
     for name, method in inspect.getmembers(type(callback), inspect.isfunction):
         if name.startswith("_") or name in values or hasattr(Logger, name):
             continue
-        near = difflib.get_close_matches(name, values, n=1, cutoff=0.8)
-        if near and [*inspect.signature(method).parameters][1:] == ["state", "logger"]:
+        bare = name.removeprefix("on_")
+        near = aliases.get(bare) or difflib.get_close_matches(bare, values, n=1, cutoff=0.8)
+        if near and (accepts(method, 3) or name.startswith("on_")):
             raise ArgumentError(
                 f"callback {type(callback).__name__} has a method {name!r}, which is no event and would never be "
-                f"called: did you mean {near[0]!r}?"
+                f"called: did you mean {near[0]}(self, state, logger)? (A helper's name may start with an underscore.)"
             )
 
 
 def observers(
-    callbacks: Any, loggers: Any
+    callbacks: Any, loggers: Any, recorder: Callback | None = None
 ) -> tuple[dict[Event, tuple[Observer, ...]], tuple[Callback, ...], LoggerGroup]:
     """For each event, the callbacks that see it, in order, loggers last; all Callback objects; the logger group.
+
+    Where there are loggers, ``recorder`` comes before them, so that they have its values.
 
     Raises:
         ArgumentTypeError: something is neither a callback nor a function, or a class instead of an instance.
@@ -158,11 +174,15 @@ def observers(
     logged = _listed(loggers, "loggers")
     for logger in logged:
         if not isinstance(logger, Logger):
-            raise ArgumentTypeError(f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger.")
+            raise ArgumentTypeError(
+                f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger, or give it in callbacks= if it "
+                "only observes."
+            )
     group = LoggerGroup(logged)
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []
-    for callback in (*listed, *logged):
+    recorders = (recorder,) if recorder is not None and logged else ()
+    for callback in (*listed, *recorders, *logged):
         if isinstance(callback, Callback):
             objects.append(callback)
             for event, observer in _of_callback(callback, group).items():
@@ -176,10 +196,12 @@ def observers(
 def _listed(given: Any, argument: str) -> list[Any]:
     if isinstance(given, Callback) or (callable(given) and not isinstance(given, type)):
         given = [given]
-    if not isinstance(given, Iterable):
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ArgumentTypeError(f"{argument}={given!r}: give a list.")
     items = list(given)
     for item in items:
+        if isinstance(item, Algorithm | Composition):
+            raise ArgumentTypeError(f"{argument}= holds the algorithm {item!r}, which changes training: algorithms=[...].")
         if isinstance(item, type):
             raise ArgumentTypeError(f"{argument}= holds the class {item.__name__}; give an instance: {item.__name__}().")
         if not callable(item) and not isinstance(item, Callback):

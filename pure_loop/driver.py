@@ -12,7 +12,7 @@ from pure_loop.callback import Callback, Observer, refuse_return
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import _SETTERS, NOT_READY, State, _copier, refuse_misfit
+from pure_loop.state import _COPIERS, NOT_READY, State, _copier, refuse_misfit
 from pure_loop.strict import Strict
 
 __all__ = ["apply", "run_script", "run_silently", "seal"]
@@ -44,7 +44,7 @@ _set_grads = State._grads.__set__
 def seal(state: State, event: Event) -> State:
     """The State of an event. One that no event has had yet is nobody else's, and is written to in place."""
     if state.event is not None:
-        state = _copier(type(state))(state)
+        state = (_COPIERS.get(state.__class__) or _copier(state.__class__))(state)
     _set_event(state, event)
     if event in POSITIONS:
         _set_position(state, event)

@@ -15,6 +15,7 @@ __all__ = [
     "CallbackReturnError",
     "DataError",
     "FrozenDictError",
+    "FrozenStateError",
     "GradientsNotReadyError",
     "ImpurityError",
     "LossError",
@@ -95,6 +96,10 @@ class ResumeError(PureLoopError, ValueError):
 
 class FrozenDictError(PureLoopError, TypeError):
     """A read-only mapping of a State was written to."""
+
+
+class FrozenStateError(PureLoopError, AttributeError):
+    """A field of a State was assigned to or deleted."""
 
 
 class MissingExtraError(PureLoopError, ImportError):

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from torch.utils.data import DataLoader
 
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.metrics import Metric, MetricsLike, as_metrics
 from pure_loop.sources import Source, source
@@ -100,16 +101,24 @@ def bind_evaluators(
     Raises:
         ArgumentTypeError: a label that is not a text, an interval that can't be read, data that can't be iterated.
         ArgumentError: an interval in iterations.
+        DataError: data that says that it has no batch.
     """
+    if eval_interval is None:
+        raise ArgumentTypeError('eval_interval=None: write an interval such as "1ep"; 0 means never.')
     default = as_predicate(eval_interval, "eval_interval")
     if evaluators is None:
         return ()
+    if isinstance(evaluators, list | tuple) and any(isinstance(each, Evaluator | DataLoader) for each in evaluators):
+        raise ArgumentTypeError(
+            "evaluators is a list of evaluators; each needs a label, under which its metrics are found: "
+            'evaluators={"val": ..., "test": ...}.'
+        )
     if not isinstance(evaluators, Mapping):
         evaluators = {"eval": evaluators}
     bound = []
     for label, given in evaluators.items():
         if not isinstance(label, str):
-            raise ArgumentTypeError(f"evaluators: the label {label!r} is not a text.")
+            raise ArgumentTypeError(f'evaluators: the label {label!r} is not a text; write {{"{label}": ...}}.')
         evaluator = given if isinstance(given, Evaluator) else Evaluator(given)
         interval: Any = default if evaluator.interval is None else evaluator.interval
         if isinstance(interval, Cadence) and _counts_iterations(interval.interval, max_duration):
@@ -117,13 +126,29 @@ def bind_evaluators(
                 f'evaluator {label!r}: interval "{interval.interval}" counts iterations, at which nothing is evaluated; '
                 'write it in epochs ("1ep"), batches ("10ba"), samples, tokens or seconds.'
             )
-        data = source(
-            evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches
-        )
+        try:
+            data = source(
+                evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches
+            )
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"evaluator {label!r}: {error}") from None
+        refuse_empty(data, f"evaluator {label!r}")
         bound.append(
             BoundEvaluator(label, data, as_metrics(evaluator.metrics, label), interval, evaluator.microbatch_size)
         )
     return tuple(bound)
+
+
+def refuse_empty(data: Source, name: str) -> None:
+    """Refuse data that says of itself that it has no batch, before anything runs.
+
+    Raises:
+        DataError: its length is 0.
+    """
+    if data.length == 0:
+        raise DataError(
+            f"{name}: its dataloader has 0 batches. Is the dataset empty, or smaller than one batch with drop_last=True?"
+        )
 
 
 def _counts_iterations(interval: Time, max_duration: Time | None) -> bool:

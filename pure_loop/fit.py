@@ -7,26 +7,28 @@ what comes back is a generator of ``(event, state)`` that the driver feeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop import loop, order as event_order
+from pure_loop import loop, optim, order as event_order
+from pure_loop._signature import accepts, name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
 from pure_loop.driver import POSITIONS, run_script
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
-from pure_loop.evaluator import BoundEvaluator, _positive, bind_evaluators
+from pure_loop.evaluator import BoundEvaluator, _positive, bind_evaluators, refuse_empty
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import LoopStages, Script
 from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
+from pure_loop.recorder import Recorder
 from pure_loop.sources import source
 from pure_loop.stages import Stages
 from pure_loop.state import State, refuse_misfit
@@ -206,6 +208,8 @@ def prepare(
         raise ArgumentError(f'order={order!r}: write "current" or "2021".')
     if nonfinite not in ("error", "skip"):
         raise ArgumentError(f'nonfinite={nonfinite!r}: write "error" or "skip".')
+    if not callable(clock):
+        raise ArgumentTypeError(f"clock={clock!r}: give a function that returns seconds, such as time.monotonic.")
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(_about_optimizer(optimizer))
     duration = _duration(max_duration)
@@ -213,27 +217,32 @@ def prepare(
     if length is not None and order == "2021":
         raise ArgumentError('order="2021" has no events for iterations; leave iteration_length out.')
     listed = flatten(algorithms)
-    observed, objects, group = observers(callbacks, loggers)
-    watched = None if watch is None else frozenset(_event(event) for event in watch)
+    observed, objects, group = observers(callbacks, loggers, Recorder(optimizer))
+    watched = _watched(watch)
     mode = Precision.parse(precision)
-    _check_clip(clip_grad)
     state, fresh = _first_state(model_or_state, seed, device, duration)
     module = state.model._skeleton
     stages = LoopStages(
         task=make_task(module, loss, task),
         optimizer=optimizer,
         precision=mode,
-        microbatch_size=_positive(microbatch_size, "microbatch_size"),
-        clip_grad=clip_grad,
+        microbatch_size=_positive(_not_auto(microbatch_size), "microbatch_size"),
+        clip_grad=_checked_clip(clip_grad),
         nonfinite=nonfinite,
         handlers=bind(listed),
     )
+    if isinstance(train_dataloader, nn.Module | State):
+        raise ArgumentTypeError(
+            f"train_dataloader is a {type(train_dataloader).__name__}; the model comes first, then the data: "
+            "fit(model, train_dataloader, ...)."
+        )
     data = source(
         train_dataloader,
         seed=state.seed,
         stream="train",
         batches_per_epoch=_positive(batches_per_epoch, "batches_per_epoch"),
     )
+    refuse_empty(data, "train_dataloader")
     if not fresh:
         _refuse_other_optimizer(state, optimizer)
     return Prepared(
@@ -261,9 +270,10 @@ def _first_state(model_or_state: Any, seed: Any, device: Any, duration: Time) ->
     """The State to start from, and whether it is a fresh start."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
+    wanted = _device(device)
     if not isinstance(model_or_state, State):
         refuse_untrainable(model_or_state)
-        state = State.create(model_or_state, seed=seed, device=device)
+        state = State.create(model_or_state, seed=seed, device=wanted)
         return state.replace(timestamp=state.timestamp.replace(max_duration=duration)), True
     state = model_or_state
     _refuse_between_boundaries(state)
@@ -273,10 +283,23 @@ def _first_state(model_or_state: Any, seed: Any, device: Any, duration: Time) ->
             f"seed={seed}, and the State given has seed {state.seed}, with which it goes on. To fork it with other "
             f"random numbers write fit(state.replace(seed={seed}), ...)."
         )
-    if device is not None and torch.device(device) != state.device and torch.device(device).type != state.device.type:
-        state = _moved(state, torch.device(device))
+    if wanted is not None and (wanted.type != state.device.type or wanted.index not in (None, state.device.index)):
+        state = _moved(state, wanted)
     state = state.replace(timestamp=state.timestamp.replace(max_duration=duration))
     return state, state.position is None and state.event is None
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    if not isinstance(given, str | torch.device):
+        raise ArgumentTypeError(f'device={given!r}: write "cpu", "cuda" or "cuda:0".')
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentError(f"device={str(given)!r} can't be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def _moved(state: State, device: torch.device) -> State:
@@ -292,6 +315,16 @@ def _moved(state: State, device: torch.device) -> State:
 _KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
 
 
+# Where training ended, the evaluation before FIT_END has no boundary after it.
+_AFTER_EVALUATION: dict[Event | None, Event] = {
+    Event.BATCH_END: Event.BATCH_CHECKPOINT,
+    Event.EPOCH_END: Event.EPOCH_CHECKPOINT,
+    Event.BATCH_CHECKPOINT: Event.FIT_END,
+    Event.EPOCH_CHECKPOINT: Event.FIT_END,
+    Event.ITERATION_CHECKPOINT: Event.FIT_END,
+}
+
+
 def _refuse_between_boundaries(state: State) -> None:
     event = state.event
     if event in _KEEPABLE:
@@ -299,6 +332,10 @@ def _refuse_between_boundaries(state: State) -> None:
     assert event is not None
     if event.is_predict:
         nearest = "the State that you predicted from"
+    elif event is Event.EVAL_STANDALONE_START:
+        nearest = "the State that you evaluated, or the one at EVAL_STANDALONE_END"
+    elif event.is_eval and state.position in _AFTER_EVALUATION:
+        nearest = f"the one at {_AFTER_EVALUATION[state.position].name}, which follows this evaluation"
     else:
         nearest = f"the one at {event_order.nearest_boundary(event).name}, the next boundary after it"
     raise ResumeError(
@@ -316,16 +353,35 @@ def _refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
     wanted = optimizer.init(_trained(state, meta=True))
     given_spec = optree.tree_structure(state.opt_state, namespace="pure_loop")
     wanted_spec = optree.tree_structure(wanted, namespace="pure_loop")
-    if given_spec != wanted_spec and given_spec.num_leaves and wanted_spec.num_leaves:
+    afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
+    # An optimizer of somebody's own may fill an empty memory as it goes; ours never do.
+    if given_spec != wanted_spec and wanted_spec.num_leaves:
+        if _keys(state.opt_state) == _keys(wanted):
+            raise ResumeError(
+                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
+                f"Give the State that was made with this model, or {afresh}"
+            )
         raise ResumeError(
             f"opt_state was made by another optimizer than {optimizer.name}: it holds {_keys(state.opt_state)}, and "
-            f"{optimizer.name} needs {_keys(wanted)}. Go on with the optimizer that made it, or start the new one "
-            "afresh: fit(state.replace(opt_state=None), ...)."
+            f"{optimizer.name} needs {_keys(wanted)}. Go on with the optimizer that made it, or {afresh}"
         )
+    if given_spec != wanted_spec:
+        return
+    paths, needed, _ = optree.tree_flatten_with_path(wanted, namespace="pure_loop")  # type: ignore[arg-type]
+    for path, leaf, given in zip(paths, needed, optree.tree_leaves(state.opt_state, namespace="pure_loop"), strict=True):
+        name = next((each for each in path if each in state.params), None)
+        shaped = name is not None and isinstance(leaf, Tensor) and isinstance(given, Tensor)
+        if shaped and leaf.shape == state.params[name].shape != given.shape:
+            raise ResumeError(
+                f"opt_state's memory of {name!r} has shape {tuple(given.shape)}, and its parameter "
+                f"{tuple(leaf.shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
+            )
 
 
 def _keys(opt_state: Any) -> str:
-    return ", ".join(map(str, opt_state)) if isinstance(opt_state, dict) else type(opt_state).__name__
+    if not isinstance(opt_state, dict):
+        return type(opt_state).__name__
+    return ", ".join(map(str, opt_state)) or "nothing"
 
 
 def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
@@ -349,10 +405,19 @@ def _preparation(
             state = state.replace(loss_scale=None)
         for algorithm in algorithms:
             if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-                state = state.remember(algorithm.name, algorithm.init(state))
+                state = state.remember(algorithm.name, _first_memory(algorithm, state))
         return state
 
     return prepare
+
+
+def _first_memory(algorithm: Algorithm, state: State) -> Any:
+    assert algorithm.init is not None
+    try:
+        return algorithm.init(state)
+    except Exception as error:
+        error.add_note(f"raised by init of algorithm {algorithm.name!r}")
+        raise
 
 
 def _duration(given: Any) -> Time:
@@ -379,6 +444,20 @@ def _iteration_length(given: Any, duration: Time) -> Time | None:
     return length
 
 
+def _not_auto(microbatch_size: Any) -> Any:
+    if microbatch_size == "auto":
+        raise ArgumentError('microbatch_size="auto": this version of pure_loop can\'t do that yet; give a number, or None.')
+    return microbatch_size
+
+
+def _watched(given: Any) -> frozenset[Event] | None:
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentTypeError(f"watch={given!r}: give a set of events, such as watch={{Event.BATCH_END}}.")
+    return frozenset(_event(event) for event in given)
+
+
 def _event(given: Any) -> Event:
     try:
         return Event(given)
@@ -386,27 +465,65 @@ def _event(given: Any) -> Event:
         raise ArgumentError(f"watch: {error}") from None
 
 
-def _check_clip(clip_grad: Any) -> None:
-    if clip_grad is None or callable(clip_grad):
-        return
+def _checked_clip(clip_grad: Any) -> Any:
+    if clip_grad is None:
+        return None
+    if callable(clip_grad):
+        if not accepts(clip_grad, 2):
+            raise ArgumentTypeError(
+                f"clip_grad is the function {name_of(clip_grad)}, which can't be called with two arguments: it is called "
+                f"as {name_of(clip_grad)}(grads, params)."
+            )
+        return _Clip(clip_grad)
     if isinstance(clip_grad, bool) or not isinstance(clip_grad, int | float):
         raise ArgumentTypeError(f"clip_grad={clip_grad!r}: give a norm such as 1.0, or a function (grads, params) -> grads.")
     if not clip_grad > 0:
         raise ArgumentError(f"clip_grad={clip_grad!r}: a norm is above 0; None switches clipping off.")
+    return clip_grad
+
+
+@attrs.frozen
+class _Clip:
+    """A user's clipping function, held to what it must return."""
+
+    function: Callable[[Any, Any], Any]
+
+    def __call__(self, grads: FrozenDict[str, Any], params: FrozenDict[str, Tensor]) -> FrozenDict[str, Any]:
+        clipped = self.function(grads, params)
+        name = name_of(self.function)
+        if not isinstance(clipped, Mapping):
+            raise ArgumentTypeError(
+                f"clip_grad={name} returned {type(clipped).__name__}; it returns the clipped gradients by name: "
+                "{name: gradient for each of grads}."
+            )
+        if clipped.keys() != grads.keys():
+            raise ArgumentError(
+                f"clip_grad={name} returned gradients of other names: missing {sorted(grads.keys() - clipped.keys())[:3]}, "
+                f"unknown {sorted(clipped.keys() - grads.keys())[:3]}."
+            )
+        return FrozenDict((key, clipped[key]) for key in grads)
 
 
 def _about_optimizer(given: Any) -> str:
     if isinstance(given, torch.optim.Optimizer):
-        name = type(given).__name__
-        return (
-            f"optimizer= is a torch.optim.{name}, which changes a module in place. Write "
-            f"pl.optim.{name.lower()}(lr=...) or pl.optim.from_torch(torch.optim.{name}, lr=...)."
-        )
+        return f"optimizer= is a torch.optim.{type(given).__name__}, which changes a module in place. {_ours(type(given))}"
     if isinstance(given, type):
-        return f"optimizer= is the class {given.__name__}; write pl.optim.from_torch(torch.optim.{given.__name__}, lr=...)."
+        return f"optimizer= is the class {given.__name__}. {_ours(given)}"
+    if isinstance(given, list | tuple | dict):
+        return (
+            f"optimizer= is a {type(given).__name__}; give one optimizer. pl.optim.partition gives groups of parameters "
+            "optimizers of their own; a GAN's two optimizers belong into a script of your own (pl.drive)."
+        )
     if callable(given):
-        return f"optimizer= is the function {getattr(given, '__name__', given)!r}; call it: pl.optim.adamw(lr=3e-4)."
+        name = name_of(given)
+        return f"optimizer= is the function {name!r}; call it: pl.optim.{name if hasattr(optim, name) else 'adamw'}(lr=3e-4)."
     return f"optimizer={given!r}: give one of pl.optim, such as pl.optim.adamw(lr=3e-4)."
+
+
+def _ours(cls: type) -> str:
+    name = cls.__name__
+    same = f"pl.optim.{name.lower()}(lr=...) or " if hasattr(optim, name.lower()) else ""
+    return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
 
 
 def evaluate(
@@ -476,6 +593,7 @@ def predict(
     """
     state = _any_state(model_or_state, seed, device)
     data = source(dataloader, seed=state.seed, stream="predict")
+    refuse_empty(data, "dataloader")
     build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
     if task is None:
         module = state.model._skeleton
@@ -493,9 +611,10 @@ def _any_state(model_or_state: Any, seed: int, device: Any) -> State:
     if isinstance(model_or_state, State):
         state = model_or_state
         refuse_misfit(state)
-        return state if device is None else _moved(state, torch.device(device))
+        wanted = _device(device)
+        return state if wanted is None else _moved(state, wanted)
     refuse_untrainable(model_or_state)
-    return State.create(model_or_state, seed=seed, device=device)
+    return State.create(model_or_state, seed=seed, device=_device(device))
 
 
 def _outside_fit(
@@ -515,10 +634,10 @@ def _outside_fit(
 ) -> Stream:
     listed = flatten(algorithms)
     handlers = bind(listed)
-    observed, objects, group = observers(callbacks, loggers)
+    observed, objects, _ = observers(callbacks, loggers, Recorder())
     chosen = task if checked and task is not None else make_task(state.model._skeleton, loss, task)
     stages = LoopStages(task=chosen, precision=Precision.parse(precision), handlers=handlers)
-    watched = None if watch is None else frozenset(_event(event) for event in watch)
+    watched = _watched(watch)
     checker = Strict(event_order.Checker()) if strict else None
 
     def stream() -> Stream:
@@ -571,7 +690,7 @@ def drive(
         )
     listed = flatten(algorithms)
     observed, objects, _ = observers(callbacks, loggers)
-    watched = None if watch is None else frozenset(_event(event) for event in watch)
+    watched = _watched(watch)
     return run_script(
         _with_memory(script, listed),
         bind(listed),
@@ -591,7 +710,7 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
         return stop.value  # type: ignore[no-any-return]
     for algorithm in algorithms:
         if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-            state = state.remember(algorithm.name, algorithm.init(state))
+            state = state.remember(algorithm.name, _first_memory(algorithm, state))
     try:
         while True:
             state = yield event, state

@@ -21,9 +21,9 @@ def map_present(
     function: Callable[[list[Tensor]], list[Tensor]], grads: Mapping[str, Tensor | None]
 ) -> FrozenDict[str, Any]:
     """Apply a function of a list of tensors to the gradients that are there."""
-    present = [name for name, gradient in grads.items() if gradient is not None]
-    changed = dict(zip(present, function([grads[name] for name in present]), strict=True))  # type: ignore[misc]
-    return FrozenDict((name, changed.get(name)) for name in grads)
+    present = {name: gradient for name, gradient in grads.items() if gradient is not None}
+    changed = FrozenDict(zip(present, function(list(present.values())), strict=True))
+    return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pure_loop._weights import Weights
 from pure_loop.algorithm import Handler
 from pure_loop.data import to_device
 from pure_loop.driver import run_silently
@@ -23,7 +24,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import accuracy, is_classification, weighted_mean
 from pure_loop.sources import Source
-from pure_loop.stages import Stages, Weights
+from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
@@ -80,7 +81,7 @@ class Fit:
 
 
 def gradients(state: State, stages: Stages) -> Script:
-    """The gradient of a batch, microbatch by microbatch."""
+    """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds."""
     pieces = stages.microbatches(state.batch)
     weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
     mean: Any = None
@@ -103,10 +104,9 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     state = yield Event.BEFORE_TRAIN_BATCH, state
     state = yield from gradients(state, stages)
     state = yield Event.AFTER_TRAIN_BATCH, state
-    state = stages.update(state)
     before = state.timestamp
     now = before.next_batch(samples, tokens, stopwatch.lap())
-    return (yield Event.BATCH_END, state.replace(timestamp=now, previous_timestamp=before, event=None))
+    return (yield Event.BATCH_END, stages.update(state, timestamp=now, previous_timestamp=before))
 
 
 def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:

@@ -6,8 +6,8 @@ used. Every metric weighs samples equally, so the result does not depend on how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import torch
@@ -117,16 +117,25 @@ def as_metrics(given: MetricsLike, label: str) -> tuple[Metric, ...] | None:
         return None
     if isinstance(given, Metric):
         return (given,)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        _refuse_metric(given, label)
     if isinstance(given, Mapping):
+        for metric in given.values():
+            if not isinstance(metric, Metric):
+                _refuse_metric(metric, label)
         given = [attrs.evolve(metric, name=name) for name, metric in given.items()]
     metrics = tuple(given)
     for metric in metrics:
         if not isinstance(metric, Metric):
-            raise ArgumentTypeError(
-                f"evaluator {label!r}: metrics holds {metric!r}; write pl.metrics.accuracy(), or "
-                "pl.metrics.mean(function, 'name') of a function of (outputs, batch)."
-            )
+            _refuse_metric(metric, label)
     names = [metric.name for metric in metrics]
     if len(set(names)) < len(names):
         raise ArgumentError(f"evaluator {label!r} has two metrics of one name: {names}.")
     return metrics
+
+
+def _refuse_metric(given: object, label: str) -> NoReturn:
+    raise ArgumentTypeError(
+        f"evaluator {label!r}: {given!r} in metrics is no metric. Write metrics=[pl.metrics.accuracy()], or "
+        "pl.metrics.mean(function, 'name') of a function of (outputs, batch) that gives one number a sample."
+    )

@@ -10,7 +10,7 @@ call, so threads, nested calls and forks of one State never see each other's ten
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,16 @@ class ModelDef:
     torch.Size([1, 2])
     """
 
-    __slots__ = ("__weakref__", "_idle", "_signature", "_skeleton", "buffer_names", "parameter_names", "trainable")
+    __slots__ = (
+        "__weakref__",
+        "_idle",
+        "_signature",
+        "_skeleton",
+        "buffer_names",
+        "may_draw",
+        "parameter_names",
+        "trainable",
+    )
 
     def __init__(self, skeleton: nn.Module) -> None:
         self._skeleton = skeleton
@@ -49,6 +58,7 @@ class ModelDef:
         self.parameter_names = tuple(parameters)
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
         self.buffer_names = tuple(name for name, _ in skeleton.named_buffers())
+        self.may_draw = any(_may_draw(module) for module in skeleton.modules())
 
     @classmethod
     def split(
@@ -213,6 +223,23 @@ class _Instance:
         return FrozenDict((name, slots[0][0][slots[0][1]].detach()) for name, slots in self._buffer_slots)
 
 
+_NEVER_DRAW = frozenset(
+    {
+        *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d),
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm2d),
+        *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
+        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding),
+    }
+)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether calling this module may draw random numbers; a class of the user's may always."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
+
+
 def _slots(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
     """For each name, every place in the module that holds this tensor: several where weights are tied."""
     places: dict[int, list[tuple[Any, str]]] = {}
@@ -254,7 +281,7 @@ def refuse_untrainable(module: object) -> None:
         )
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
-            f"model is {type(module).__name__}, which is neither a torch.nn.Module nor a pure_loop State."
+            f"model is {type(module).__name__}, which is neither a torch.nn.Module nor a pure_loop State{_hint(module)}."
         )
     for name, submodule in module.named_modules():
         kinds = {cls.__name__ for cls in type(submodule).__mro__}
@@ -299,3 +326,11 @@ def refuse_untrainable(module: object) -> None:
         )
     if any(parameter.is_meta for parameter in parameters):
         raise ModelError("the model's parameters are on the meta device and have no numbers: model.to_empty(...) first.")
+
+
+def _hint(given: object) -> str:
+    if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+        return ": a state_dict goes into its module first, model.load_state_dict(...)"
+    if isinstance(given, Iterable):
+        return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
+    return ""

@@ -180,7 +180,7 @@ class _Tracker:
         if before is not None and self._batches_per_epoch is None and before.batch_in_epoch > 0:
             self._batches_per_epoch = before.batch_in_epoch
         self._timestamp = state.timestamp
-        self._draw(self._clock())
+        self._tell()
 
     def _fit_end(self, state: State) -> None:
         self._timestamp = state.timestamp
@@ -197,11 +197,10 @@ class _Tracker:
     def _eval_end(self, state: State) -> None:
         label = state.evaluator
         self._inside = None
-        now = self._clock()
-        self._evaluated += now - self._evaluation_begun
+        self._evaluated += self._clock() - self._evaluation_begun
         if label is not None:
             self._metrics = {**self._metrics, label: state.metrics.get(label, {})}
-        self._draw(now, label)
+        self._tell(label)
 
     # When it is shown.
 
@@ -214,6 +213,13 @@ class _Tracker:
                 self._draw(now)
             elif self._first is None:
                 self._measure(now)
+
+    def _tell(self, evaluated: str | None = None) -> None:
+        """Something happened that has a line of its own; a bar shows it when it is redrawn anyway."""
+        if self.screen.live:
+            self._look()
+        else:
+            self._draw(self._clock(), evaluated)
 
     def _draw(self, now: float, evaluated: str | None = None) -> None:
         """Show what is known; where lines are written, the line of an evaluation holds its results and no others."""
@@ -260,10 +266,10 @@ class _Tracker:
 
     def _place(self) -> str:
         t = self._timestamp
+        if t is None:
+            return f"{f'{self._inside}  ' if self._inside is not None else ''}batch {self._batches}"
         if self._inside is not None:
             return f"evaluating {self._inside}, batch {self._batches}"
-        if t is None:
-            return f"batch {self._batches}"
         end, length = t.max_duration, self._batches_per_epoch
         epochs = batches = ""
         if end is not None and end.unit is TimeUnit.EPOCH:
@@ -306,4 +312,4 @@ class _Tracker:
         if fraction is None or self._first is None:
             return None
         done = fraction - self._first[1]
-        return (now - self._first[0]) * (1.0 - fraction) / done if 0 < done and fraction < 1 else None
+        return (now - self._first[0]) * (1.0 - fraction) / done if done > 0 and fraction < 1 else None

@@ -16,7 +16,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Recorder", "is_scalar", "learning_rates"]
+__all__ = ["Recorder", "is_scalar", "learning_rates", "losses"]
 
 
 class Recorder(Callback):
@@ -24,6 +24,9 @@ class Recorder(Callback):
 
     ``train/loss`` (and ``train/loss/<part>`` for the other parts of a dict) and ``train/learning_rate`` at
     BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END. Nothing is read from the device.
+
+    ``fit`` with loggers has one already; give one yourself to :func:`pure_loop.drive`, where a script of your own
+    should be recorded the same way.
 
     Args:
         optimizer: the optimizer of the run; None records no learning rate.
@@ -34,7 +37,7 @@ class Recorder(Callback):
     >>> logger, optimizer = InMemoryLogger(), pl.optim.sgd(lr=pl.schedules.linear(1.0, 0.0, "4ba"))
     >>> data = [(torch.zeros(4, 2), torch.ones(4, 1))] * 3
     >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=optimizer,
-    ...                       max_duration="1ep", callbacks=[Recorder(optimizer)], loggers=[logger]))
+    ...                       max_duration="1ep", loggers=[logger]))
     >>> logger.series("train/learning_rate")
     ([1, 2, 3], [1.0, 0.75, 0.5])
     """
@@ -56,7 +59,7 @@ class Recorder(Callback):
         logger.log_hyperparameters(settings | self._hyperparameters)
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        values = dict(_losses(state.loss))
+        values = losses(state.loss)
         if self._optimizer is not None:
             # Its batch was the one that started at the timestamp before.
             values |= learning_rates(self._optimizer, state.previous_timestamp, "train/learning_rate")
@@ -70,7 +73,8 @@ class Recorder(Callback):
             logger.log_metrics(values, state)
 
 
-def _losses(loss: Any) -> dict[str, Any]:
+def losses(loss: Any) -> dict[str, Any]:
+    """A loss, and the parts of it, by the names under which they are recorded."""
     if isinstance(loss, Mapping):
         return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
     return {} if loss is None else {"train/loss": loss}

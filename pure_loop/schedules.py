@@ -9,6 +9,9 @@ Times may be in any unit. A fraction of the duration (``"0.5dur"``) is that many
 Epochs pass batch by batch where the timestamp knows how many batches an epoch has, and else all at once at their end.
 """
 
+# These classes are called as functions and named like them.
+# ruff: noqa: N801
+
 from __future__ import annotations
 
 import functools
@@ -65,6 +68,21 @@ def _number(value: object) -> float:
     if not math.isfinite(value):
         raise ArgumentError(f"a schedule needs a finite number here, got {value!r}")
     return float(value)
+
+
+def _positive(value: object) -> float:
+    number = _number(value)
+    if number <= 0:
+        raise ArgumentError(f"a schedule needs a power or a factor gamma above 0 here, got {value!r}")
+    return number
+
+
+def _growth(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"growth must be a whole number, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ArgumentError(f"growth must be at least 1, got {value!r}")
+    return value
 
 
 def _length(value: str | int | Time) -> Time:
@@ -237,7 +255,7 @@ class cosine(Schedule):
 
 @attrs.frozen
 class polynomial(Schedule):
-    """A warmup from 0 to ``peak``, then ``final + (peak - final) (1 - tau)^power``; the times are as in :class:`cosine`.
+    """A warmup from 0 to ``peak``, then ``final + (peak - final) (1 - tau)^power``, with the times of :class:`cosine`.
 
     >>> schedule = polynomial("4ba", power=2)
     >>> [schedule(Timestamp(batch=i)) for i in range(5)]
@@ -245,7 +263,7 @@ class polynomial(Schedule):
     """
 
     t_max: Time = attrs.field(converter=_length)
-    power: float = attrs.field(default=1.0, converter=_number, validator=attrs.validators.gt(0.0))
+    power: float = attrs.field(default=1.0, converter=_positive)
     peak: float = attrs.field(default=1.0, converter=_number)
     warmup: Time | None = attrs.field(default=None, converter=_warmup, validator=_leaves_room)
     final: float = attrs.field(default=0.0, converter=_number)
@@ -257,7 +275,7 @@ class polynomial(Schedule):
 
 @attrs.frozen
 class cosine_restarts(Schedule):
-    """Half cosines from ``peak`` to ``final``, the first over the time ``t``, each ``growth`` times as long as the last.
+    """Half cosines from ``peak`` to ``final``, the first over the time ``t``, each ``growth`` times as long as before.
 
     Warm restarts: https://arxiv.org/abs/1608.03983.
 
@@ -269,7 +287,7 @@ class cosine_restarts(Schedule):
     t: Time = attrs.field(converter=_length)
     peak: float = attrs.field(default=1.0, converter=_number)
     final: float = attrs.field(default=0.0, converter=_number)
-    growth: int = attrs.field(default=1, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)])
+    growth: int = attrs.field(default=1, converter=_growth)
 
     def __call__(self, timestamp: Timestamp) -> float:
         length, unit = _amount(self.t, timestamp)
@@ -335,7 +353,7 @@ class exponential(Schedule):
     """
 
     every: Time = attrs.field(converter=_length)
-    gamma: float = attrs.field(converter=_number, validator=attrs.validators.gt(0.0))
+    gamma: float = attrs.field(converter=_positive)
     start: float = attrs.field(default=1.0, converter=_number)
 
     def __call__(self, timestamp: Timestamp) -> float:

@@ -9,14 +9,21 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from pure_loop import _pytree
-from pure_loop.errors import ArgumentError, GradientsNotReadyError, NonFiniteError, ResumeError
+from pure_loop.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    FrozenStateError,
+    GradientsNotReadyError,
+    NonFiniteError,
+    ResumeError,
+)
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef, refuse_untrainable
@@ -41,7 +48,9 @@ def _frozen(value: Mapping[str, Any]) -> FrozenDict[str, Any]:
 
 
 def _frozen_or_none(value: Any) -> Any:
-    return FrozenDict(value) if isinstance(value, Mapping) and type(value) is not FrozenDict else value
+    if type(value) is FrozenDict or value is None:
+        return value
+    return FrozenDict(value) if isinstance(value, Mapping) else value
 
 
 # slots=True makes attrs build the class twice; a subclass registers itself each time, which is harmless.
@@ -111,6 +120,7 @@ class State:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _keep_manners(cls)
         _register(cls)
 
     @property
@@ -157,9 +167,10 @@ class State:
 
         Raises:
             ArgumentError: a name that is no field of the State.
+            ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state.
         """
-        cls = type(self)
-        new = _copier(cls)(self)
+        cls = self.__class__
+        new = (_COPIERS.get(cls) or _copier(cls))(self)
         setters = _SETTERS[cls]
         for name, value in changes.items():
             setter = setters.get(name)
@@ -168,8 +179,8 @@ class State:
                     f"{cls.__name__} has no field {name!r}; it has {', '.join(setters)}. An algorithm's own memory "
                     "goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
                 )
-            if name in _MAPPINGS:
-                value = _frozen_or_none(value)
+            if name in _MAPPINGS and type(value) is not FrozenDict:
+                value = _as_mapping(name, value)
             setter(new, value)
         return new
 
@@ -222,6 +233,11 @@ class State:
                 f"{self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By names, so that fields of subclasses are never lost, nor tied to the order of others.
+        fields = {public: getattr(self, attribute) for attribute, public in _fields(type(self))}
+        return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
+
     def __repr__(self) -> str:
         numbers = sum(tensor.numel() for tensor in self.params.values())
         at = self.event.value if self.event is not None else "no event"
@@ -238,6 +254,43 @@ NON_FINITE_ADVICE = (
     "Lower the learning rate, clip the gradients (clip_grad=1.0) or look at the data of that batch; "
     'nonfinite="skip" leaves such a batch out of training and counts it in state.skipped.'
 )
+
+
+def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
+    return cls(**fields)
+
+
+def _refuse_assignment(self: State, name: str, value: Any = None) -> NoReturn:
+    raise FrozenStateError(
+        f"state.{name} can't be changed: a State is a value. Make another one, state = state.replace({name}=...); an "
+        "algorithm returns it."
+    )
+
+
+def _keep_manners(cls: type) -> None:
+    """What attrs writes for a subclass, as State has it: errors that teach, a repr that prints no tensors."""
+    # Of the two times that attrs builds a subclass with slots, the first must not have it yet.
+    if "__attrs_attrs__" not in vars(cls):
+        return
+    cls.__setattr__ = cls.__delattr__ = _refuse_assignment  # type: ignore[assignment]
+    written = vars(cls).get("__repr__")
+    if written is not None and written.__code__.co_filename.startswith("<attrs generated"):
+        cls.__repr__ = State.__repr__  # type: ignore[assignment]
+
+
+_keep_manners(State)
+
+
+def _as_mapping(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict(value)
+    if value is None and name == "grads":
+        return value
+    raise ArgumentTypeError(
+        f"{name} is a mapping of names, and state.replace was given {type(value).__name__}: "
+        f"state.replace({name}={{**state.{name}, name: value}})."
+    )
+
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _COPIERS: dict[type, Callable[[Any], Any]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from pure_loop._signature import accepts, name_of
 from pure_loop.data import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
@@ -28,6 +29,9 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         "yours: fit(..., task=pl.Task(forward=lambda model, batch: model(batch['x']), "
         "loss=lambda outputs, batch: ...))."
     )
+
+
+_TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:
@@ -66,6 +70,19 @@ class Task:
     tokens: Callable[[Any], int] = num_tokens
     split: Callable[[Any, int], list[Any]] = split
 
+    @property
+    def forward_may_draw(self) -> bool:
+        """Whether the forward may draw random numbers besides those of the model's layers."""
+        return self.forward is not _default_forward
+
+    @property
+    def loss_may_draw(self) -> bool:
+        """Whether the loss may draw random numbers; torch's own losses don't, and need no seed of their own."""
+        if not isinstance(self.loss, _OnTargets):
+            return True
+        owner = type(self.loss.loss) if isinstance(self.loss.loss, nn.Module) else self.loss.loss
+        return getattr(owner, "__module__", None) not in _TORCH_LOSSES
+
     def weigh(self, batch: Any) -> float | Tensor:
         """How much a microbatch counts."""
         return self.samples(batch) if self.weight is None else self.weight(batch)
@@ -82,6 +99,8 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         ArgumentError: no loss is given and the module has none, or a loss has weights of its own.
         ArgumentTypeError: ``loss`` can't be called.
     """
+    if task is not None and not isinstance(task, Task):
+        raise ArgumentTypeError(f"task={task!r}: give an instance of pl.Task, such as pl.Task(forward=..., loss=...).")
     if isinstance(loss, Task):
         if task is not None:
             raise ArgumentError("loss= and task= are both a Task; give one of them.")
@@ -93,6 +112,11 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         )
     if isinstance(loss, type):
         raise ArgumentTypeError(f"loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
+    if loss is not None and not accepts(loss, 2):
+        raise ArgumentTypeError(
+            f"loss is the function {name_of(loss)}, which can't be called with two arguments: it is called as "
+            f"{name_of(loss)}(outputs, targets)."
+        )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ArgumentError(
             f"the loss {type(loss).__name__} has parameters, which would not be trained: make it a submodule of the "
@@ -105,9 +129,9 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
             return task
         if task.loss is not None:
             raise ArgumentError("loss= is given, and task= has a loss too; give one of them.")
-        return attrs.evolve(task, loss=_on_targets(loss))
+        return attrs.evolve(task, loss=_OnTargets(loss))
     if loss is not None:
-        return Task(loss=_on_targets(loss))
+        return Task(loss=_OnTargets(loss))
     _require_loss_method(model)
     validate = getattr(model, "validate", None)
     return Task(
@@ -116,8 +140,14 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
     )
 
 
-def _on_targets(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    return lambda outputs, batch: loss(outputs, _inputs_and_targets(batch)[1])
+@attrs.frozen
+class _OnTargets:
+    """A loss of ``(outputs, targets)`` as one of ``(outputs, batch)``."""
+
+    loss: Callable[..., Any]
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        return self.loss(outputs, _inputs_and_targets(batch)[1])
 
 
 def _require_loss_method(model: nn.Module) -> None:

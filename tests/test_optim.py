@@ -189,7 +189,7 @@ def layouts(flat: Tensor) -> list[Tensor]:
     """The same numbers in the same shape, in other memory layouts."""
     twice = torch.stack([flat, flat], dim=-1)
     return [
-        flat.clone(),
+        flat.clone(memory_format=torch.contiguous_format),
         flat.transpose(0, 1).contiguous().transpose(0, 1),
         flat.contiguous(memory_format=torch.channels_last),
         twice[..., 0],
@@ -213,11 +213,12 @@ def test_memory_layouts_make_no_difference(opt: Optimizer) -> None:
 @pytest.mark.parametrize("opt", [adamw(lr=0.1), sgd(lr=0.1, momentum=0.9)])
 def test_the_optimizers_memory_follows_a_parameter_into_another_layout(opt: Optimizer) -> None:
     (start,), (grad,) = tensors(0, torch.float32, [(2, 3, 4, 4)]), tensors(1, torch.float32, [(2, 3, 4, 4)])
-    params, state = ours(opt, [start], [[grad]])[-1]
-    expected, _ = opt.update(named([grad]), state, params, Timestamp())
-    for moved in layouts(params["p0"]):
-        new, _ = opt.update(named([grad]), state, named([moved]), Timestamp())
-        assert torch.equal(new["p0"], expected["p0"])
+    for first in layouts(start):
+        params, state = ours(opt, [first], [[grad]])[-1]
+        expected = ours(opt, [start], [[grad], [grad]])[-1][0]
+        for moved in layouts(params["p0"]):
+            new, _ = opt.update(named([grad]), state, named([moved]), Timestamp())
+            assert torch.equal(new["p0"], expected["p0"])
 
 
 @pytest.mark.parametrize(
@@ -380,9 +381,7 @@ class NeedsClosure(torch.optim.Optimizer):
 def test_from_torch_refuses_at_the_door() -> None:
     with pytest.raises(ArgumentError, match=r"LBFGS can't be used, because LBFGS\.step\(closure\) runs the model"):
         from_torch(torch.optim.LBFGS)
-    with pytest.raises(
-        ArgumentError, match=r"NeedsClosure can't be used.*closure.*AssertionError: a closure is needed"
-    ):
+    with pytest.raises(ArgumentError, match=r"NeedsClosure can't be used.*AssertionError: a closure is needed"):
         from_torch(NeedsClosure)
     with pytest.raises(ArgumentError, match=r"AdamW.*failed.*Invalid"):
         from_torch(torch.optim.AdamW, betas=(1.5, 0.9))
@@ -621,6 +620,11 @@ def test_a_schedule_that_gives_no_learning_rate_is_refused(opt: Optimizer) -> No
         opt.update(params, opt.init(params), params, Timestamp())
 
 
+def test_an_optimizer_of_ones_own_is_made_of_functions() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"Optimizer 'mine': lr must be a function, got 0\.1"):
+        Optimizer(name="mine", init=FrozenDict, update=print, lr=0.1)  # type: ignore[arg-type]
+
+
 def test_an_update_needs_no_dynamo() -> None:
     code = (
         "import sys, torch\n"
@@ -634,6 +638,13 @@ def test_an_update_needs_no_dynamo() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_torch_without_foreach_clone_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, steps = tensors(0, torch.float32), batches(0, torch.float32)
+    expected = ours(adamw(), start, steps)
+    monkeypatch.delattr(torch, "_foreach_clone", raising=False)
+    assert_same(ours(adamw(), start, steps), expected)
 
 
 def test_the_step_count_is_shared() -> None:

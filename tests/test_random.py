@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pure_loop import _numpy
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.random import derive, generator, reseed, seeded, seeded_all
 
@@ -98,6 +99,45 @@ def test_seeded_all_covers_python_and_numpy(seed: int, one: int, other: int) -> 
     with seeded_all(seed):
         reseed(seed)
         assert draw_everywhere() == drawn[0]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_numpys_state_is_put_back_whole(slow: bool, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _numpy._can_exchange(np.random)
+    if slow:
+        monkeypatch.setattr(_numpy, "_can_exchange", lambda _: False)
+    np.random.seed(3)
+    if pair:
+        np.random.randn()
+    before, own = snapshot(), np.random.get_bit_generator()
+    drawn = []
+    for noise in (0, 1, 2):
+        with seeded_all(5):
+            drawn.append(draw_everywhere())
+            with seeded_all(6):
+                drawn.append(draw_everywhere())
+                np.random.randn(noise)
+            drawn.append(draw_everywhere())
+    assert drawn[:3] == drawn[3:6] == drawn[6:]
+    assert snapshot() == before
+    assert np.random.get_bit_generator() is own
+    expected = np.random.RandomState(3).randn(8)
+    assert np.random.randn(8 - pair).tolist() == expected[pair:].tolist()
+
+
+def test_a_bit_generator_of_the_users_stays_in_its_place() -> None:
+    old, own = np.random.get_bit_generator(), np.random.PCG64(1)
+    np.random.set_bit_generator(own)
+    try:
+        with seeded_all(5):
+            first = draw_everywhere()
+        assert np.random.get_bit_generator() is own
+        assert own.state == np.random.PCG64(1).state
+    finally:
+        np.random.set_bit_generator(old)
+    with seeded_all(5):
+        assert draw_everywhere() == first
 
 
 @pytest.mark.parametrize("guard", [seeded, seeded_all])

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_flag, check_integer
@@ -47,12 +47,12 @@ def blur(images: Tensor, stride: tuple[int, int], filtered: tuple[int, int] | No
     # [1 2 1] is [1 1] twice, and the mean over what is inside repeats the edge. No filter tensor, no padded copy,
     # and a backward that is deterministic on every device, which that of reflection padding is not.
     kernel = tuple(2 if s > 1 else 1 for s in (stride if filtered is None else filtered))
-    once = F.avg_pool2d(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)
-    return F.avg_pool2d(once, kernel, stride)
+    once = functional.avg_pool2d(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)
+    return functional.avg_pool2d(once, kernel, stride)
 
 
 class BlurConv2d(nn.Conv2d):
-    """A strided convolution with a filter before (``blur_stride`` is (1, 1)) or after it; parameters as in ``Conv2d``."""
+    """A strided convolution, filtered before (``blur_stride`` is then (1, 1)) or after; parameters as in ``Conv2d``."""
 
     filtered: tuple[int, int]
     blur_stride: tuple[int, int]
@@ -64,7 +64,8 @@ class BlurConv2d(nn.Conv2d):
         return blur(super().forward(input), self.blur_stride)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, filtered={self.filtered}, blur_stride={self.blur_stride}"
+        shape = cast("str", super().extra_repr())  # type: ignore[no-untyped-call]
+        return f"{shape}, filtered={self.filtered}, blur_stride={self.blur_stride}"
 
 
 class BlurMaxPool2d(nn.MaxPool2d):
@@ -72,7 +73,7 @@ class BlurMaxPool2d(nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, channels, height, width) to what the pool gave before it was replaced, in shape and dtype."""
-        dense = F.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation)
+        dense = functional.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation)
         return blur(dense, _pair(self.stride))
 
 
@@ -123,11 +124,11 @@ def apply_blurpool(
                 conv.stride, conv.blur_stride = (1, 1), conv.filtered
             replaced = True
     if not replaced:
-        found = "; ".join(_why_not(new, replace_convs, replace_maxpools, min_channels)) or "no layer that subsamples"
+        found = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
         raise ModelError(
-            f"blurpool finds nothing to replace in {type(module).__name__}: {found}. It serves nn.Conv2d and nn.MaxPool2d "
-            f"with a stride above 1, convolutions from min_channels={min_channels} input channels on: lower min_channels, "
-            "or leave blurpool out."
+            f"blurpool finds nothing to replace in {type(module).__name__}: {found}. It serves nn.Conv2d and "
+            f"nn.MaxPool2d with a stride above 1, convolutions from min_channels={min_channels} input channels on: "
+            "lower min_channels, or leave blurpool out."
         )
     return new
 
@@ -158,8 +159,8 @@ def blurpool(
     >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(2))
     >>> data = [(torch.ones(2, 3, 8, 8), torch.tensor([0, 1]))]
     >>> _ = net(data[0][0])
-    >>> state = pl.run(pl.fit(net, data, loss=F.cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
-    ...                       algorithms=[blurpool()]))
+    >>> state = pl.run(pl.fit(net, data, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1),
+    ...                       max_duration="1ep", algorithms=[blurpool()]))
     >>> type(state.module()[1]).__name__, type(net[1]).__name__
     ('BlurMaxPool2d', 'MaxPool2d')
     """
@@ -195,13 +196,11 @@ def _is_conv(layer: nn.Module) -> bool:
 
 def _is_pool(layer: nn.Module) -> bool:
     return (
-        type(layer) is nn.MaxPool2d
-        and max(_pair(layer.stride)) > 1
-        and not (layer.ceil_mode or layer.return_indices)
+        type(layer) is nn.MaxPool2d and max(_pair(layer.stride)) > 1 and not (layer.ceil_mode or layer.return_indices)
     )
 
 
-def _why_not(module: nn.Module, convs: bool, pools: bool, min_channels: int) -> Iterator[str]:
+def _why_not(module: nn.Module, convs: bool) -> Iterator[str]:
     """Why layers that subsample were left as they are."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Conv2d | nn.MaxPool2d) or max(_pair(layer.stride)) == 1:
@@ -210,10 +209,9 @@ def _why_not(module: nn.Module, convs: bool, pools: bool, min_channels: int) -> 
         if isinstance(layer, BlurConv2d | BlurMaxPool2d):
             yield f"{name} is a {kind} already"
         elif _is_conv(layer):
-            few = layer.in_channels < min_channels  # type: ignore[union-attr]
-            yield f"{name} has {layer.in_channels} input channels" if convs and few else f"{name}: replace_convs is False"  # type: ignore[union-attr]
+            yield f"{name} has {layer.in_channels} input channels" if convs else f"{name}: replace_convs is False"
         elif _is_pool(layer):
-            yield f"{name}: replace_maxpools is {pools}"
+            yield f"{name}: replace_maxpools is False"
         elif type(layer) is nn.MaxPool2d:
             yield f"{name} is a MaxPool2d with ceil_mode or return_indices"
         else:

@@ -7,7 +7,7 @@ With the weights ``w`` after an update interval and the average ``a``, which sta
 ``d`` is ``smoothing``; or ``2^(-t / half_life)``, where t is how much training passed since the last update, so that
 weights count half as much after a half life whatever the interval.
 
-https://doi.org/10.1137/0330046 (averaging of stochastic approximation), https://arxiv.org/abs/1703.01780 (its use here).
+https://doi.org/10.1137/0330046 (averaging in stochastic approximation), https://arxiv.org/abs/1703.01780 (in training).
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def averaged(state: State, name: str = "ema") -> State:
             f"Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)]; a module, or a State from "
             "before FIT_START, has no average yet."
         )
-    return state.replace(
-        params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"])
-    )
+    return state.replace(params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"]))
 
 
 def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
@@ -138,7 +136,8 @@ def ema(
     if (half_life is None) == (smoothing is None):
         given = "neither" if half_life is None else "both"
         raise ArgumentError(
-            f'ema: give one of half_life and smoothing, got {given}; write ema(half_life="100ba") or ema(smoothing=0.99).'
+            f"ema: give one of half_life and smoothing, got {given}; write "
+            'ema(half_life="100ba") or ema(smoothing=0.99).'
         )
     if smoothing is not None:
         check_fraction("ema", "smoothing", smoothing, "ema(smoothing=0.99)")
@@ -156,7 +155,9 @@ def ema(
         period_unit = _in_counts(period, duration)[1]
         if life is not None:
             _refuse_inside(life, _in_counts(life, duration)[1], period, period_unit)
-        return FrozenDict(params=_floats(state.params), buffers=_floats(state.buffers), updated=_counts(state.timestamp))
+        return FrozenDict(
+            params=_floats(state.params), buffers=_floats(state.buffers), updated=_counts(state.timestamp)
+        )
 
     def update(state: State) -> State:
         assert state.event is not None

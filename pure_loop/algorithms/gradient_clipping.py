@@ -56,7 +56,9 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
     """
     where = "gradient_clipping"
     if kind not in ("norm", "value", "adaptive"):
-        raise ArgumentError(f'{where}: kind is "norm", "value" or "adaptive", got {kind!r}; write {where}("norm", 1.0).')
+        raise ArgumentError(
+            f'{where}: kind is "norm", "value" or "adaptive", got {kind!r}; write {where}("norm", 1.0).'
+        )
     limit = check_positive(where, "threshold", threshold, f'{where}("{kind}", {0.01 if kind == "adaptive" else 1.0})')
 
     def clip(state: State) -> State:

@@ -62,18 +62,18 @@ def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, i
     classes = outputs.shape[axis] if outputs.ndim else 1
     if classes < 2:
         raise ArgumentError(
-            f"smooth_labels: outputs of shape {tuple(outputs.shape)} score {classes} class: shape (n, C, ...) is needed, "
-            "with two classes or more."
+            f"smooth_labels: outputs of shape {tuple(outputs.shape)} score {classes} class; (n, C, ...) is needed, "
+            "with C of two or more."
         )
     if targets.is_floating_point() and targets.shape == outputs.shape:
         return targets * (1.0 - smoothing) + smoothing / classes
     indices = not (targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool)
     if not indices or targets.shape != outputs.shape[:axis] + outputs.shape[axis + 1 :]:
         raise ArgumentError(
-            f"smooth_labels: targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, and outputs have shape "
-            f"{tuple(outputs.shape)}, which is read as (n, classes, ...). Give class indices, integers of shape "
-            f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of outputs. "
-            "Where classes come last, move them: outputs.movedim(-1, 1)."
+            f"smooth_labels: targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, and outputs have "
+            f"shape {tuple(outputs.shape)}, which is read as (n, classes, ...). Give class indices, integers of shape "
+            f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of "
+            "outputs. Where classes come last, move them: outputs.movedim(-1, 1)."
         )
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     present = targets != ignore_index
@@ -81,8 +81,8 @@ def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, i
     scale = present.numel() / present.sum(dtype=dtype)
     spread = torch.full(outputs.shape, smoothing / classes, dtype=dtype, device=outputs.device)
     index = targets.long().masked_fill(~present, 0).unsqueeze(axis)
-    value = 1.0 - smoothing + smoothing / classes
-    return spread.scatter(axis, index, value) * (present * scale).unsqueeze(axis)
+    target = 1.0 - smoothing + smoothing / classes
+    return spread.scatter(axis, index, target) * (present * scale).unsqueeze(axis)
 
 
 def label_smoothing(

@@ -11,13 +11,19 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.recorder import is_scalar
+from pure_loop.recorder import is_scalar, losses
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
 __all__ = ["ConsoleLogger"]
 
-_SPEED = "speed/samples_per_second"
+# What a line of training shows, by the beginning of its name, and what stands there instead of the beginning.
+_SHOWN = {
+    "train/loss/": "",
+    "train/learning_rate": "lr",
+    "train/": "",
+    "speed/samples_per_second": "samples/s",
+}
 
 
 class ConsoleLogger(Logger):
@@ -41,9 +47,9 @@ class ConsoleLogger(Logger):
     >>> for _ in pl.fit(model, data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
     ...                 max_duration="2ep", evaluators={"val": data}, loggers=[ConsoleLogger("1ep")]):
     ...     pass
-    epoch 1/2  batch      3  train    loss 1.000 ...
+    epoch 1/2  batch      3  train    loss 1.000...
     epoch 1/2  batch      3  val      loss 1.000
-    epoch 2/2  batch      6  train    loss 1.000 ...
+    epoch 2/2  batch      6  train    loss 1.000...
     epoch 2/2  batch      6  val      loss 1.000
     """
 
@@ -66,6 +72,7 @@ class ConsoleLogger(Logger):
         self._reported = state.timestamp.batch
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._latest |= losses(state.loss)
         self._report_if_due(state, Event.BATCH_END)
 
     def epoch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -92,7 +99,7 @@ class ConsoleLogger(Logger):
         self._reported = state.timestamp.batch
         shown = {}
         for name, value in self._latest.items():
-            for prefix, short in (("train/loss/", ""), ("train/learning_rate", "lr"), ("train/", ""), (_SPEED, "samples/s")):
+            for prefix, short in _SHOWN.items():
                 if name.startswith(prefix):
                     shown[short + name.removeprefix(prefix)] = value
                     break

@@ -180,7 +180,8 @@ class _Adam:
         new, new_memories = run_kernel(kernel, names, list(params.values()), gradients, memories, steps)
         counts = opt_state["skipped"]
         if [None for gradient in gradients if gradient is None]:
-            counts = FrozenDict(zip(names, [n + (g is None) for n, g in zip(skipped, gradients)], strict=True))
+            more = [n + (g is None) for n, g in zip(skipped, gradients, strict=True)]
+            counts = FrozenDict(zip(names, more, strict=True))
         new_state = {
             key: FrozenDict(zip(names, memory, strict=True))
             for key, memory in zip(self.memories, new_memories, strict=True)
@@ -238,7 +239,7 @@ class _Adam:
         denominators = torch._foreach_sqrt(max_exp_avg_sqs if self.amsgrad else exp_avg_sqs)
         # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
         counts = [step.double() for step in steps]
-        torch._foreach_div_(denominators, [(1 - self.beta2**n).sqrt().to(d) for n, d in zip(counts, denominators)])
+        torch._foreach_div_(denominators, [(1 - self.beta2**n).sqrt().to(params[0]) for n in counts])
         torch._foreach_add_(denominators, self.eps)
-        torch._foreach_mul_(denominators, [(1 - self.beta1**n).to(d) for n, d in zip(counts, denominators)])
+        torch._foreach_mul_(denominators, [(1 - self.beta1**n).to(params[0]) for n in counts])
         torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr)

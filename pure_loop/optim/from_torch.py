@@ -15,13 +15,15 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import optree
 import torch
 from torch import Tensor
 
+from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -57,6 +59,7 @@ _MACHINERY = frozenset(
         "_zero_grad_profile_name",
     }
 )
+_ATOMS = (bool, int, float, str)
 _KEYS = ("memory", "started", "shared", "group", "attributes")
 
 
@@ -138,11 +141,12 @@ class _FromTorch:
                 f"{self.name}: {self.cls.__name__}(params, **{dict(options)}) failed: {error}"
             ) from error
 
+    @torch.no_grad()
     def trial(self, params: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, list[Tensor]]:
         """A new optimizer, one that has made a step, and the copies of the parameters that belong to it."""
         new = self.build(clone_all(list(params.values())))
-        devices = {param.device for param in params.values() if param.device.type != "cpu"}
-        with torch.random.fork_rng(list(devices), device_type=next(iter(devices)).type if devices else "cpu"):
+        devices = {param.device for param in params.values() if param.device.type == "cuda"}
+        with torch.random.fork_rng(list(devices)):
             try:
                 return new, *self.tried(params, sparse=False)
             except Exception as error:
@@ -197,11 +201,10 @@ class _FromTorch:
         copies = clone_all(list(params.values()))
         optimizer = self.build(copies)
         group, attributes = self.group(optimizer), _attributes(optimizer)
-        for name, copied, grad in zip(names, copies, gradients_of(grads, names), strict=True):
+        for name, copied, grad in zip(names, copies, _copied(gradients_of(grads, names)), strict=True):
             if grad is not None:
                 # backward() would bring a gradient into its parameter's layout, and optimizers count on it.
-                dense = grad if grad.is_sparse else like(grad, copied, f"the gradient of {name!r}")
-                copied.grad = dense.detach().clone() if dense is grad else dense
+                copied.grad = grad if grad.is_sparse else like(grad, copied, f"the gradient of {name!r}")
         for copied, memory, known in zip(copies, _copied(memories), started, strict=True):
             if known:
                 optimizer.state[copied] = dict(memory)
@@ -300,19 +303,9 @@ def _blank(value: Any) -> Any:
 
 def _copied(tree: Any) -> Any:
     """``tree`` with other tensors and containers, all tensors copied at once."""
-    tensors: list[Tensor] = []
-    _visit(tree, lambda tensor: tensors.append(tensor))
-    copies = iter(clone_all([tensor.detach() for tensor in tensors]))
-    return _visit(tree, lambda _: next(copies))
-
-
-def _visit(tree: Any, replace: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return replace(tree)
-    if isinstance(tree, dict):
-        return {key: _visit(value, replace) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_visit(value, replace) for value in tree]
-    if type(tree) is tuple:
-        return tuple([_visit(value, replace) for value in tree])
-    return tree if isinstance(tree, bool | int | float | str | None) else copy.deepcopy(tree)
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    copies = iter(clone_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+    return structure.unflatten(
+        next(copies) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _ATOMS) else copy.deepcopy(leaf)
+        for leaf in leaves
+    )

@@ -32,13 +32,18 @@ if TYPE_CHECKING:
 __all__ = ["Grads", "LearningRate", "OptState", "Optimizer", "Params", "RateFunction"]
 
 Params: TypeAlias = FrozenDict[str, Tensor]
-Grads: TypeAlias = FrozenDict[str, Tensor | None]
+Grads: TypeAlias = Mapping[str, Tensor | None]
 OptState: TypeAlias = FrozenDict[str, Any]
 LearningRate: TypeAlias = "float | RateFunction"
 RateFunction: TypeAlias = "Callable[[Timestamp], float]"
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu"})
+
+
+def _callable(instance: Optimizer, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not callable(value):
+        raise ArgumentTypeError(f"Optimizer {instance.name!r}: {attribute.name} must be a function, got {value!r}")
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -69,11 +74,9 @@ class Optimizer:
     """
 
     name: str
-    init: Callable[[Params], OptState] = attrs.field(validator=attrs.validators.is_callable())
-    update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(
-        validator=attrs.validators.is_callable()
-    )
-    lr: RateFunction = attrs.field(validator=attrs.validators.is_callable())
+    init: Callable[[Params], OptState] = attrs.field(validator=_callable)
+    update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
+    lr: RateFunction = attrs.field(validator=_callable)
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
 
@@ -123,7 +126,7 @@ def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
     return FrozenDict({name: torch.zeros_like(param, requires_grad=False) for name, param in params.items()})
 
 
-def gradients_of(grads: Mapping[str, Tensor | None], names: list[str]) -> list[Tensor | None]:
+def gradients_of(grads: Grads, names: list[str]) -> list[Tensor | None]:
     """The gradients in the order of ``names``."""
     if list(grads) == names:
         return list(grads.values())
@@ -139,8 +142,8 @@ def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
     """``opt_state`` is of this optimizer with these options."""
     if opt_state.keys() != set(keys):
         raise ResumeError(
-            f"{where}: opt_state must hold {sorted(keys)} and holds {sorted(opt_state)}; another optimizer, or this one "
-            "with other options, wrote it: go on with that one, or begin again with optimizer.init(params)"
+            f"{where}: opt_state must hold {sorted(keys)}, and it holds {sorted(opt_state)}; another optimizer, or "
+            "this one with other options, wrote it: go on with that one, or begin again with optimizer.init(params)"
         )
 
 
@@ -171,8 +174,11 @@ def only(values: Sequence[Any], used: list[int]) -> list[Any]:
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in the layout of the originals; half the cost of a clone at a time."""
-    return list(torch._foreach_clone(tensors)) if tensors else []
+    """Copies in the layout of the originals."""
+    # torch 2.12 and later clone a list at once, at half the cost.
+    if tensors and hasattr(torch, "_foreach_clone"):
+        return list(torch._foreach_clone(tensors))
+    return [tensor.clone() for tensor in tensors]
 
 
 def run_kernel(

@@ -48,7 +48,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     for key, part in optimizers.items():
         if not isinstance(part, Optimizer):
             raise ArgumentTypeError(
-                f"partition: {key!r} must be an optimizer, got {part!r}; write partition({{{key!r}: adamw(lr=1e-3)}}, ...)"
+                f"partition: {key!r} must be an optimizer, got {part!r}; write "
+                f"partition({{{key!r}: adamw(lr=1e-3)}}, ...)"
             )
     if not callable(label):
         raise ArgumentTypeError(

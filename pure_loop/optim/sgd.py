@@ -145,20 +145,21 @@ class _SGD:
     def kernel(self, lr: float, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if params[0].device.type not in FUSED_DEVICES:
-                return self.foreach(lr, params, grads, buffers, first)
-            torch._fused_sgd_(
-                params,
-                grads,
-                buffers,
-                weight_decay=self.weight_decay,
-                momentum=self.momentum,
-                lr=lr,
-                dampening=self.dampening,
-                nesterov=self.nesterov,
-                maximize=self.maximize,
-                is_first_step=first,
-            )
+            if params[0].device.type in FUSED_DEVICES:
+                torch._fused_sgd_(
+                    params,
+                    grads,
+                    buffers,
+                    weight_decay=self.weight_decay,
+                    momentum=self.momentum,
+                    lr=lr,
+                    dampening=self.dampening,
+                    nesterov=self.nesterov,
+                    maximize=self.maximize,
+                    is_first_step=first,
+                )
+            else:
+                self.foreach(lr, params, grads, buffers, first)
 
         return run
 

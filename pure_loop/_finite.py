@@ -1,0 +1,69 @@
+"""Finding losses and gradients that are NaN or infinite, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.errors import NonFiniteError
+from pure_loop.state import NON_FINITE_ADVICE, State
+
+__all__ = ["find_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
+
+
+def total_loss(loss: Any) -> Tensor:
+    """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""
+    return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
+
+
+def loss_is_finite(loss: Any) -> bool:
+    """Whether a loss is finite; waits for the device."""
+    return math.isfinite(total_loss(loss).item())
+
+
+@lru_cache
+def _one(device: torch.device) -> Tensor:
+    """A constant; the kernel only reads it."""
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
+    """1 where the loss or one of these tensors is not finite, else 0; float32, shape (1,), on their device.
+
+    It is torch's kernel for unscaling gradients, at scale 1: the cheapest that sees a NaN. It writes each
+    tensor, times one, back, so the tensors must be nobody else's.
+    """
+    device = loss.device
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    one = _one(device)
+    tensors = list(fresh)
+    if len({tensor.dtype for tensor in tensors}) == 1 and not tensors[0].is_complex():
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+    else:
+        for tensor in tensors:
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            torch._amp_foreach_non_finite_check_and_unscale_([real], found, one)
+    if device.type == "cpu":
+        return found if math.isfinite(loss.item()) else one
+    return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
+
+
+def nonfinite_error(state: State) -> NonFiniteError:
+    """The error that names the batch, and what in it is not finite; waits for the device."""
+    t, grads = state.timestamp, state._grads or {}
+    bad = [name for name, g in grads.items() if g is not None and not bool(torch.isfinite(g).all())]
+    if not loss_is_finite(state.loss):
+        what = f"the loss is {total_loss(state.loss).item()}"
+    elif bad:
+        more = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
+        what = f"the gradient of {bad[0]!r}{more} is not finite"
+    else:
+        what = "loss and gradients are finite, and the optimizer's step made parameters that are not"
+    return NonFiniteError(
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
+    )

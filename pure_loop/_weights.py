@@ -1,0 +1,72 @@
+"""How much each microbatch of a batch counts, such that the gradient doesn't depend on the split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.errors import DataError
+
+__all__ = ["Weights"]
+
+
+@attrs.frozen
+class Weights:
+    """The factors of a batch's microbatches.
+
+    The loss of a microbatch is a mean, so its gradient counts by its samples (or tokens): the mean of
+    means is wrong where the last one is smaller. Each gradient is multiplied by its weight over the power
+    of two at or above the sum, which is exact, and the total is divided once at the end: where all
+    arithmetic is exact, every split gives the same bits, and a batch of 2**k samples needs no division.
+
+    Attributes:
+        shares: what each microbatch's gradient is multiplied by, at most 1.
+        divisor: what the sum of gradients is divided by, in (0.5, 1].
+        fractions: how much of the batch's loss each microbatch's loss is; they add up to 1.
+
+    >>> Weights.of([4, 2], batch=0)
+    Weights(shares=(0.5, 0.25), divisor=0.75, fractions=(0.6666666666666666, 0.3333333333333333))
+    """
+
+    shares: tuple[Any, ...]
+    divisor: Any
+    fractions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[float | Tensor], batch: int) -> Weights:
+        """The factors for microbatches of these weights: numbers, or tensors of shape () on any device.
+
+        Raises:
+            DataError: weights that are negative, not finite or add up to zero; names the batch.
+        """
+        read = tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights)
+        if any(isinstance(weight, Tensor) for weight in read):
+            if len(read) == 1:
+                return cls((1.0,), 1.0, (1.0,))
+            total: Any = sum(read)
+            # The same power of two, found on the device.
+            power = torch.exp2(torch.ceil(torch.log2(torch.as_tensor(total, dtype=torch.float32))))
+            return cls(tuple(w / power for w in read), total / power, tuple(w / total for w in read))
+        found = _of_numbers(read)
+        if found is None:
+            raise DataError(
+                f"the microbatches of batch {batch} weigh {list(read)}: weights are finite, not negative, and not "
+                "all zero. By default a microbatch weighs its samples; task=pl.Task(weight=...) says otherwise."
+            )
+        return found
+
+
+@lru_cache(maxsize=256)
+def _of_numbers(weights: tuple[float, ...]) -> Weights | None:
+    total = sum(weights)
+    if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
+        return None
+    mantissa, exponent = math.frexp(total)
+    power = math.ldexp(1.0, exponent - (mantissa == 0.5))
+    return Weights(tuple(w / power for w in weights), total / power, tuple(w / total for w in weights))

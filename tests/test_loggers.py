@@ -1,0 +1,185 @@
+"""Loggers: what is recorded, where it goes, and that recording changes nothing."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import pure_loop as pl
+from pure_loop.callback import LoggerGroup
+from pure_loop.loggers import ConsoleLogger, InMemoryLogger
+from pure_loop.recorder import Recorder
+
+torch.set_num_threads(1)
+
+X = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
+DATA = [(x, (x.sum(1) > 0).long()) for x in X]
+OPTIMIZER = pl.optim.sgd(lr=pl.schedules.linear(1.0, 0.0, "12ba"))
+
+
+def model():
+    net = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(net.weight, 0.1)
+    torch.nn.init.zeros_(net.bias)
+    return net
+
+
+def fit(*, loss=cross_entropy, **options):
+    return pl.fit(model(), DATA, loss=loss, **{"max_duration": "2ep", "optimizer": OPTIMIZER, **options})
+
+
+def test_in_memory_keeps_what_the_run_had():
+    logger = InMemoryLogger()
+    losses = [s.loss for e, s in fit(loggers=[logger], evaluators={"val": DATA}) if e is pl.Event.BATCH_END]
+    batches, values = logger.series("train/loss")
+    assert batches == list(range(1, 13))
+    assert values == torch.stack(losses).tolist()
+    assert logger.series("train/learning_rate")[1] == pytest.approx([1 - i / 12 for i in range(12)])
+    assert logger.series("val/loss")[0] == [6, 12]
+    assert logger.hyperparameters["max_duration"] == "2ep"
+    assert logger.hyperparameters["parameters"] == 8
+
+
+def test_the_results_recorded_are_those_of_the_state():
+    logger = InMemoryLogger()
+    state = pl.run(fit(loggers=[logger], evaluators={"val": DATA}))
+    for name, value in state.metrics["val"].items():
+        assert logger.series(f"val/{name}")[1][-1] == float(value)
+
+
+def test_in_memory_reads_nothing_until_asked(monkeypatch):
+    logger = InMemoryLogger()
+    state = pl.State.create(model())
+    value = torch.tensor(3.0, requires_grad=True) * 2
+
+    def refuse(*_):
+        raise AssertionError("read from the device")
+
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__float__", "cpu", "__bool__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        logger.log_metrics({"norm": value, "plain": 2}, state)
+        Recorder(OPTIMIZER).batch_end(state.replace(loss=value), LoggerGroup([logger]))
+    assert logger.series("norm") == ([0], [6.0])
+    assert logger.series("plain") == ([0], [2.0])
+    assert not logger.metrics["norm"][0][1].requires_grad
+
+
+def test_series_of_mixed_values_keeps_its_order_and_exact_integers():
+    logger, state = InMemoryLogger(), pl.State.create(model())
+    given = [1, torch.tensor(2**53 + 2), torch.tensor(0.5), torch.tensor([0.25]), math.inf, torch.tensor(1.5)]
+    for value in given:
+        logger.log_metrics({"x": value}, state)
+    assert logger.series("x")[1] == [float(value) for value in given]
+
+
+def test_a_metric_that_was_not_recorded_is_named_with_the_nearest():
+    logger = InMemoryLogger()
+    pl.run(fit(loggers=[logger]))
+    with pytest.raises(pl.ArgumentError, match="did you mean 'train/loss'"):
+        logger.series("train/los")
+
+
+def test_parts_of_a_loss_are_recorded_by_name():
+    def parts(outputs, targets):
+        ce = cross_entropy(outputs, targets)
+        return {"total": ce + 1.0, "ce": ce}
+
+    logger = InMemoryLogger()
+    pl.run(fit(loss=parts, loggers=[logger], microbatch_size=2))
+    total, ce = logger.series("train/loss")[1], logger.series("train/loss/ce")[1]
+    assert total == pytest.approx([value + 1 for value in ce])
+
+
+def test_each_part_of_a_partition_has_its_learning_rate():
+    optimizer = pl.optim.partition(
+        {"bias": pl.optim.sgd(lr=0.5), "rest": pl.optim.sgd(lr=0.25)},
+        label=lambda name, _: "bias" if name == "bias" else "rest",
+    )
+    logger = InMemoryLogger()
+    pl.run(fit(loggers=[logger], optimizer=optimizer))
+    assert logger.series("train/learning_rate/bias")[1] == [0.5] * 12
+    assert logger.series("train/learning_rate/rest")[1] == [0.25] * 12
+
+
+def test_metrics_that_are_no_numbers_are_not_recorded():
+    confusion = pl.metrics.Metric("confusion", lambda: 0, lambda a, *_: a, lambda _: torch.zeros(2, 2))
+    logger = InMemoryLogger()
+    evaluator = pl.Evaluator(DATA, metrics=[confusion, pl.metrics.accuracy()])
+    pl.run(fit(loggers=[logger, ConsoleLogger(stream=io.StringIO())], evaluators={"val": evaluator}))
+    assert [name for name in logger.metrics if name.startswith("val/")] == ["val/accuracy"]
+
+
+def console(interval, **options):
+    stream = io.StringIO()
+    pl.run(fit(loggers=[ConsoleLogger(interval, stream=stream)], **options))
+    return stream.getvalue().splitlines()
+
+
+def test_console_prints_an_aligned_line_an_epoch_and_an_evaluation():
+    lines = console("1ep", evaluators={"val": DATA})
+    assert [line[:31] for line in lines] == [
+        "epoch 1/2  batch      6  train ",
+        "epoch 1/2  batch      6  val   ",
+        "epoch 2/2  batch     12  train ",
+        "epoch 2/2  batch     12  val   ",
+    ]
+    assert "lr 0.5833" in lines[0]  # of the sixth batch: 1 - 5/12
+    assert "accuracy" in lines[1]
+    assert "accuracy" not in lines[2]  # results stand in their own line
+
+
+@pytest.mark.parametrize(
+    ("interval", "batches"),
+    [
+        ("4ba", [4, 8, 12]),
+        ("5ba", [5, 10, 12]),
+        ("0.5dur", [6, 12]),
+        (0, [12]),
+        (lambda state: state.timestamp.batch == 3, [3, 12]),
+    ],
+)
+def test_console_prints_at_its_interval_and_at_the_end(interval, batches):
+    assert [int(line.split()[3]) for line in console(interval)] == batches
+
+
+def test_console_prints_to_the_standard_output_of_the_moment(capsys):
+    pl.run(fit(loggers=[ConsoleLogger()]))
+    assert "loss" in capsys.readouterr().out
+
+
+def test_console_works_without_the_recorder():
+    def script(state):
+        state = yield pl.Event.FIT_START, state
+        state = yield pl.Event.BATCH_END, state.replace(loss=torch.tensor(0.25), event=None)
+        return (yield pl.Event.FIT_END, state)
+
+    stream = io.StringIO()
+    state = pl.State.create(model(), timestamp=pl.Timestamp(batch=1))
+    pl.run(pl.drive(script(state), loggers=[ConsoleLogger("1ba", stream=stream)]))
+    assert "loss 0.2500" in stream.getvalue()
+
+
+def test_console_checks_that_losses_are_finite_when_it_reads_them():
+    logger = ConsoleLogger(stream=io.StringIO())
+    state = pl.State.create(model()).replace(nonfinite=torch.tensor(5))
+    with pytest.raises(pl.NonFiniteError, match="batch 5"):
+        logger.fit_end(state.replace(timestamp=pl.Timestamp(batch=7)), LoggerGroup())
+
+
+def test_console_refuses_what_it_cant_use():
+    for wrong in (None, 1.5, "often"):
+        with pytest.raises(pl.PureLoopError, match="interval"):
+            ConsoleLogger(wrong)
+    with pytest.raises(pl.ArgumentTypeError, match="open text file"):
+        ConsoleLogger(stream="log.txt")
+
+
+def test_recording_changes_no_training():
+    alone = pl.run(fit(strict=True))
+    logged = pl.run(fit(strict=True, loggers=[InMemoryLogger(), ConsoleLogger("1ba", stream=io.StringIO())]))
+    assert all(torch.equal(alone.params[name], logged.params[name]) for name in alone.params)

@@ -1,0 +1,250 @@
+"""Loops that are deliberately wrong, each in one way; the law that must catch it stands beside it.
+
+A wrong loop is the library's own with one part replaced while it runs, so it is wrong in that alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import attrs
+import torch
+
+import pure_loop as pl
+from pure_loop import Event, driver, loop, stages
+from pure_loop._weights import Weights
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.stages import Stages
+
+Fit = Callable[..., Any]
+ALGORITHM = sys.modules["pure_loop.algorithm"]  # `pl.algorithm` is the decorator
+
+
+def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> Fit:
+    """``fit`` with something replaced, only while its own code runs (not while the law's does)."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
+        stream = pl.fit(*args, **kwargs)
+        while True:
+            contexts = [make() for make in replacements]
+            for context in contexts:
+                context.__enter__()
+            try:
+                pair = next(stream, None)
+            finally:
+                for context in reversed(contexts):
+                    context.__exit__(None, None, None)
+            if pair is None:
+                return
+            yield pair
+
+    return wrong
+
+
+def without(event: Event) -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
+        return (pair for pair in pl.fit(*args, **kwargs) if pair[0] is not event)
+
+    return wrong
+
+
+def evaluates_twice_at_the_end() -> Fit:
+    return while_patched(lambda: patch.object(BoundEvaluator, "due_at_end", lambda self, state: True))
+
+
+def counts_microbatches_as_batches() -> Fit:
+    real = loop.gradients
+
+    def gradients(state: pl.State, given: Stages) -> Any:
+        for piece in given.microbatches(state.batch):
+            state = yield from real(state.replace(batch=piece, grads=None), attrs.evolve(given, microbatch_size=None))
+            state = yield Event.BATCH_END, state
+        return state
+
+    return while_patched(lambda: patch.object(loop, "gradients", gradients))
+
+
+def updates_in_place() -> Fit:
+    real = Stages.update
+
+    def update(self: Stages, state: pl.State, **counted: Any) -> pl.State:
+        after = real(self, state, **counted)
+        for name, tensor in state.params.items():
+            tensor.copy_(after.params[name])
+        return after
+
+    return while_patched(lambda: patch.object(Stages, "update", update))
+
+
+def updates_through_data() -> Fit:
+    """As above, behind the back of the version counter."""
+    real = Stages.update
+
+    def update(self: Stages, state: pl.State, **counted: Any) -> pl.State:
+        for tensor in state.params.values():
+            tensor.data.mul_(0.99)
+        return real(self, state, **counted)
+
+    return while_patched(lambda: patch.object(Stages, "update", update))
+
+
+def lends_its_buffers_to_batchnorm() -> Fit:
+    from pure_loop.model import _Instance
+
+    def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
+        real(self, params, buffers, training)
+        for name, slots in self._buffer_slots:
+            for tensors, key in slots:
+                tensors[key] = buffers[name]
+
+    real = _Instance.bind
+    return while_patched(lambda: patch.object(_Instance, "bind", bind))
+
+
+def draws_from_the_global_generator() -> Fit:
+    return while_patched(lambda: patch.object(stages, "seeded", lambda *args: nullcontext()))
+
+
+def reseeds_the_global_generator() -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
+        for pair in pl.fit(*args, **kwargs):
+            torch.manual_seed(0)
+            yield pair
+
+    return wrong
+
+
+def starts_the_epoch_again() -> Fit:
+    from pure_loop.sources import Source
+
+    real = Source.epoch
+    return while_patched(
+        lambda: patch.object(Source, "epoch", lambda self, epoch, start=0, seen=0: real(self, epoch, 0, 0))
+    )
+
+
+def forgets_the_optimizer_memory() -> Fit:
+    def wrong(start: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(start, pl.State):
+            start = start.replace(opt_state=None)
+        return pl.fit(start, *args, **kwargs)
+
+    return wrong
+
+
+def takes_the_mean_of_means() -> Fit:
+    def equal(weights: list[Any], batch: int) -> Weights:
+        n = len(weights)
+        return Weights((1.0,) * n, float(n), (1 / n,) * n)
+
+    return while_patched(lambda: patch.object(Weights, "of", equal))
+
+
+def forgets_the_last_microbatch() -> Fit:
+    real = Stages.microbatches
+
+    def microbatches(self: Stages, batch: Any, size: int | None = None) -> list[Any]:
+        return real(self, batch, size)[:-1] or real(self, batch, size)
+
+    return while_patched(lambda: patch.object(Stages, "microbatches", microbatches))
+
+
+def evaluation_trains_batchnorm() -> Fit:
+    real = loop.evaluation
+
+    def evaluation(state: pl.State, given: Stages, evaluator: BoundEvaluator) -> Any:
+        after = yield from real(state, given, evaluator)
+        return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
+
+    return while_patched(lambda: patch.object(loop, "evaluation", evaluation))
+
+
+def callbacks_shift_the_seed() -> Fit:
+    real = driver._observe
+
+    def observe(event: Event, state: pl.State, *rest: Any) -> None:
+        real(event, state, *rest)
+        if event is Event.BATCH_START:
+            object.__setattr__(state, "seed", state.seed + 1)
+
+    return while_patched(lambda: patch.object(driver, "_observe", observe))
+
+
+def the_identity_costs_a_rounding() -> Fit:
+    real = driver.apply
+
+    def apply(event: Event, state: pl.State, *rest: Any) -> pl.State:
+        state = real(event, state, *rest)
+        if event is Event.BATCH_START:
+            state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
+        return state
+
+    return while_patched(lambda: patch.object(driver, "apply", apply))
+
+
+def never_reverses() -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(ALGORITHM, "reversed_at", lambda event: False):
+            return pl.fit(*args, **kwargs)
+
+    return wrong
+
+
+def reverses_the_data_too() -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(ALGORITHM, "reversed_at", lambda event: "after" in event.value):
+            return pl.fit(*args, **kwargs)
+
+    return wrong
+
+
+def composes_backwards() -> Fit:
+    def flip(item: Any) -> Any:
+        return pl.compose(*reversed(item.members)) if hasattr(item, "members") else item
+
+    def wrong(*args: Any, algorithms: Any = (), **kwargs: Any) -> Any:
+        return pl.fit(*args, algorithms=[flip(item) for item in algorithms], **kwargs)
+
+    return wrong
+
+
+def leaves_the_module_in_eval_mode() -> Fit:
+    def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
+        stream = pl.fit(module, *args, **kwargs)
+        module.eval()
+        return stream
+
+    return wrong
+
+
+def leaks_gradients() -> Fit:
+    def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return pl.fit(module, *args, **kwargs)
+
+    return wrong
+
+
+def leaves_a_thread() -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        threading.Thread(target=threading.Event().wait, args=(5,), daemon=True).start()
+        return pl.fit(*args, **kwargs)
+
+    return wrong
+
+
+def trains_the_users_module() -> Fit:
+    def wrong(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
+        for event, state in pl.fit(module, *args, **kwargs):
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(state.params[name] + 1)
+            yield event, state
+
+    return wrong
