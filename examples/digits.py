@@ -42,15 +42,16 @@ History: TypeAlias = list[tuple[Event, pl.State | None]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=14)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="digits.png", help="where the picture goes")
     parser.add_argument("--quick", action="store_true", help="three epochs; 80%% right are enough")
     options = parser.parse_args(arguments)
     epochs, goal = (3, 0.8) if options.quick else (options.epochs, GOAL)
 
+    torch.set_num_threads(1)  # Images of 8x8 pixels: more threads would only wait for each other.
     train, evaluators = load()
-    optimizer = pl.optim.adamw(lr=pl.schedules.cosine(f"{epochs}ep", peak=5e-3, warmup="30ba"))
+    optimizer = pl.optim.adamw(lr=pl.schedules.cosine(f"{epochs * len(train)}ba", peak=1e-2, warmup="30ba"))
 
     def fit(start: nn.Module | pl.State) -> Iterable[tuple[Event, pl.State]]:
         return pl.fit(
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             microbatch_size=32,
             seed=options.seed,
             evaluators=evaluators,
-            algorithms=[label_smoothing(0.1), ema(half_life="20ba")],
+            algorithms=[label_smoothing(0.1), ema(half_life="10ba")],
         )
 
     begun = time.perf_counter()
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # FIT_START begins every call; after it comes the rest of the first run.
     tensors, differences = compare(history[position + 1 :], replay[1:])
-    draw(history, replay, optimizer, options.output)
+    draw(history, replay, optimizer, not differences, options.output)
 
     last = history[-2][1]
     assert last is not None
@@ -105,29 +106,33 @@ def record(stream: Iterable[tuple[Event, pl.State]], description: str) -> Histor
 
 
 class Jittered(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are shifted by up to one pixel, at random: what a dataset draws is replayed too."""
+    """Images of 10x10 pixels, cut to 8x8 at a random place: what a dataset draws is replayed too."""
 
     def __init__(self, images: Tensor, digits: Tensor) -> None:
-        self.images, self.digits = nn.functional.pad(images, (1, 1, 1, 1)), digits
+        self.images, self.digits = images, digits
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x, y = torch.randint(3, (2,)).tolist()
-        return self.images[index, :, y : y + 8, x : x + 8], self.digits[index]
+        return cut(self.images[index], x, y), self.digits[index]
+
+
+def cut(images: Tensor, x: int, y: int) -> Tensor:
+    return images[..., y : y + 8, x : x + 8]
 
 
 def load() -> tuple[DataLoader[Any], dict[str, DataLoader[Any]]]:
     """Training data, shuffled, and the data of two evaluators. The split is the same for all seeds."""
     raw = load_digits()
-    images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = nn.functional.pad(torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16, (1, 1, 1, 1))
     digits = torch.tensor(raw.target)
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
-    shifted = [images[test].roll(shift, dim) for dim in (2, 3) for shift in (-1, 1)]
+    shifted = [cut(images[test], x, y) for x, y in ((0, 1), (2, 1), (1, 0), (1, 2))]
     evaluators = {
-        "held-out": TensorDataset(images[test], digits[test]),
+        "held-out": TensorDataset(cut(images[test], 1, 1), digits[test]),
         "shifted": TensorDataset(torch.cat(shifted), digits[test].repeat(len(shifted))),
     }
     loader = DataLoader(Jittered(images[train], digits[train]), batch_size=64, shuffle=True)
@@ -159,28 +164,61 @@ def compare(first: History, second: History) -> tuple[int, list[str]]:
     return tensors, differences
 
 
-def draw(history: History, replay: History, optimizer: pl.optim.Optimizer, path: str) -> None:
-    """Loss, accuracy and learning rate over the batches; the replayed half is shaded."""
+def draw(history: History, replay: History, optimizer: pl.optim.Optimizer, same: bool, path: str) -> None:
+    """Loss, accuracy and learning rate over the batches; the replayed half is shaded, its losses dotted."""
     batches = [state for event, state in history if event is Event.BATCH_END and state is not None]
     epochs = [state for event, state in history if event is Event.EPOCH_CHECKPOINT and state is not None]
     again = [state for event, state in replay if event is Event.BATCH_END and state is not None]
-    ink, blue, orange, gray = "#222222", "#1f6fb4", "#d9661f", "#9a9a9a"
-    colors = dict(zip(epochs[-1].metrics, (blue, orange), strict=True))
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": gray})
-    figure, (loss, accuracy, rate) = plt.subplots(
-        3, 1, sharex=True, figsize=(8, 7.6), height_ratios=(3, 3, 1.6), layout="constrained"
-    )
-    end = batches[-1].timestamp.batch
+    kept, end = again[0].previous_timestamp.batch, batches[-1].timestamp.batch
+    ink, gray, colors = "#222222", "#757575", ("#1f6fb4", "#d9661f")
 
-    loss.plot([s.timestamp.batch for s in batches], [float(s.loss) for s in batches], color=gray, lw=1)
-    loss.plot([s.timestamp.batch for s in again], [float(s.loss) for s in again], color=ink, lw=1, ls=(0, (1, 2)))
-    for axes, name, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
-        for label, color in colors.items():
-            values = [scale * float(s.metrics[label][name]) for s in epochs]
-            axes.plot([s.timestamp.batch for s in epochs], values, color=color, lw=2, marker="o", ms=4)
-    rate.plot([s.timestamp.batch for s in batches], [optimizer.lr(s.previous_timestamp) for s in batches], color=ink)
+    plt.rcParams.update({"font.size": 12, "axes.edgecolor": gray, "axes.spines.top": False, "axes.spines.right": False})
+    figure, panels = plt.subplots(3, 1, sharex=True, figsize=(9, 8), height_ratios=(4, 4, 2), layout="constrained")
+    loss, accuracy, rate = panels
+    for panel, title in zip(panels, ("Loss", "Accuracy (%)", "Learning rate"), strict=True):
+        panel.set_title(title, loc="left", fontweight="bold", fontsize=12)
+        panel.axvspan(kept, end, color="#f1efe9", lw=0, zorder=0)
+
+    at = [state.timestamp.batch for state in batches]
+    loss.plot(at, [float(state.loss) for state in batches], color=gray, lw=1.2)
+    loss.plot(at[-len(again) :], [float(state.loss) for state in again], color=ink, lw=1.2, ls=":")
+    rate.plot(at, [optimizer.lr(state.previous_timestamp) for state in batches], color=ink, lw=2)
+    labels: dict[Any, list[tuple[float, str, str]]] = {
+        loss: [(float(batches[-1].loss), "training, with\nsmoothed labels", gray)],
+        accuracy: [],
+    }
+    at = [state.timestamp.batch for state in epochs]
+    for evaluator, color in zip(epochs[-1].metrics, colors, strict=True):
+        for panel, metric, scale, unit in ((loss, "loss", 1, ""), (accuracy, "accuracy", 100, "%")):
+            values = [scale * float(state.metrics[evaluator][metric]) for state in epochs]
+            panel.plot(at, values, color=color, lw=2, marker="o", ms=4)
+            labels[panel].append((values[-1], f"{evaluator} {values[-1]:.3g}{unit}", color))
+    accuracy.axhline(100 * GOAL, color=gray, lw=1, ls=(0, (4, 3)), zorder=1)
+    accuracy.text(1, 100 * GOAL + 0.1, "the goal", color=gray, va="bottom", fontsize=10)
+    accuracy.set_ylim(top=100.5)
+    accuracy.set_ylim(bottom=max(90, accuracy.get_ylim()[0]))
+    loss.set_ylim(bottom=0)
+    rate.set_ylim(bottom=0)
+    rate.set_xlim(0, end)
+    rate.set_xlabel("Batch")
+    for panel, found in labels.items():
+        label_ends(panel, end, found)
+    what = "bit for bit the same" if same else "NOT the same"
+    loss.text(kept + end / 100, loss.get_ylim()[1], f"replayed from a kept State:\n{what}", va="top", color=ink)
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+def label_ends(panel: Any, end: float, labels: list[tuple[float, str, str]]) -> None:
+    """Texts beside the ends of lines, moved apart where they would overlap."""
+    low, high = panel.get_ylim()
+    heights: list[float] = []
+    for value, text, _ in sorted(labels):
+        room = (high - low) * (0.07 + 0.02 * text.count("\n"))
+        heights.append(max(value, heights[-1] + room) if heights else value)
+    up = sum(heights) / len(heights) - sum(value for value, _, _ in labels) / len(labels)
+    for height, (_, text, color) in zip(heights, sorted(labels), strict=True):
+        panel.text(1.012 * end, height - up, text, color=color, va="center", linespacing=1.1)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,7 @@ class _Counts:
 
     epoch: int = 0
     batch: int = 0
+    batch_in_epoch: int = 0
     sample: int = 0
     token: int = 0
     iteration: int = 0
@@ -279,6 +280,7 @@ class _Run:
         self.now = attrs.evolve(
             before,
             batch=before.batch + 1,
+            batch_in_epoch=before.batch_in_epoch + 1,
             sample=before.sample + samples,
             token=before.token + samples * self.plan.tokens_per_sample,
             seconds=before.seconds + Fraction(repr(float(self.plan.seconds_per_batch))),
@@ -289,7 +291,7 @@ class _Run:
 
     def count_epoch(self) -> _Counts:
         before = self.now
-        self.now = attrs.evolve(before, epoch=before.epoch + 1)
+        self.now = attrs.evolve(before, epoch=before.epoch + 1, batch_in_epoch=0)
         return before
 
     def due(self, before: _Counts, event: Event) -> list[str]:
@@ -299,12 +301,25 @@ class _Run:
             size, unit = interval.exact, interval.unit
             if unit is TimeUnit.DURATION:
                 size, unit = size * self.plan.max_duration.exact, self.plan.max_duration.unit
+                length = self.known_length()
+                if size and unit is TimeUnit.EPOCH and length is not None:
+                    # Batches are what counts. An epoch that is shorter than known ends with a jump, which is looked at
+                    # unless its last batch had an evaluation.
+                    passed = self.epochs(before, length) // size != self.epochs(self.now, length) // size
+                    if passed and label not in self.evaluated:
+                        labels.append(label)
+                    continue
             asked = Event.EPOCH_END if unit is TimeUnit.EPOCH else Event.BATCH_END
             if event is not asked or size == 0:
                 continue
             if math.floor(before.of(unit) / size) != math.floor(self.now.of(unit) / size):
                 labels.append(label)
         return labels
+
+    @staticmethod
+    def epochs(counts: _Counts, length: int) -> Fraction:
+        """Finished epochs and the part of this one that is over, for epochs of a known length."""
+        return counts.epoch + min(Fraction(counts.batch_in_epoch, length), Fraction(1))
 
     def not_yet_evaluated(self) -> list[str]:
         evaluators = self.plan.evaluators.items()

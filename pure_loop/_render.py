@@ -61,9 +61,11 @@ def mermaid(rules: Rules, boundaries: AbstractSet[Event], reasons: Mapping[tuple
     boxes: dict[tuple[str, ...], list[str]] = {}
     arrows: dict[str, None] = {}
     drawn: set[str] = set()
+    heads: list[str] = []
     for start in ("fit", *apart):
         automaton = Automaton(trees, [start], ["none"], [name for name in apart if name != start])
         nodes = _nodes(automaton)
+        heads.append(nodes[min(automaton.follow[0])])
         for position, node in nodes.items():
             label = automaton.labels[position]
             if node not in drawn:
@@ -73,6 +75,9 @@ def mermaid(rules: Rules, boundaries: AbstractSet[Event], reasons: Mapping[tuple
             for after in sorted(automaton.follow[position]):
                 reason = reasons.get((label, automaton.labels[after]))  # type: ignore[arg-type]
                 arrows[f"{node} -->|{reason}| {nodes[after]}" if reason else f"{node} --> {nodes[after]}"] = None
+    # Mermaid lays out a box that nothing leads into by itself, sideways and from the inside out: an invisible link
+    # between the boxes keeps all of them reading from top to bottom.
+    arrows |= dict.fromkeys(f"{heads[0]} ~~~ {head}" for head in heads[1:])
     marked = ",".join(event.name for event in Event if event in boundaries and event.name in drawn)
     lines = ["flowchart TD", *_draw(boxes, ()), *(f"    {arrow}" for arrow in arrows)]
     return "\n".join([*lines, "    classDef boundary stroke-width:4px", f"    class {marked} boundary"])

@@ -45,6 +45,8 @@ class Weights:
         Raises:
             DataError: weights that are negative, not finite or add up to zero; names the batch.
         """
+        if len(weights) == 1 and type(weights[0]) is int and (found := _of_numbers((weights[0],))) is not None:
+            return found
         read = tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights)
         if any(isinstance(weight, Tensor) for weight in read):
             if len(read) == 1:

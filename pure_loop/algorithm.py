@@ -128,7 +128,7 @@ class Algorithm:
     def __call__(self, state: State, *stages: Any) -> State:
         """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
         functions = {function for listed in self.handlers.values() for function in listed}
-        chosen = tuple(functions) if len(functions) == 1 else self.handlers.get(state.event, ())  # type: ignore[call-overload]
+        chosen = tuple(functions) if len(functions) == 1 else self.handlers.get(state.event, ())  # type: ignore[arg-type]
         for function in chosen:
             state = function(state, *stages)
         return state
@@ -183,7 +183,8 @@ def algorithm(
             f"algorithm {function_name!r} binds no event: write @pl.algorithm(Event.BATCH_END) above it, with the "
             "event at which it runs."
         )
-    if any(isinstance(event, list | tuple | set | frozenset) for event in events):
+    listed: tuple[Any, ...] = events
+    if any(isinstance(event, list | tuple | set | frozenset) for event in listed):
         raise ArgumentTypeError(
             "pl.algorithm takes events one by one, not in a list: pl.algorithm(Event.BATCH_START, Event.BATCH_END)."
         )

@@ -46,9 +46,11 @@ class Cadence:
 
 def counted_at(interval: Time, state: State) -> Event:
     """The event at which the unit of an interval is counted."""
-    unit = interval.unit
-    if unit is TimeUnit.DURATION and state.timestamp.max_duration is not None:
-        unit = state.timestamp.max_duration.unit
+    unit, t = interval.unit, state.timestamp
+    if unit is TimeUnit.DURATION and t.max_duration is not None:
+        unit = t.max_duration.unit
+        if unit is TimeUnit.EPOCH and t.batches_per_epoch:
+            return Event.BATCH_END
     if unit is TimeUnit.EPOCH:
         return Event.EPOCH_END
     return Event.ITERATION_END if unit is TimeUnit.ITERATION else Event.BATCH_END

@@ -144,7 +144,7 @@ def _flat_size(batch: Any) -> int:
     for leaf in batch:
         if type(leaf) is not Tensor or not leaf.ndim:
             return -1
-        rows = len(leaf)
+        rows = leaf.shape[0]
         if rows != size:
             if size >= 0:
                 return -1

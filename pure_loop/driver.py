@@ -12,7 +12,7 @@ from pure_loop.callback import Callback, Observer, refuse_return
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import _COPIERS, NOT_READY, State, _copier, refuse_misfit
+from pure_loop.state import NOT_READY, State, draft_of, refuse_misfit
 from pure_loop.strict import Strict
 
 __all__ = ["apply", "run_script", "run_silently", "seal"]
@@ -36,15 +36,20 @@ POSITIONS = frozenset(
     }
 )
 
-_set_event = State.event.__set__  # type: ignore[attr-defined]
-_set_position = State.position.__set__  # type: ignore[attr-defined]
-_set_grads = State._grads.__set__
+_set_event = vars(State)["event"].__set__
+_set_position = vars(State)["position"].__set__
+_set_grads = vars(State)["_grads"].__set__
 
 
 def seal(state: State, event: Event) -> State:
     """The State of an event. One that no event has had yet is nobody else's, and is written to in place."""
     if state.event is not None:
-        state = (_COPIERS.get(state.__class__) or _copier(state.__class__))(state)
+        draft = draft_of(state)
+        draft.event = event
+        if event in POSITIONS:
+            draft.position = event
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
     _set_event(state, event)
     if event in POSITIONS:
         _set_position(state, event)

@@ -108,7 +108,7 @@ def bind_evaluators(
     default = as_predicate(eval_interval, "eval_interval")
     if evaluators is None:
         return ()
-    if isinstance(evaluators, list | tuple) and any(isinstance(each, Evaluator | DataLoader) for each in evaluators):
+    if type(evaluators) in (list, tuple) and any(isinstance(each, Evaluator | DataLoader) for each in evaluators):
         raise ArgumentTypeError(
             "evaluators is a list of evaluators; each needs a label, under which its metrics are found: "
             'evaluators={"val": ..., "test": ...}.'

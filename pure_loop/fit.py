@@ -220,7 +220,7 @@ def prepare(
     observed, objects, group = observers(callbacks, loggers, Recorder(optimizer))
     watched = _watched(watch)
     mode = Precision.parse(precision)
-    state, fresh = _first_state(model_or_state, seed, device, duration)
+    state, fresh = _first_state(model_or_state, seed, device)
     module = state.model._skeleton
     stages = LoopStages(
         task=make_task(module, loss, task),
@@ -243,8 +243,12 @@ def prepare(
         batches_per_epoch=_positive(batches_per_epoch, "batches_per_epoch"),
     )
     refuse_empty(data, "train_dataloader")
-    if not fresh:
-        _refuse_other_optimizer(state, optimizer)
+    # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+    known = {"max_duration": duration, "batches_per_epoch": data.length}
+    state = state.replace(
+        timestamp=state.timestamp.replace(**known), previous_timestamp=state.previous_timestamp.replace(**known)
+    )
+    _refuse_other_optimizer(state, optimizer)
     return Prepared(
         state=state,
         fit=loop.Fit(
@@ -254,7 +258,8 @@ def prepare(
             iteration_length=length,
             clock=clock,
             fresh=fresh,
-            prepare=_preparation(optimizer, mode, listed, group),
+            prepare=_preparation(optimizer, mode, listed),
+            counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
         ),
         algorithms=listed,
         observers=observed,
@@ -266,15 +271,14 @@ def prepare(
     )
 
 
-def _first_state(model_or_state: Any, seed: Any, device: Any, duration: Time) -> tuple[State, bool]:
+def _first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
     wanted = _device(device)
     if not isinstance(model_or_state, State):
         refuse_untrainable(model_or_state)
-        state = State.create(model_or_state, seed=seed, device=wanted)
-        return state.replace(timestamp=state.timestamp.replace(max_duration=duration)), True
+        return State.create(model_or_state, seed=seed, device=wanted), True
     state = model_or_state
     _refuse_between_boundaries(state)
     refuse_misfit(state)
@@ -285,7 +289,6 @@ def _first_state(model_or_state: Any, seed: Any, device: Any, duration: Time) ->
         )
     if wanted is not None and (wanted.type != state.device.type or wanted.index not in (None, state.device.index)):
         state = _moved(state, wanted)
-    state = state.replace(timestamp=state.timestamp.replace(max_duration=duration))
     return state, state.position is None and state.event is None
 
 
@@ -367,14 +370,15 @@ def _refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         )
     if given_spec != wanted_spec:
         return
-    paths, needed, _ = optree.tree_flatten_with_path(wanted, namespace="pure_loop")  # type: ignore[arg-type]
-    for path, leaf, given in zip(paths, needed, optree.tree_leaves(state.opt_state, namespace="pure_loop"), strict=True):
-        name = next((each for each in path if each in state.params), None)
-        shaped = name is not None and isinstance(leaf, Tensor) and isinstance(given, Tensor)
-        if shaped and leaf.shape == state.params[name].shape != given.shape:
+    paths: Any = optree.tree_paths(state.opt_state, namespace="pure_loop")
+    leaves: Any = optree.tree_leaves(state.opt_state, namespace="pure_loop")
+    needed: Any = optree.tree_leaves(wanted, namespace="pure_loop")  # type: ignore[arg-type]
+    for path, given, leaf in zip(paths, leaves, needed, strict=True):
+        shape = next((state.params[each].shape for each in path if each in state.params), None)
+        if isinstance(leaf, Tensor) and leaf.shape == shape != given.shape:
             raise ResumeError(
-                f"opt_state's memory of {name!r} has shape {tuple(given.shape)}, and its parameter "
-                f"{tuple(leaf.shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
+                f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
             )
 
 
@@ -392,7 +396,7 @@ def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
 
 
 def _preparation(
-    optimizer: Optimizer, precision: Precision, algorithms: tuple[Algorithm, ...], logger: LoggerGroup
+    optimizer: Optimizer, precision: Precision, algorithms: tuple[Algorithm, ...]
 ) -> Callable[[State], State]:
     """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms."""
 

@@ -22,6 +22,8 @@ def map_present(
 ) -> FrozenDict[str, Any]:
     """Apply a function of a list of tensors to the gradients that are there."""
     present = {name: gradient for name, gradient in grads.items() if gradient is not None}
+    if not present:
+        return FrozenDict(grads)
     changed = FrozenDict(zip(present, function(list(present.values())), strict=True))
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
@@ -37,7 +39,8 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     if not present:
         return torch.zeros(())
     norms = torch._foreach_norm(present, norm_type)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 @torch.no_grad()
@@ -56,14 +59,18 @@ def clip_by_norm(
 
 @torch.no_grad()
 def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> FrozenDict[str, Any]:
-    """Clamp every element of every gradient to ``[-max_value, max_value]``.
+    """Clamp every element of every gradient to ``[-max_value, max_value]``; one that is not finite becomes NaN.
+
+    An infinite gradient clamped to a finite one would hide that it had overflowed.
 
     >>> clip_by_value({"a": torch.tensor([3.0, -0.5])}, 1.0)["a"]
     tensor([ 1.0000, -0.5000])
     """
 
     def clamp(present: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_clamp_max(torch._foreach_clamp_min(present, -max_value), max_value))
+        clamped = torch._foreach_clamp_max(torch._foreach_clamp_min(present, -max_value), max_value)
+        # x - x is 0, and NaN where x is infinite.
+        return list(torch._foreach_add(clamped, torch._foreach_sub(present, present)))
 
     return map_present(clamp, grads)
 

@@ -9,7 +9,7 @@ callbacks, hands it to the user, and sends it back. The scripts here read as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -78,6 +78,7 @@ class Fit:
     clock: Callable[[], float]
     fresh: bool
     prepare: Callable[[State], State]
+    counts_tokens: bool
 
 
 def gradients(state: State, stages: Stages) -> Script:
@@ -127,9 +128,12 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
                 state = yield from batch(state, fit, samples, tokens, stopwatch)
                 at = Event.BATCH_END
             if at is Event.BATCH_END:
-                state = yield from evaluations(_outside_batch(state), fit, Event.BATCH_END)
+                state = _outside_batch(state)
+                if fit.evaluators:
+                    state = yield from evaluations(state, fit, Event.BATCH_END)
                 state = yield Event.BATCH_CHECKPOINT, state
-            state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
+            if fit.iteration_length is not None:
+                state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
             at = None
             if reached(state):
                 if state.timestamp.batch_in_epoch == fit.source.length:
@@ -357,7 +361,7 @@ def _outside_batch(state: State) -> State:
     return state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None, evaluator=None, event=None)
 
 
-def _open(state: State, fit: Fit) -> Iterator[Any]:
+def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
     t = state.timestamp
     return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
 
@@ -366,19 +370,12 @@ def _load(state: State, fit: Fit, loaded: Any) -> tuple[State, int, int]:
     task = fit.stages.task
     whole = to_device(loaded, state.device)
     samples, tokens = task.samples(whole), task.tokens(whole)
-    if tokens == 0 and _counts_tokens(state, fit):
+    if tokens == 0 and fit.counts_tokens:
         raise DataError(
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
             "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
         )
     return state.replace(batch=whole, event=None), samples, tokens
-
-
-def _counts_tokens(state: State, fit: Fit) -> bool:
-    return any(
-        time is not None and time.unit is TimeUnit.TOKEN
-        for time in (state.timestamp.max_duration, fit.iteration_length)
-    )
 
 
 def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:

@@ -6,7 +6,7 @@ used. Every metric weighs samples equally, so the result does not depend on how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import attrs
@@ -117,7 +117,7 @@ def as_metrics(given: MetricsLike, label: str) -> tuple[Metric, ...] | None:
         return None
     if isinstance(given, Metric):
         return (given,)
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if not isinstance(given, Mapping | list | tuple):
         _refuse_metric(given, label)
     if isinstance(given, Mapping):
         for metric in given.values():

@@ -331,6 +331,6 @@ def refuse_untrainable(module: object) -> None:
 def _hint(given: object) -> str:
     if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
         return ": a state_dict goes into its module first, model.load_state_dict(...)"
-    if isinstance(given, Iterable):
+    if isinstance(given, Iterable) and not isinstance(given, Mapping | str):
         return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
     return ""

@@ -7,7 +7,6 @@ training runs: values are copied behind the computation and shown when they have
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -18,7 +17,6 @@ from pure_loop._screens import Screen, Snapshot, screen_for
 from pure_loop._words import epoch as epoch_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.fit import Prepared
 from pure_loop.recorder import is_scalar
 from pure_loop.state import State
 from pure_loop.time import Timestamp, TimeUnit
@@ -71,7 +69,7 @@ def progress(
         raise ArgumentError(f"progress(refresh_seconds={refresh_seconds!r}): give a number of seconds, 0 or more.")
     if file is not None and not hasattr(file, "write"):
         raise ArgumentTypeError(f"progress(file={file!r}): give an open text file, such as sys.stdout, or None.")
-    return _pass_on(stream, _Tracker(screen_for(file), description, float(refresh_seconds), _batches_per_epoch(stream)))
+    return _pass_on(stream, _Tracker(screen_for(file), description, float(refresh_seconds)))
 
 
 def _pass_on(stream: Iterable[tuple[Event, State]], tracker: _Tracker) -> Pairs:
@@ -97,14 +95,6 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: _Tracker) -> Pairs:
                 stream.close()
 
 
-def _batches_per_epoch(stream: Any) -> int | None:
-    """How many batches an epoch of ``fit`` has, if its data can tell; a generator of another kind can't."""
-    if not inspect.isgenerator(stream):
-        return None
-    prepared = inspect.getgeneratorlocals(stream).get("prepared")
-    return prepared.fit.source.length if isinstance(prepared, Prepared) else None
-
-
 class _Tracker:
     """What is known of a stream, and when to show it."""
 
@@ -113,13 +103,12 @@ class _Tracker:
         screen: Screen,
         description: str | None,
         refresh_seconds: float,
-        batches_per_epoch: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.screen = screen
         self._description = description
         self._refresh, self._period = refresh_seconds, max(refresh_seconds, screen.seconds)
-        self._batches_per_epoch = batches_per_epoch
+        self._last_epoch: int | None = None
         self._clock = clock
         self._begun = clock()
         self._look_at, self._draw_at = self._begun, self._begun + (0.0 if screen.live else self._period)
@@ -177,8 +166,8 @@ class _Tracker:
 
     def _epoch_end(self, state: State) -> None:
         before = self._timestamp
-        if before is not None and self._batches_per_epoch is None and before.batch_in_epoch > 0:
-            self._batches_per_epoch = before.batch_in_epoch
+        if before is not None and before.batch_in_epoch > 0:
+            self._last_epoch = before.batch_in_epoch
         self._timestamp = state.timestamp
         self._tell()
 
@@ -270,7 +259,7 @@ class _Tracker:
             return f"{f'{self._inside}  ' if self._inside is not None else ''}batch {self._batches}"
         if self._inside is not None:
             return f"evaluating {self._inside}, batch {self._batches}"
-        end, length = t.max_duration, self._batches_per_epoch
+        end, length = t.max_duration, self._batches_per_epoch(t)
         epochs = batches = ""
         if end is not None and end.unit is TimeUnit.EPOCH:
             epochs = f"/{end.value}"
@@ -283,11 +272,13 @@ class _Tracker:
         t = self._timestamp
         if t is None or t.max_duration is None:
             return None
-        if t.max_duration.unit is not TimeUnit.EPOCH or not t.batch_in_epoch:
+        if t.max_duration.unit is not TimeUnit.EPOCH or not t.batch_in_epoch or t.batches_per_epoch is not None:
             return t.elapsed
-        if self._batches_per_epoch is None:
-            return None
-        return min(1.0, (t.epoch + t.batch_in_epoch / self._batches_per_epoch) / t.max_duration.value)
+        return None if self._last_epoch is None else t.replace(batches_per_epoch=self._last_epoch).elapsed
+
+    def _batches_per_epoch(self, t: Timestamp) -> int | None:
+        """How many batches an epoch has; where the data can't tell, as many as the last one had."""
+        return self._last_epoch if t.batches_per_epoch is None else t.batches_per_epoch
 
     def _measure(self, now: float) -> None:
         """Bring the speed up to date: samples a second outside evaluations, the recent ones weighing more."""

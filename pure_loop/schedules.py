@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
 __all__ = [
     "Schedule",
@@ -121,11 +121,6 @@ def _part(of: Time, duration: Time) -> int | Fraction:
     return int(amount) if amount.denominator == 1 else amount
 
 
-def _batches_per_epoch(timestamp: Timestamp) -> int:
-    """How many batches an epoch has; 1 where that isn't known, which makes an epoch pass all at once."""
-    return getattr(timestamp, "batches_per_epoch", None) or 1
-
-
 def _amount(time: Time, timestamp: Timestamp) -> tuple[_Exact, TimeUnit]:
     """A time, with epochs in batches and a fraction of the duration in the unit of ``max_duration``."""
     amount: _Exact = time.value
@@ -137,15 +132,13 @@ def _amount(time: Time, timestamp: Timestamp) -> tuple[_Exact, TimeUnit]:
                 'time in another unit, such as "10ba", or give it one: timestamp.replace(max_duration=Time("2ep"))'
             )
         amount, unit = _part(time, timestamp.max_duration), timestamp.max_duration.unit
-    return (amount * _batches_per_epoch(timestamp) if unit is TimeUnit.EPOCH else amount), unit
+    return (amount * (timestamp.batches_per_epoch or 1) if unit is TimeUnit.EPOCH else amount), unit
 
 
 def _now(unit: TimeUnit, timestamp: Timestamp) -> int | float:
     """How much is finished, in what :func:`_amount` counts."""
-    if unit is not TimeUnit.EPOCH:
-        return timestamp.get(unit)
-    length = _batches_per_epoch(timestamp)
-    return timestamp.epoch * length + (min(timestamp.batch_in_epoch, length) if length > 1 else 0)
+    length = timestamp.batches_per_epoch
+    return in_batches(timestamp, length) if unit is TimeUnit.EPOCH and length else timestamp.get(unit)
 
 
 def _whole(now: float, length: _Exact) -> int:
@@ -167,7 +160,7 @@ def _warmed_up(t_max: Time, warmup: Time | None, timestamp: Timestamp) -> tuple[
         return 1.0, _tau(t_max, timestamp)
     (amount, unit), (_, other) = _amount(warmup, timestamp), _amount(t_max, timestamp)
     convertible = unit is other or (
-        {unit, other} == {TimeUnit.EPOCH, TimeUnit.BATCH} and _batches_per_epoch(timestamp) > 1
+        {unit, other} == {TimeUnit.EPOCH, TimeUnit.BATCH} and bool(timestamp.batches_per_epoch)
     )
     return _tau(warmup, timestamp), _tau(t_max, timestamp, amount if convertible else 0)
 

@@ -86,11 +86,12 @@ class Stages:
         """
         microbatch, forward, model = state.microbatch, self.task.forward, state.model
         params = model.leaves(state.params)
+
+        def call() -> tuple[Any, FrozenDict[str, Tensor]]:
+            return model.apply(lambda module: forward(module, microbatch), params, state.buffers, training=True)
+
         draws = model.may_draw or self.task.forward_may_draw
-        with self._seeded(state, "forward", index) if draws else _NOTHING, _GradMode(True), self._autocast(state):
-            outputs, buffers = model.apply(
-                lambda module: forward(module, microbatch), params, state.buffers, training=True
-            )
+        outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         return state.replace(params=params, outputs=outputs, buffers=buffers, event=None)
 
     def loss(self, state: State, *, index: int = 0) -> State:
@@ -99,9 +100,11 @@ class Stages:
         Raises:
             LossError: it is not a scalar tensor, nor a dict of scalars with the key ``total``.
         """
-        draws = self.task.loss_may_draw
-        with self._seeded(state, "loss", index) if draws else _NOTHING, _GradMode(True), self._autocast(state):
-            loss = self._loss(state, state.params, training=True)
+
+        def call() -> Any:
+            return self._loss(state, training=True)
+
+        loss = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss, state)
         return state.replace(loss=loss, event=None)
@@ -227,9 +230,9 @@ class Stages:
     def validation_loss(self, state: State) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape ()."""
         with seeded(derive(state.seed, "validation loss"), state.device), _GradMode(False), self._autocast(state):
-            return total_loss(self._loss(state, state.params, training=False))
+            return total_loss(self._loss(state, training=False))
 
-    def _loss(self, state: State, params: FrozenDict[str, Tensor], *, training: bool) -> Any:
+    def _loss(self, state: State, *, training: bool) -> Any:
         outputs, microbatch = state.outputs, state.microbatch
         if self.task.loss is not None:
             return self.task.loss(outputs, microbatch)
@@ -237,11 +240,17 @@ class Stages:
         def method(module: Any) -> Any:
             return module.loss(outputs, microbatch)
 
-        return state.model.apply(method, params, state.buffers, training=training)[0]
+        return state.model.apply(method, state.params, state.buffers, training=training)[0]
 
-    def _seeded(self, state: State, stage: str, index: int) -> seeded:
-        t = state.timestamp
-        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.rank), state.device)
+    def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
+        """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
+        with _GradMode(True):
+            if not draws and self.precision.dtype is None:
+                return call()
+            t = state.timestamp
+            seed = derive(state.seed, stage, t.epoch, t.batch, index, self.rank) if draws else 0
+            with seeded(seed, state.device) if draws else _NOTHING, self._autocast(state):
+                return call()
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
         return _NOTHING if self.precision.dtype is None else self.precision.autocast(state.device)
@@ -280,10 +289,17 @@ def _detach(tree: Any) -> Any:
 
 
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:
-    def choose(a: Any, b: Any) -> Any:
-        return torch.where(condition, a, b) if isinstance(b, Tensor) and a is not b else b
-
-    return optree.tree_map(choose, yes, no, namespace=NAMESPACE)
+    """``yes`` where the condition holds, else ``no``; waits for the device only if leaves that are no tensors differ."""
+    leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
+    others = optree.tree_leaves(yes, namespace=NAMESPACE)
+    plain = [(a, b) for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)]
+    if any(a != b for a, b in plain):
+        return yes if bool(condition) else no
+    chosen = [
+        torch.where(condition, a, b) if isinstance(b, Tensor) and a is not b else b
+        for a, b in zip(others, leaves, strict=True)
+    ]
+    return optree.tree_unflatten(spec, chosen)
 
 
 def value_and_grad(

@@ -9,6 +9,7 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop import _pytree
+from pure_loop._records import Record, drafter
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -54,8 +56,8 @@ def _frozen_or_none(value: Any) -> Any:
 
 
 # slots=True makes attrs build the class twice; a subclass registers itself each time, which is harmless.
-@attrs.frozen(slots=True, eq=False, kw_only=True, repr=False)
-class State:
+@attrs.frozen(slots=True, eq=False, kw_only=True, repr=False, weakref_slot=False)
+class State(Record):
     """Everything that training knows.
 
     Durable:
@@ -169,20 +171,18 @@ class State:
             ArgumentError: a name that is no field of the State.
             ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state.
         """
-        cls = self.__class__
-        new = (_COPIERS.get(cls) or _copier(cls))(self)
-        setters = _SETTERS[cls]
+        draft = draft_of(self)
         for name, value in changes.items():
-            setter = setters.get(name)
-            if setter is None:
-                raise ArgumentError(
-                    f"{cls.__name__} has no field {name!r}; it has {', '.join(setters)}. An algorithm's own memory "
-                    "goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
-                )
-            if name in _MAPPINGS and type(value) is not FrozenDict:
-                value = _as_mapping(name, value)
-            setter(new, value)
-        return new
+            if name in _MAPPINGS:
+                if type(value) is not FrozenDict:
+                    value = _as_mapping(name, value)
+                if name == "grads":
+                    name = "_grads"
+            elif name not in _NAMES[self.__class__]:
+                raise ArgumentError(_no_field(type(self), name))
+            setattr(draft, name, value)
+        draft.__class__ = self.__class__
+        return draft  # type: ignore[no-any-return]
 
     __replace__ = replace
 
@@ -293,36 +293,32 @@ def _as_mapping(name: str, value: Any) -> Any:
 
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
-_COPIERS: dict[type, Callable[[Any], Any]] = {}
-_SETTERS: dict[type, dict[str, Callable[[Any, Any], None]]] = {}
+_DRAFTERS: dict[type, Callable[[Any], Any]] = {}
+_NAMES: dict[type, frozenset[str]] = {}
 
 
-def _fields(cls: type) -> list[tuple[str, str]]:
+def draft_of(state: State) -> Any:
+    """A copy that takes assignments until its class is set back to the State's."""
+    cls = state.__class__
+    make = _DRAFTERS.get(cls)
+    if make is None:
+        _NAMES[cls] = frozenset(public for _, public in _fields(cls))
+        make = _DRAFTERS[cls] = drafter(cls)
+    return make(state)
+
+
+@cache
+def _fields(cls: type) -> tuple[tuple[str, str], ...]:
     """(attribute, public name) of each field."""
-    return [(field.name, field.alias or field.name) for field in attrs.fields(cls)]
+    return tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
 
 
-def _setter(cls: type, attribute: str) -> Callable[[Any, Any], None]:
-    descriptor = getattr(cls, attribute, None)
-    if hasattr(descriptor, "__set__") and hasattr(descriptor, "__objclass__"):
-        return cast("Callable[[Any, Any], None]", descriptor.__set__)
-    return lambda instance, value: object.__setattr__(instance, attribute, value)
-
-
-def _copier(cls: type) -> Callable[[Any], Any]:
-    """A function that copies every slot, written out once a class: half the time of a loop over the fields."""
-    copier = _COPIERS.get(cls)
-    if copier is None:
-        fields = _fields(cls)
-        _SETTERS[cls] = {public: _setter(cls, attribute) for attribute, public in fields}
-        scope: dict[str, Any] = {"new": object.__new__, "cls": cls}
-        lines = ["def copy(old):", "    state = new(cls)"]
-        for index, (attribute, public) in enumerate(fields):
-            scope[f"set_{index}"] = _SETTERS[cls][public]
-            lines.append(f"    set_{index}(state, old.{attribute})")
-        exec("\n".join([*lines, "    return state"]), scope)
-        copier = _COPIERS[cls] = scope["copy"]
-    return copier
+def _no_field(cls: type, name: str) -> str:
+    names = ", ".join(public for _, public in _fields(cls))
+    return (
+        f"{cls.__name__} has no field {name!r}; it has {names}. An algorithm's own memory goes into algorithm_state "
+        "(state.remember(name, memory)); more fields come by subclassing State."
+    )
 
 
 def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
@@ -338,11 +334,10 @@ def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
 def _register(cls: type) -> None:
     def unflatten(model: ModelDef, children: Iterable[Any]) -> Any:
         state = object.__new__(cls)
-        _copier(cls)
-        setters = _SETTERS[cls]
-        setters["model"](state, model)
-        for name, child in zip((name for name in setters if name != "model"), children, strict=True):
-            setters[name](state, child)
+        object.__setattr__(state, "model", model)
+        attributes = (attribute for attribute, public in _fields(cls) if public != "model")
+        for attribute, child in zip(attributes, children, strict=True):
+            object.__setattr__(state, attribute, child)
         return state
 
     _pytree.register(cls, _flatten, unflatten, attributes=True)

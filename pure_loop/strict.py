@@ -10,13 +10,14 @@ the first steps of a new algorithm.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from pure_loop import order
+from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -42,7 +43,7 @@ class Strict:
 
     def hand_over(self, state: State) -> None:
         """Remember a State by value before somebody gets it."""
-        leaves = optree.tree_leaves(state, namespace="pure_loop")  # type: ignore[arg-type]
+        leaves: list[Any] = optree.tree_leaves(cast(Any, state), namespace=NAMESPACE)
         self._given = [(leaf, leaf.detach().clone() if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
 
     def take_back(self, state: State, who: str, event: Event | None) -> None:
@@ -94,7 +95,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _path(state: State, index: int) -> str:
-    accessors = optree.tree_accessors(state, namespace="pure_loop")  # type: ignore[arg-type]
+    accessors = optree.tree_accessors(cast(Any, state), namespace=NAMESPACE)
     return accessors[index].codify("state")
 
 

@@ -232,9 +232,15 @@ class Timestamp:
         batch_in_epoch, sample_in_epoch, token_in_epoch: since the start of this epoch.
         iteration: finished iterations; 0 where ``iteration_length`` is not set.
         epoch_in_iteration, batch_in_iteration, token_in_iteration: since the start of this iteration.
-        total_seconds, epoch_seconds: spent in batches since the start of training, of this epoch.
-        batch_seconds: spent in the last batch.
+        total_seconds: wall-clock time of training, summed up at each BATCH_END: everything since FIT_START, evaluations
+            and the body of the loop included, which is what a budget of ``"90m"`` is about. The time between two calls
+            of ``fit`` is not in it, nor is what came after the last BATCH_END.
+        epoch_seconds, batch_seconds: the same, since the start of this epoch; from the BATCH_END before to the last.
         max_duration: where training ends; None outside ``fit``.
+        batches_per_epoch: how many batches an epoch has, as far as the data can tell; None where that isn't known, and
+            outside ``fit``. Where it is known, epochs of a duration pass batch by batch, and else all at once at their
+            ends. An epoch that has fewer batches after all passes what it lacks at its end; what it has more than
+            these doesn't count.
 
     >>> now = Timestamp(max_duration=Time("4ba")).next_batch(samples=16, tokens=0, seconds=0.5)
     >>> now.batch, now.sample, now.elapsed
@@ -258,6 +264,7 @@ class Timestamp:
     epoch_seconds: float = 0.0
     batch_seconds: float = 0.0
     max_duration: Time | None = None
+    batches_per_epoch: int | None = None
 
     def next_batch(self, samples: int, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
         """The timestamp once a batch of so many samples and tokens is finished, which took so many seconds."""
@@ -278,6 +285,7 @@ class Timestamp:
             epoch_seconds=self.epoch_seconds + seconds,
             batch_seconds=seconds,
             max_duration=self.max_duration,
+            batches_per_epoch=self.batches_per_epoch,
         )
 
     def next_epoch(self) -> Timestamp:
@@ -304,12 +312,19 @@ class Timestamp:
 
     @property
     def elapsed(self) -> float | None:
-        """The fraction of ``max_duration`` that is over, in [0, 1]; None where there is no ``max_duration``."""
-        if self.max_duration is None:
+        """The fraction of ``max_duration`` that is over, in [0, 1]; None where there is no ``max_duration``.
+
+        >>> Timestamp(epoch=1, batch_in_epoch=2, batches_per_epoch=4, max_duration=Time("2ep")).elapsed
+        0.75
+        """
+        end, length = self.max_duration, self.batches_per_epoch
+        if end is None:
             return None
-        if self.max_duration.value == 0:
+        if end.value == 0:
             return 1.0
-        return min(1.0, self.get(self.max_duration.unit) / self.max_duration.value)
+        if end.unit is TimeUnit.EPOCH and length:
+            return min(1.0, in_batches(self, length) / (end.value * length))
+        return min(1.0, self.get(end.unit) / end.value)
 
     def get(self, unit: TimeUnit | str) -> int | float:
         """How much is finished, in one unit: an int, or a float for ``"s"`` and ``"dur"``.
@@ -350,6 +365,11 @@ class Timestamp:
         return Time.parse(other) if isinstance(other, (Time, str)) else None
 
 
+def in_batches(timestamp: Timestamp, length: int) -> int:
+    """How many batches the epochs so far come to, if each has ``length`` batches: the same before and after EPOCH_END."""
+    return timestamp.epoch * length + min(timestamp.batch_in_epoch, length)
+
+
 _FIELD = {
     TimeUnit.EPOCH: "epoch",
     TimeUnit.BATCH: "batch",
@@ -368,8 +388,10 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
     """Whether an interval comes round at this event, between the last such event's timestamp and this one's.
 
     It is asked where its unit is counted: at EPOCH_END for epochs, at ITERATION_END for iterations, at BATCH_END for
-    everything else. A fraction of the duration is that many of the units of ``now.max_duration``, so with
-    ``max_duration="4ep"`` the interval ``"0.25dur"`` is ``"1ep"``. Interval 0 never comes.
+    everything else. A fraction of the duration is that many of the units of ``now.max_duration``: where that is in
+    epochs, of their batches, so that ``"0.25dur"`` of ``"1ep"`` with ``now.batches_per_epoch=8`` comes round at the
+    BATCH_END of batches 2, 4, 6 and 8; where ``batches_per_epoch`` is None it comes round at EPOCH_END at the earliest.
+    Interval 0 never comes.
 
     Raises:
         ArgumentError: for a fraction of the duration where ``now.max_duration`` is None.
@@ -388,10 +410,23 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
         unit, size = now.max_duration.unit, size * now.max_duration.exact
         if size == 0:
             return False
+        if unit is TimeUnit.EPOCH and now.batches_per_epoch:
+            return _due_in_batches(size * now.batches_per_epoch, now.batches_per_epoch, previous, now, event)
     if event is not _ASKED_AT[unit]:
         return False
     # Fractions, because 0.1 * 3 / 0.1 is not 3 in floating point.
     return Fraction(previous.get(unit)) // size != Fraction(now.get(unit)) // size
+
+
+def _due_in_batches(size: Fraction, length: int, previous: Timestamp, now: Timestamp, event: Event) -> bool:
+    end = in_batches(now, length)
+    if event is Event.BATCH_END:
+        return in_batches(previous, length) // size != end // size
+    if event is not Event.EPOCH_END:
+        return False
+    # What an epoch lacks of its length passes here, for what didn't come round at its last batch already.
+    done = previous.epoch * length + min(previous.batch_in_epoch + now.batch - previous.batch, length)
+    return (done - 1) // size == done // size != end // size
 
 
 _NAMES = tuple(field.name for field in attrs.fields(Timestamp))

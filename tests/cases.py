@@ -175,7 +175,8 @@ def plans(draw: st.DrawFn, *, orders: tuple[str, ...] = ("current",), iterations
         eval_interval=draw(intervals),
         tokens_per_sample=tokens,
         seconds_per_batch=1.0,
-        batches_per_epoch=draw(st.none() | st.integers(1, len(sizes))),
+        # More than there are, too: a loader without a length is then shorter than it is known to be.
+        batches_per_epoch=draw(st.none() | st.integers(1, len(sizes) + 2)),
         sized=draw(st.booleans()),
         iteration_length=iteration,
         order=order,

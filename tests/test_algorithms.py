@@ -382,6 +382,13 @@ def test_a_half_life_in_a_fraction_of_epochs_is_updated_at_their_ends():
     for weights in ends:
         wanted = {name: (wanted[name] + weights[name]) / 2 for name in wanted}
     close(averaged(train(mlp(), points(), [average], max_duration="4ep")).params, wanted)
+    close(averaged(train(mlp(), iter(points() * 4), [average], max_duration="4ep", batches_per_epoch=3)).params, wanted)
+
+
+def test_a_half_life_in_a_fraction_of_epochs_goes_by_batches_where_their_length_is_known():
+    by_batches = averaged(train(mlp(), points(), [ema(half_life="2ba")], max_duration="4ep")).params
+    for half_life, interval in (("2ba", None), (f"{1 / 6!r}dur", None), (f"{1 / 6!r}dur", f"{1 / 12!r}dur")):
+        close(averaged(train(mlp(), points(), [ema(half_life, interval=interval)], max_duration="4ep")).params, by_batches)
 
 
 def test_half_life_halves_whatever_the_interval():
@@ -517,7 +524,7 @@ def test_a_state_without_an_average_is_refused():
 )
 def test_fractions_of_a_duration_that_cannot_be_counted_are_refused_before_training(average, duration, words):
     with pytest.raises(ArgumentError, match=words):
-        train(mlp(), points(), [average], max_duration=duration)
+        train(mlp(), iter(points()), [average], max_duration=duration)
 
 
 # Sharpness-aware minimisation.
@@ -578,29 +585,29 @@ def test_sam_smooths_labels_in_the_second_gradient_too():
         close(train(mlp(), points(), order).params, wanted)
 
 
-class Slope(nn.Module):
-    """A loss that is exactly 0 where SAM looks, with a gradient that is not."""
+class Root(nn.Module):
+    """``w^2 - 2.25`` is exactly 0 where SAM looks from w = -1 with rho = 0.5, and its gradient there is -3."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor([-0.5]))
+        self.weight = nn.Parameter(torch.tensor([-1.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
+        return self.weight.square() * x - 2.25
 
 
 def test_a_step_whose_sam_loss_is_zero_is_made():
-    nearby = []
+    losses = []
 
     @pl.algorithm(Event.AFTER_LOSS)
     def look(state):
-        nearby.append(float(state.loss.detach()))
+        losses.append(float(state.loss.detach()))
         return state
 
     data = [(torch.ones(1, 1), torch.zeros(1, 1))]
-    state = train(Slope(), data, [look, sam(rho=0.5)], loss=lambda outputs, _: outputs.mean(), max_duration="1ba")
-    assert nearby == [-0.5, 0.0]
-    assert torch.equal(state.params["weight"], torch.tensor([-0.6]))
+    state = train(Root(), data, [look, sam(rho=0.5)], loss=lambda outputs, _: outputs.mean(), max_duration="1ba")
+    assert losses == [-1.25, 0.0]
+    assert torch.equal(state.params["weight"], torch.tensor([-0.7]))
 
 
 def test_sam_keeps_of_the_second_pass_the_gradient_only():

@@ -145,8 +145,19 @@ def test_sgd_is_torch_sgd(
         "maximize": maximize,
     }
     start, steps = tensors(seed, dtype), batches(seed, dtype)
-    expected = theirs(lambda p: torch.optim.SGD(p, **options, fused=True), start, steps)
+    # torch's fused kernel on a CPU leaves half-precision parameters as they are, in blocks of 16 elements.
+    kind = {"foreach": True} if dtype == torch.bfloat16 else {"fused": True}
+    expected = theirs(lambda p: torch.optim.SGD(p, **options, **kind), start, steps)
     assert_equal(ours(sgd(**options), start, steps), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_trains_half_precision_parameters(dtype: torch.dtype, momentum: float) -> None:
+    params = FrozenDict(w=torch.ones(64, dtype=dtype))
+    optimizer = sgd(lr=0.5, momentum=momentum)
+    new, _ = optimizer.update(FrozenDict(params), optimizer.init(params), params, Timestamp())
+    assert torch.equal(new["w"], torch.full((64,), 0.5, dtype=dtype))
 
 
 def test_a_schedule_sets_the_rate_of_the_batch_that_starts() -> None:

@@ -198,12 +198,69 @@ BY_HAND: dict[str, tuple[Plan, str]] = {
         Plan(batches=(4, 4, 4, 4, 4), max_duration="4ba", evaluators={"val": ONE}, eval_interval="0.5dur", fresh=False),
         (f"FIT_START EPOCH_START {STEP} {STEP_EVALS} {STEP} {STEP_EVALS} FIT_END"),
     ),
-    "half of a duration in epochs": (
-        Plan(batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.5dur", fresh=False),
+    "half of a duration in epochs: at the end of a batch, not of an epoch": (
+        Plan(batches=(4, 4, 4), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.5dur", fresh=False),
+        (
+            f"FIT_START EPOCH_START {STEP} {STEP} {STEP_EVALS} BEFORE_DATALOADER {CLOSE} "
+            f"EPOCH_START {STEP} {STEP} {STEP_EVALS} BEFORE_DATALOADER {CLOSE} FIT_END"
+        ),
+    ),
+    "a quarter of a duration of one epoch": (
+        Plan(batches=(4,) * 8, max_duration="1ep", evaluators={"val": ONE}, eval_interval="0.25dur", fresh=False),
+        f"FIT_START EPOCH_START {f'{STEP} {STEP_EVALS} ' * 4} BEFORE_DATALOADER {CLOSE} FIT_END",
+    ),
+    "a third of a duration of two epochs of one batch, and once more at the end": (
+        Plan(batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.7dur", fresh=False),
+        (
+            f"FIT_START EPOCH_START {STEP} BEFORE_DATALOADER {CLOSE} "
+            f"EPOCH_START {STEP_EVALS} BEFORE_DATALOADER {CLOSE} FIT_END"
+        ),
+    ),
+    "half of a duration in epochs of a loader without a length: at the end of an epoch": (
+        Plan(batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.5dur", sized=False, fresh=False),
         (
             f"FIT_START EPOCH_START {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT "
             f"EPOCH_START {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT FIT_END"
         ),
+    ),
+    "... cut by batches_per_epoch: at the end of a batch": (
+        Plan(
+            batches=(4, 4, 4),
+            max_duration="1ep",
+            evaluators={"val": ONE},
+            eval_interval="0.5dur",
+            batches_per_epoch=2,
+            sized=False,
+            fresh=False,
+        ),
+        f"FIT_START EPOCH_START {STEP_EVALS} {STEP_EVALS} BEFORE_DATALOADER {CLOSE} FIT_END",
+    ),
+    "... shorter than batches_per_epoch: what is missing passes at the end of the epoch": (
+        Plan(
+            batches=(4, 4),
+            max_duration="2ep",
+            evaluators={"val": ONE},
+            eval_interval="0.5dur",
+            batches_per_epoch=3,
+            sized=False,
+            fresh=False,
+        ),
+        (
+            f"FIT_START EPOCH_START {STEP} {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT "
+            f"EPOCH_START {STEP} {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT FIT_END"
+        ),
+    ),
+    "... but not for an evaluator that ran at its last batch": (
+        Plan(
+            batches=(4, 4),
+            max_duration="1ep",
+            evaluators={"val": ONE},
+            eval_interval="0.25dur",
+            batches_per_epoch=4,
+            sized=False,
+            fresh=False,
+        ),
+        f"FIT_START EPOCH_START {STEP_EVALS} {STEP_EVALS} BEFORE_DATALOADER {CLOSE} FIT_END",
     ),
     "evaluation has its own microbatch size": (
         Plan(
@@ -420,7 +477,9 @@ def test_evaluation_comes_where_due_says(plan: Plan) -> None:
     (evaluator,) = plan.evaluators.values()
     interval = plan.interval_of(evaluator)
     stream = expected(attrs.evolve(plan, order="current"))
-    now, step, at_this_batch = Timestamp(max_duration=plan.max_duration), 0, False
+    lengths = [plan.batches_per_epoch, len(plan.batches) if plan.sized else None]
+    length = min((each for each in lengths if each is not None), default=None)
+    now, step, at_this_batch = Timestamp(max_duration=plan.max_duration, batches_per_epoch=length), 0, False
     for position, event in enumerate(stream):
         if event not in (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END):
             continue

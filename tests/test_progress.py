@@ -70,8 +70,8 @@ class Recording:
         self.closed += 1
 
 
-def watched(stream, screen, *, clock=None, refresh=0.1, batches_per_epoch=None):
-    return _pass_on(stream, _Tracker(screen, None, refresh, batches_per_epoch, clock or Clock()))
+def watched(stream, screen, *, clock=None, refresh=0.1):
+    return _pass_on(stream, _Tracker(screen, None, refresh, clock or Clock()))
 
 
 # What it leaves alone.
@@ -185,27 +185,28 @@ def test_the_time_left_is_that_of_the_batches_to_come():
 )
 def test_the_fraction_grows_with_every_batch(options, fractions):
     clock, screen = Clock(), Recording()
-    stream = fit(**options)
-    length = 3 if "batches_per_epoch" in options else 6
-    for event, _ in watched(stream, screen, clock=clock, batches_per_epoch=length):
+    for event, _ in watched(fit(**options), screen, clock=clock):
         clock.now += event is E.BATCH_START
     shown = dict.fromkeys(s.fraction for s, _ in screen.shown)
     assert list(shown) == pytest.approx([0.0, *fractions])
 
 
-def test_the_length_of_an_epoch_comes_from_fit_or_is_learned():
+def test_the_length_of_an_epoch_comes_with_the_state_or_is_learned():
     class Unsized:
         def __iter__(self):
             return iter(DATA)
 
     out = io.StringIO()
-    pl.run(progress(fit(), file=out))
-    assert "batch 12/12" in out.getvalue()
+    # Of any stream: this one is not the generator that fit gave.
+    pl.run(progress(map(lambda pair: pair, fit()), file=out))
+    assert "epoch 1/2  batch  6/12" in out.getvalue()
     clock, screen = Clock(), Recording()
     for event, state in watched(fit(Unsized()), screen, clock=clock):
         clock.now += event is E.BATCH_START
         if event is E.BATCH_START and state.timestamp.batch == 5:
             assert screen.shown[-1][0].fraction is None
+        if event is E.BATCH_END and state.timestamp.batch == 9:
+            assert screen.shown[-1][0].fraction == pytest.approx(8 / 12)
     assert "batch 12/12" in screen.shown[-1][0].place
 
 

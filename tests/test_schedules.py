@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from typing import Any
 
-import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pure_loop as pl
 from pure_loop import schedules as s
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.time import Time, Timestamp
@@ -120,14 +122,9 @@ def test_a_warmup_in_another_unit_is_a_factor() -> None:
     assert same(Timestamp(epoch=3, max_duration=Time("4ep"))) == pytest.approx(1.0)
 
 
-@attrs.frozen(kw_only=True)
-class Sized(Timestamp):
-    batches_per_epoch: int | None = None
-
-
 def test_epochs_pass_batch_by_batch_where_their_length_is_known() -> None:
     def at(batch: int) -> Timestamp:
-        return Sized(
+        return Timestamp(
             batch=batch, epoch=batch // 5, batch_in_epoch=batch % 5, batches_per_epoch=5, max_duration=Time("4ep")
         )
 
@@ -143,6 +140,73 @@ def test_epochs_pass_batch_by_batch_where_their_length_is_known() -> None:
     for epochs, batches in pairs:
         for batch in range(25):
             assert epochs(at(batch)) == batches(at(batch))
+
+
+class Unsized:
+    def __init__(self, data: list[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        return iter(self._data)
+
+
+DATA = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
+
+
+def rates_of_a_fit(schedule: Any, data: Any = DATA, start: Any = None, **options: Any) -> list[float]:
+    """The learning rates that a real run recorded, batch by batch."""
+    logger = pl.loggers.InMemoryLogger()
+    stream = pl.fit(
+        torch.nn.Linear(1, 1) if start is None else start,
+        data,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=pl.optim.sgd(lr=schedule),
+        **{"max_duration": "3ep", "loggers": [logger], **options},
+    )
+    pl.run(stream)
+    return [rate for _, rate in logger.metrics["train/learning_rate"]]
+
+
+def test_a_cosine_over_epochs_is_smooth_in_fit() -> None:
+    wanted = [(1 + math.cos(math.pi * batch / 12)) / 2 for batch in range(12)]
+    assert rates_of_a_fit(s.cosine("3ep")) == pytest.approx(wanted)
+    assert rates_of_a_fit(s.cosine("1dur")) == pytest.approx(wanted)
+    assert rates_of_a_fit(s.cosine("12ba")) == pytest.approx(wanted)
+    warm = rates_of_a_fit(s.cosine("3ep", warmup="2ba"))
+    assert warm == pytest.approx(rates_of_a_fit(s.cosine("12ba", warmup="2ba")))
+
+
+def test_data_without_a_length_gives_stairs_and_a_limit_makes_them_smooth() -> None:
+    stairs = [1 - batch // 4 / 3 for batch in range(12)]
+    assert rates_of_a_fit(s.linear(1, 0, "3ep"), Unsized(DATA)) == pytest.approx(stairs)
+    smooth = rates_of_a_fit(s.linear(1, 0, "3ep"), itertools.cycle(DATA), batches_per_epoch=4)
+    assert smooth == pytest.approx([1 - batch / 12 for batch in range(12)])
+
+
+def test_going_on_with_other_data_goes_by_its_length() -> None:
+    pairs = list(
+        pl.fit(
+            torch.nn.Linear(1, 1),
+            DATA,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ep",
+        )
+    )
+    last = pairs[-1][1]
+    assert last.timestamp.batches_per_epoch == last.previous_timestamp.batches_per_epoch == 4
+    rates = rates_of_a_fit(s.linear(1, 0, "3ep"), DATA[:2], start=last)
+    assert rates == pytest.approx([1 - half / 6 for half in (2, 3, 4, 5)])
+    checkpoint = next(state for event, state in pairs if event is pl.Event.BATCH_CHECKPOINT)
+    for event, state in pl.fit(
+        checkpoint,
+        Unsized(DATA),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="1ep",
+    ):
+        assert state.timestamp.batches_per_epoch is None, event
+        assert state.previous_timestamp.batches_per_epoch is None, event
 
 
 def test_a_fraction_without_a_duration_teaches() -> None:

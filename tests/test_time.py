@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from fractions import Fraction
@@ -247,6 +248,35 @@ def test_elapsed_stays_between_0_and_1() -> None:
         now.get("dur")
 
 
+@given(st.integers(1, 5), st.integers(1, 9), st.data())
+def test_a_duration_in_epochs_passes_batch_by_batch_where_their_length_is_known(
+    epochs: int, length: int, data: st.DataObject
+) -> None:
+    end = Time(epochs, "ep")
+    now = Timestamp(max_duration=end, batches_per_epoch=length)
+    stairs = Timestamp(max_duration=end)
+    for epoch in range(epochs):
+        for batch in range(length):
+            assert now.elapsed == now.get("dur") == (epoch * length + batch) / (epochs * length)
+            assert stairs.elapsed == epoch / epochs
+            now, stairs = now.next_batch(1), stairs.next_batch(1)
+        assert now.elapsed == (epoch + 1) / epochs
+        # One batch more than were said doesn't count.
+        assert now.next_batch(1).elapsed == now.elapsed
+        now, stairs = now.next_epoch(), stairs.next_epoch()
+        assert now.elapsed == stairs.elapsed == (epoch + 1) / epochs
+    short = data.draw(st.integers(0, length - 1))
+    assert Timestamp(max_duration=end, batches_per_epoch=length, batch_in_epoch=short).next_epoch().elapsed == 1 / epochs
+
+
+def test_the_length_of_an_epoch_matters_to_durations_in_epochs_only() -> None:
+    known = Timestamp(epoch=1, batch=6, batch_in_epoch=2, batches_per_epoch=4, max_duration=Time("2ep"))
+    assert (known.elapsed, known.get("ep"), known >= "2ep", known >= "0.75dur") == (0.75, 1, False, True)
+    assert known.replace(max_duration=Time("12ba")).elapsed == 0.5
+    assert known.replace(max_duration=Time("0ep")).elapsed == 1.0
+    assert known.next_epoch().next_iteration().batches_per_epoch == known.next_batch(1).batches_per_epoch == 4
+
+
 @pytest.mark.parametrize("write", [Time, str])
 def test_a_timestamp_compares_with_times_from_both_sides(write: Any) -> None:
     now = Timestamp(epoch=2, batch=10, max_duration=Time("100ba"))
@@ -268,7 +298,7 @@ def test_two_timestamps_are_equal_or_not_and_have_no_order() -> None:
 
 
 def test_a_timestamp_is_a_pytree_under_both_engines() -> None:
-    now: Any = Timestamp(epoch=3, total_seconds=1.5, max_duration=Time("2ep"))
+    now: Any = Timestamp(epoch=3, total_seconds=1.5, max_duration=Time("2ep"), batches_per_epoch=7)
     names = [field.name for field in attrs.fields(Timestamp)]
     paths, leaves, _ = optree.tree_flatten_with_path(now, namespace="pure_loop")
     assert paths == [(name,) for name in names]
@@ -278,7 +308,7 @@ def test_a_timestamp_is_a_pytree_under_both_engines() -> None:
     assert torch_pytree.tree_unflatten(leaves, spec) == now
     assert optree.tree_map(lambda leaf: leaf, now, namespace="pure_loop") == now
     doubled: Any = optree.tree_map(lambda leaf: leaf * 2, now, namespace="pure_loop")
-    assert doubled == Timestamp(epoch=6, total_seconds=3.0, max_duration=Time("4ep"))
+    assert doubled == Timestamp(epoch=6, total_seconds=3.0, max_duration=Time("4ep"), batches_per_epoch=14)
 
 
 def test_a_timestamp_travels() -> None:
@@ -340,6 +370,86 @@ def test_intervals_come_round_at_the_end_of_epochs_and_iterations() -> None:
     assert not due("1ep", before, epoch, Event.BATCH_END)
     assert due("2iter", before, iteration, Event.ITERATION_END)
     assert not due("2iter", before, iteration, Event.EPOCH_END)
+
+
+def rounds(
+    interval: str, max_duration: str, lengths: list[int], batches_per_epoch: int | None, *, last_batch: bool
+) -> list[tuple[int, Event]]:
+    """The batches, from 1, and the events at which an interval comes round, in epochs of these lengths.
+
+    ``last_batch``: EPOCH_END is compared with the timestamp before the last batch, as the loop does, and not after it.
+    """
+    found = []
+    now = before = Timestamp(max_duration=Time(max_duration), batches_per_epoch=batches_per_epoch)
+    for length in lengths:
+        for _ in range(length):
+            before, now = now, now.next_batch(1)
+            if due(interval, before, now, Event.BATCH_END):
+                found.append((now.batch, Event.BATCH_END))
+        before, now = before if last_batch else now, now.next_epoch()
+        if due(interval, before, now, Event.EPOCH_END):
+            found.append((now.batch, Event.EPOCH_END))
+        if last_batch and batches_per_epoch is not None:
+            # Asked as at the end of a batch, it says whether it came round at that batch or at the end of the epoch.
+            assert due(interval, before, now, Event.BATCH_END) == (now.batch in dict(found))
+    return found
+
+
+@pytest.mark.parametrize("last_batch", [False, True])
+@pytest.mark.parametrize(
+    ("interval", "max_duration", "lengths", "batches_per_epoch", "at_batches", "at_epochs"),
+    [
+        ("0.25dur", "1ep", [8], 8, [2, 4, 6, 8], []),
+        ("0.25dur", "1ep", [8], None, [], [8]),
+        ("0.25dur", "2ep", [3, 3], 3, [2, 3, 5, 6], []),
+        ("0.1dur", "2ep", [5, 5], 5, list(range(1, 11)), []),
+        ("0.3dur", "2ep", [5, 5], 5, [3, 6, 9], []),
+        ("1dur", "2ep", [5, 5], 5, [10], []),
+        ("0.5dur", "0ep", [5], 5, [], []),
+        # Epochs that are shorter than was known end with a jump.
+        ("0.5dur", "2ep", [3, 3], 5, [], [3, 6]),
+        ("0.1dur", "2ep", [3, 3], 5, [1, 2, 3, 4, 5, 6], []),
+        ("0.2dur", "2ep", [3, 3], 5, [2, 5], [3, 6]),
+        ("0.5dur", "1ep", [1], 4, [], [1]),
+        # What is longer stands still.
+        ("0.5dur", "2ep", [4, 4], 3, [3, 7], []),
+    ],
+)
+def test_fractions_of_a_duration_in_epochs_come_round_inside_them(
+    interval: str,
+    max_duration: str,
+    lengths: list[int],
+    batches_per_epoch: int | None,
+    at_batches: list[int],
+    at_epochs: list[int],
+    last_batch: bool,
+) -> None:
+    found = rounds(interval, max_duration, lengths, batches_per_epoch, last_batch=last_batch)
+    assert [batch for batch, event in found if event is Event.BATCH_END] == at_batches
+    assert [batch for batch, event in found if event is Event.EPOCH_END] == at_epochs
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 7), st.booleans())
+def test_epochs_of_known_length_are_as_good_as_batches(hundredths: int, epochs: int, length: int, last: bool) -> None:
+    interval, total = f"{hundredths / 20!r}dur", epochs * length
+    wanted = batches_due(interval, total, f"{total}ba")
+    found = rounds(interval, f"{epochs}ep", [length] * epochs, length, last_batch=last)
+    assert found == [(batch, Event.BATCH_END) for batch in wanted]
+
+
+@given(st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
+def test_no_fraction_is_lost_whatever_the_epochs_lengths(
+    twentieths: int, lengths: list[int], known: int, last: bool
+) -> None:
+    """At least the multiples that whole epochs pass, never twice at one batch, and no more than there are."""
+    found = rounds(f"{twentieths / 20!r}dur", f"{len(lengths)}ep", lengths, known, last_batch=last)
+    batches = [batch for batch, _ in found]
+    assert batches == sorted(set(batches))
+    size, ends = Fraction(twentieths, 20) * len(lengths), list(itertools.accumulate(lengths))
+    assert len(found) <= math.floor(len(lengths) / size)
+    for epoch, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+        if (epoch + 1) // size != epoch // size:
+            assert any(begin < batch <= end for batch in batches)
 
 
 def test_a_fraction_of_no_duration_is_refused() -> None:

@@ -25,7 +25,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
 __all__ = ["averaged", "ema", "moving_average"]
 
@@ -153,8 +153,9 @@ def ema(
     def start(state: State) -> FrozenDict[str, Any]:
         duration = state.timestamp.max_duration
         period_unit = _in_counts(period, duration)[1]
-        if life is not None:
-            _refuse_inside(life, _in_counts(life, duration)[1], period, period_unit)
+        unit = None if life is None else _in_counts(life, duration)[1]
+        if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
+            _refuse_inside(life, unit, period, period_unit)
         return FrozenDict(
             params=_floats(state.params), buffers=_floats(state.buffers), updated=_counts(state.timestamp)
         )
@@ -176,10 +177,11 @@ def ema(
     return Algorithm(name, {events: update, (Event.EVAL_START, Event.PREDICT_START): show}, init=start)
 
 
-def _decay(half_life: Time, updated: Mapping[str, int], now: Timestamp) -> float:
+def _decay(half_life: Time, updated: Mapping[str, float], now: Timestamp) -> float:
     """How much of the average stays, after what has passed since the last update."""
     length, unit = _in_counts(half_life, now.max_duration)
-    return float(0.5 ** ((now.get(unit) - updated[unit.value]) / length))
+    # Never negative, which other data with longer epochs could make it.
+    return float(0.5 ** (max(0.0, _count(now, unit) - updated[unit.value]) / length))
 
 
 def _in_counts(time: Time, duration: Time | None) -> tuple[float, TimeUnit]:
@@ -207,7 +209,13 @@ def _floats(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
 
 
 def _counts(timestamp: Timestamp) -> FrozenDict[str, Any]:
-    return FrozenDict((unit.value, timestamp.get(unit)) for unit in _COUNTED)
+    return FrozenDict((unit.value, _count(timestamp, unit)) for unit in _COUNTED)
+
+
+def _count(timestamp: Timestamp, unit: TimeUnit) -> float:
+    """How much is finished; of epochs also a part, where their length is known."""
+    length = timestamp.batches_per_epoch
+    return in_batches(timestamp, length) / length if unit is TimeUnit.EPOCH and length else timestamp.get(unit)
 
 
 def _counted(time: Time, name: str) -> Time:

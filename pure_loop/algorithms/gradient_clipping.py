@@ -11,18 +11,13 @@ The arithmetic is in :mod:`pure_loop.gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from pure_loop import gradients
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_positive
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
 __all__ = ["gradient_clipping"]
@@ -64,25 +59,10 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
     def clip(state: State) -> State:
         grads = state.grads
         assert grads is not None
-        if not any(gradient is not None for gradient in grads.values()):
-            return state
         if kind == "norm":
             return state.replace(grads=gradients.clip_by_norm(grads, limit))
         if kind == "value":
-            return state.replace(grads=_clip_by_value(grads, limit))
+            return state.replace(grads=gradients.clip_by_value(grads, limit))
         return state.replace(grads=gradients.clip_adaptively(grads, state.params, limit))
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: clip})
-
-
-@torch.no_grad()
-def _clip_by_value(grads: Mapping[str, Tensor | None], limit: float) -> FrozenDict[str, Any]:
-    # Clamped, an infinite gradient looks sound: a step would be made with it, and no loss scale would be lowered.
-    clipped = gradients.clip_by_value(grads, limit)
-
-    def mark(present: list[Tensor]) -> list[Tensor]:
-        nothing = torch._foreach_sub(present, present)  # infinity - infinity is NaN
-        return list(torch._foreach_add([clipped[name] for name in names], nothing))
-
-    names = [name for name, gradient in grads.items() if gradient is not None]
-    return gradients.map_present(mark, grads)

@@ -57,6 +57,8 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent, equal in every step to ``torch.optim.SGD(fused=True)``.
 
+    Half-precision parameters on a CPU are those of ``SGD(foreach=True)``: there torch's fused kernel is wrong.
+
     Args:
         lr: the learning rate, or a function of the timestamp (see :mod:`pure_loop.schedules`).
         momentum: how much of the last step's direction stays in this one.
@@ -145,7 +147,7 @@ class _SGD:
     def kernel(self, lr: float, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if params[0].device.type in FUSED_DEVICES:
+            if _fused_serves(params):
                 torch._fused_sgd_(
                     params,
                     grads,
@@ -173,3 +175,14 @@ class _SGD:
             torch._foreach_add_(buffers, directions, alpha=1.0 if first else 1 - self.dampening)
             directions = torch._foreach_add(directions, buffers, alpha=self.momentum) if self.nesterov else buffers
         torch._foreach_add_(params, directions, alpha=-lr)
+
+
+def _fused_serves(params: list[Tensor]) -> bool:
+    """Whether the fused kernel can be trusted with these.
+
+    On a CPU that of torch 2.13 leaves whole blocks of 16 elements of half-precision parameters as they are.
+    """
+    first = params[0]
+    if first.is_cpu and any(param.dtype in (torch.bfloat16, torch.float16) for param in params):
+        return False
+    return first.device.type in FUSED_DEVICES

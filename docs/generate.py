@@ -1,0 +1,194 @@
+"""Write the generated parts of README.md and docs/ anew: ``make docs``.
+
+    python docs/generate.py            # write
+    python docs/generate.py --check    # exit with 1 where something drifted
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
+``pure_loop.order``; ``output`` is what the Python block before it prints, ``output from "A" to "B"`` only the lines from
+the first that holds A to the next that holds B. Every file's blocks are run in order, as one program, for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import torch
+
+import pure_loop as pl
+from pure_loop import Event, order
+
+__all__ = ["Block", "blocks", "main", "pages", "render", "run"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PART = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@attrs.frozen
+class Block:
+    """One Python block of a page: its text, its line, and where it ends in the page."""
+
+    code: str
+    line: int
+    end: int
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(text: str) -> list[Block]:
+    """The Python blocks of a page."""
+    return [Block(match[1], text.count("\n", 0, match.start()) + 2, match.end()) for match in _BLOCK.finditer(text)]
+
+
+def run(path: Path) -> list[tuple[Block, str]]:
+    """Run the blocks of a page one after the other, in an empty folder; each with what it printed."""
+    scope: dict[str, object] = {"__name__": "__main__"}
+    printed = []
+    with tempfile.TemporaryDirectory() as folder, _inside(folder):
+        for block in blocks(path.read_text()):
+            # Empty lines before it, so that a traceback names the page's own lines.
+            code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(code, scope)
+            printed.append((block, out.getvalue()))
+    return printed
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    before, threads, random = os.getcwd(), torch.get_num_threads(), torch.get_rng_state()
+    os.chdir(folder)
+    # Shown numbers must not depend on how many cores there are, nor on what ran before.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random)
+
+
+def render(path: Path, printed: list[tuple[Block, str]] | None = None) -> str:
+    """The page with its generated parts as they are now; ``printed`` is what :func:`run` gave, if it ran already."""
+    text = path.read_text()
+
+    def part(match: re.Match[str]) -> str:
+        name, *arguments = shlex.split(match[2])
+        if name == "output":
+            outputs = [out for block, out in (run(path) if printed is None else printed) if block.end <= match.start()]
+            body = _fenced("text", _excerpt(outputs[-1], *arguments))
+        else:
+            body = _PARTS[name](*arguments)
+        return f"{match[1]}\n{body}\n\n{match[4]}"
+
+    return _PART.sub(part, text)
+
+
+def _fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def _excerpt(text: str, *arguments: str) -> str:
+    if not arguments:
+        return text
+    assert arguments[::2] == ("from", "to"), arguments
+    lines = text.splitlines()
+    first = next(index for index, line in enumerate(lines) if arguments[1] in line)
+    last = next(index for index, line in enumerate(lines) if index >= first and arguments[3] in line)
+    return textwrap.dedent("\n".join(lines[first : last + 1]))
+
+
+def _mermaid(which: order.Order) -> str:
+    return _fenced("mermaid", order.mermaid(which))
+
+
+def _grammar(which: order.Order) -> str:
+    return _fenced("text", order.table(which))
+
+
+def _outline(which: order.Order) -> str:
+    """The order as an indented list, each event with what is worth knowing at it."""
+    lines = []
+    for depth, what, note in order.outline(which):
+        name = what.name if isinstance(what, Event) else what
+        lines.append(f"{'  ' * depth + name:<40}{note if isinstance(what, Event) or note == 'as above' else ''}".rstrip())
+    return _fenced("text", "\n".join(lines))
+
+
+_FIELDS = ("batch", "microbatch", "outputs", "loss", "grads")
+
+
+def _fields() -> str:
+    """Which fields of the State are set at which event, as seen in a run with three microbatches a batch."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.rand(6, 2, generator=generator), torch.rand(6, 1, generator=generator))] * 2
+    stream = pl.fit(
+        torch.nn.Linear(2, 1),
+        data,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="1ep",
+        microbatch_size=2,
+        evaluators={"val": data},
+    )
+    seen: dict[Event, list[list[bool]]] = {}
+    for event, state in stream:
+        is_set = [getattr(state, name) is not None for name in _FIELDS]
+        leaves = any(tensor.requires_grad for tensor in state.params.values())
+        seen.setdefault(event, []).append([*is_set, leaves])
+    header = ["event", *(f"`{name}`" for name in _FIELDS), "`params` are leaves"]
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    for event, found in seen.items():
+        cells = ["yes" if all(column) else "later" if any(column) else "" for column in zip(*found, strict=True)]
+        lines.append(f"| `{event.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _boundaries() -> str:
+    return ", ".join(f"`{event.name}`" for event in Event if event in order.BOUNDARIES) + "."
+
+
+_PARTS: dict[str, Callable[..., str]] = {
+    "mermaid": _mermaid,
+    "grammar": _grammar,
+    "outline": _outline,
+    "fields": _fields,
+    "boundaries": _boundaries,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something drifted")
+    options = parser.parse_args(arguments)
+    drifted = []
+    for path in pages():
+        new = render(path, run(path))
+        if new != path.read_text():
+            drifted.append(path.relative_to(ROOT))
+            if not options.check:
+                path.write_text(new)
+    for name in drifted:
+        print(f"{name}: {'out of date; run make docs' if options.check else 'written'}")
+    return int(options.check and bool(drifted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
