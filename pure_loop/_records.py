@@ -56,4 +56,4 @@ def _draft_class(cls: type) -> type:
     namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__doc__": None, "IS_DRAFT": True}
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
-    return type(cls)(f"_{cls.__name__}Draft", (cls.__base__,), namespace)
+    return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)

@@ -118,7 +118,7 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
         if event is not Event.INIT and new.model != old.model:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
         refuse_misfit(new)
-        return new  # type: ignore[no-any-return]
+        return new
     if new.params is not old.params:
         if hasattr(old.params, "origin"):
             raise AlgorithmStructureError(
@@ -130,6 +130,8 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
     if new.buffers is not old.buffers:
         new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
     grads = new._grads
+    if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
+        _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
     if grads is not old._grads and grads is not None and grads is not NOT_READY:
         reference = FrozenDict((key, old.params[key]) for key in old.model.trainable)
         new = _same_tensors("grads", new, grads, reference, name, event)
@@ -202,36 +204,39 @@ def run_script(
     strict: Strict | None = None,
 ) -> Generator[tuple[Event, State], None, None]:
     """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it."""
+    state: State | None = None
+    given: Any = None  # what a generator that has not begun takes
     try:
-        event, state = next(script)
         while True:
-            state = seal(state, event)
+            try:
+                event, state = script.send(given)
+            except StopIteration:
+                # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
+                return
             if strict is not None:
+                if given is not None:
+                    strict.take_back(given, "the computation that followed (the forward, the loss, ...)", given.event)
                 strict.advance(event)
+            given = seal(state, event)
             found = handlers.get(event)
             if found is not None:
-                state = apply(event, state, found, stages, strict)
+                given = apply(event, given, found, stages, strict)
             seen = observers.get(event)
             if seen is not None:
-                _observe(event, state, seen, strict)
+                _observe(event, given, seen, strict)
             if watch is None or event in watch:
                 if strict is None:
-                    yield event, state
+                    yield event, given
                 else:
-                    strict.hand_over(state)
-                    yield event, state
-                    strict.take_back(state, "the loop's body", event)
-            if strict is None:
-                event, state = script.send(state)
-            else:
-                strict.hand_over(state)
-                given = state
-                event, state = script.send(state)
-                strict.take_back(given, "the computation that followed (the model's forward, the loss, ...)", given.event)
-    except StopIteration:
-        return
+                    strict.hand_over(given)
+                    yield event, given
+                    strict.take_back(given, "the loop's body", event)
+            if strict is not None:
+                strict.hand_over(given)
     finally:
         script.close()
+        if state is not None:
+            state.model.release()
         for callback in callbacks:
             callback.close()
 
@@ -253,13 +258,13 @@ def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Str
 
 def run_silently(script: Generator[tuple[Event, State], State, State], handlers: Handlers, stages: Any) -> State:
     """Run a script to its end with its algorithms, and nothing else; gives the State it returns."""
-    try:
-        event, state = next(script)
-        while True:
-            state = seal(state, event)
-            found = handlers.get(event)
-            if found is not None:
-                state = apply(event, state, found, stages)
-            event, state = script.send(state)
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+    given: Any = None
+    while True:
+        try:
+            event, state = script.send(given)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        given = seal(state, event)
+        found = handlers.get(event)
+        if found is not None:
+            given = apply(event, given, found, stages)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from torch.utils.data import DataLoader
-
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
@@ -108,7 +107,7 @@ def bind_evaluators(
     default = as_predicate(eval_interval, "eval_interval")
     if evaluators is None:
         return ()
-    if type(evaluators) in (list, tuple) and any(isinstance(each, Evaluator | DataLoader) for each in evaluators):
+    if type(evaluators) in (list, tuple) and any(_is_data(each) for each in evaluators):
         raise ArgumentTypeError(
             "evaluators is a list of evaluators; each needs a label, under which its metrics are found: "
             'evaluators={"val": ..., "test": ...}.'
@@ -155,3 +154,9 @@ def _counts_iterations(interval: Time, max_duration: Time | None) -> bool:
     if interval.unit is TimeUnit.DURATION and max_duration is not None:
         return bool(interval) and max_duration.unit is TimeUnit.ITERATION
     return interval.unit is TimeUnit.ITERATION
+
+
+def _is_data(given: Any) -> bool:
+    """Whether something in a list is an evaluator or a DataLoader, not a batch; without importing DataLoader."""
+    module = sys.modules.get("torch.utils.data")
+    return isinstance(given, Evaluator) or (module is not None and isinstance(given, module.DataLoader))

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias
 
-from pure_loop import _words, order
+from pure_loop import _words
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.callback import Observer, observers
 from pure_loop.event import Event
@@ -188,6 +188,8 @@ def _bound(prepared: Prepared) -> dict[Event, list[str]]:
 
 def _loop(prepared: Prepared) -> Iterator[str]:
     bound = _bound(prepared)
+    from pure_loop import order
+
     for depth, what, note in _relevant(_fit_only(order.outline(prepared.order)), prepared):
         indent = "  " * depth
         if isinstance(what, Event):

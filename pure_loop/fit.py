@@ -7,14 +7,14 @@ what comes back is a generator of ``(event, state)`` that the driver feeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop import loop, optim, order as event_order
+from pure_loop import loop, optim
 from pure_loop._signature import accepts, name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
@@ -29,7 +29,7 @@ from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
 from pure_loop.recorder import Recorder
-from pure_loop.sources import source
+from pure_loop.sources import Source, source
 from pure_loop.stages import Stages
 from pure_loop.state import State, refuse_misfit
 from pure_loop.strict import Strict
@@ -143,7 +143,7 @@ def fit(
 def _start(prepared: Prepared) -> Stream:
     handlers = bind(prepared.algorithms)
     stages = prepared.fit.stages
-    strict = Strict(event_order.Checker(prepared.order)) if prepared.strict else None
+    strict = Strict.of_order(prepared.order) if prepared.strict else None
     observed = dict(prepared.observers)
     return _closing(
         run_script(
@@ -155,20 +155,19 @@ def _start(prepared: Prepared) -> Stream:
             watch=prepared.watch,
             strict=strict,
         ),
-        prepared,
+        # Not `prepared` itself: it would keep the first State's tensors alive as long as the stream.
+        [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)],
     )
 
 
-def _closing(stream: Stream, prepared: Prepared) -> Stream:
+def _closing(stream: Stream, sources: Sequence[Source]) -> Stream:
     """The stream, and the data's workers ended with it, however it ends."""
     try:
         yield from stream
     finally:
         stream.close()
-        prepared.fit.source.close()
-        for evaluator in prepared.fit.evaluators:
-            evaluator.source.close()
-        prepared.state.model.release()
+        for each in sources:
+            each.close()
 
 
 def prepare(
@@ -332,6 +331,8 @@ def _refuse_between_boundaries(state: State) -> None:
     event = state.event
     if event in _KEEPABLE:
         return
+    from pure_loop.order import BOUNDARIES, nearest_boundary  # only on the way to an error
+
     assert event is not None
     if event.is_predict:
         nearest = "the State that you predicted from"
@@ -340,10 +341,10 @@ def _refuse_between_boundaries(state: State) -> None:
     elif event.is_eval and state.position in _AFTER_EVALUATION:
         nearest = f"the one at {_AFTER_EVALUATION[state.position].name}, which follows this evaluation"
     else:
-        nearest = f"the one at {event_order.nearest_boundary(event).name}, the next boundary after it"
+        nearest = f"the one at {nearest_boundary(event).name}, the next boundary after it"
     raise ResumeError(
         f"this State was kept at {event.name}, in the middle of a computation, from which training can't go on. Keep "
-        f"{nearest}. Boundaries are {', '.join(e.name for e in Event if e in event_order.BOUNDARIES)}."
+        f"{nearest}. Boundaries are {', '.join(e.name for e in Event if e in BOUNDARIES)}."
     )
 
 
@@ -642,7 +643,7 @@ def _outside_fit(
     chosen = task if checked and task is not None else make_task(state.model._skeleton, loss, task)
     stages = LoopStages(task=chosen, precision=Precision.parse(precision), handlers=handlers)
     watched = _watched(watch)
-    checker = Strict(event_order.Checker()) if strict else None
+    checker = Strict.of_order("current") if strict else None
 
     def stream() -> Stream:
         inner = run_script(
@@ -654,7 +655,6 @@ def _outside_fit(
             inner.close()
             for each in sources:
                 each.close()
-            state.model.release()
 
     return stream()
 

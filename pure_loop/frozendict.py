@@ -47,8 +47,8 @@ class FrozenDict(dict[K, V]):
             "FrozenDict({**old, key: value}), and give it back with state.replace(...)"
         )
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = _refuse
 
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
@@ -56,13 +56,13 @@ class FrozenDict(dict[K, V]):
         if any(key not in self or self[key] is not value for key, value in given.items()):
             self._refuse()
 
-    def __or__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:  # type: ignore[override]
+    def __or__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
         return FrozenDict({**self, **other})
 
-    def __ror__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:  # type: ignore[override]
+    def __ror__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
         return FrozenDict({**other, **self})
 
-    def copy(self) -> FrozenDict[K, V]:  # type: ignore[override]
+    def copy(self) -> FrozenDict[K, V]:
         return self
 
     def __copy__(self) -> FrozenDict[K, V]:

@@ -77,9 +77,9 @@ def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> Froze
 
 def _unit_norm(tensor: Tensor) -> Tensor:
     """The norm of each output unit: over all dimensions but the first; of the whole for vectors and scalars."""
-    if tensor.ndim <= 1:
-        return torch.linalg.vector_norm(tensor)
-    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    across = tuple(range(1, tensor.ndim)) or None
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=across, keepdim=across is not None)
+    return norm
 
 
 @torch.no_grad()

@@ -106,7 +106,8 @@ def accuracy(name: str = "accuracy") -> Metric:
                 "accuracy needs outputs of scores, (n, classes, ...), and a batch (inputs, targets) with class indices, "
                 "(n, ...). For anything else write pl.metrics.mean(lambda outputs, batch: ..., 'accuracy')."
             )
-        return outputs.argmax(dim=1) == batch[1]
+        matches: Tensor = outputs.argmax(dim=1) == batch[1]
+        return matches
 
     return mean(right, name)
 

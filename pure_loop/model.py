@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
@@ -308,7 +309,7 @@ def refuse_untrainable(module: object) -> None:
                 "the forward. Normalise the rows that you look up instead: torch.renorm(weight[index], 2, 0, max_norm)."
             )
     uninitialized = [
-        name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedTensorMixin)
+        name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)
     ]
     if uninitialized:
         raise ModelError(

@@ -13,16 +13,15 @@ keeps between items, and an iterator that was already drawn from.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from itertools import count, islice
+from types import GeneratorType
 from typing import Any, TypeAlias
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-from pure_loop import _loaders, _samplers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
 
@@ -30,7 +29,7 @@ __all__ = ["Source", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
 
-_END: Any = object()
+END: Any = object()
 
 
 def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | None = None) -> Source:
@@ -47,6 +46,7 @@ def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | 
         ArgumentTypeError: the object is no dataloader.
         ArgumentError: ``batches_per_epoch`` is not an integer of at least 1.
 
+    >>> from torch.utils.data import DataLoader
     >>> loader = DataLoader(range(6), batch_size=2, shuffle=True)
     >>> batches = source(loader, seed=0, stream="train")
     >>> batches.length
@@ -65,13 +65,13 @@ def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | 
 
 def _kind(loader: Any) -> type[Source]:
     name = type(loader).__name__
-    if isinstance(loader, DataLoader):
-        return _Indexed if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset) else _Iterated
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise ArgumentTypeError(
-            f"{name} is a dataset: it gives samples where batches are needed; write DataLoader(dataset, batch_size=...)"
-            ", or DataLoader(dataset, batch_size=None) where its items are batches already"
-        )
+    # Nobody can have a DataLoader who has not imported it, and importing it takes longer than all of ours.
+    if "torch.utils.data" in sys.modules:
+        from pure_loop import _dataloaders
+
+        kind = _dataloaders.kind(loader)
+        if kind is not None:
+            return kind
     if isinstance(loader, (Mapping, AbstractSet, str, bytes)) or hasattr(loader, "__array__"):
         raise ArgumentTypeError(
             f"{name} is no dataloader; give a DataLoader, a list of batches or an iterable of batches (tensors: "
@@ -82,7 +82,7 @@ def _kind(loader: Any) -> type[Source]:
     if isinstance(loader, Iterator):
         return _OneShot
     if isinstance(loader, Iterable):
-        return _Iterated
+        return Iterated
     raise ArgumentTypeError(
         f"{name} is no dataloader: it can't be iterated over; give a DataLoader, a list of batches or an iterable of"
         " batches (call a generator function: batches(), not batches)"
@@ -154,99 +154,29 @@ class _Listed(Source):
             yield batch
 
 
-class _Indexed(Source):
-    """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
-
-    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
-        super().__init__(loader, seed, stream, limit)
-        self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._free = _loaders.draws_nothing(loader)
-        self._table = _loaders.is_table(loader)
-        self._pool: _loaders.Refillable | None = None
-        self._pool_is_busy = False
-
-    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        order = _samplers.indices(
-            self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)
-        )
-        # Here a rank takes its part of each batch's indices; positions, and so seeds, count whole batches.
-        order = islice(order, start, self._limit)
-        if self._table:
-            return (_loaders.rows(self._loader.dataset, each) for each in order)
-        return self._load(order, epoch, start)
-
-    def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
-        in_workers = self._loader.num_workers > 0
-        if in_workers and not self._free:
-            order = ((derive(self._seed, epoch, start + i), index) for i, index in enumerate(order))
-        # Workers that outlive an epoch serve one at a time; another one opened meanwhile gets its own.
-        keep = self._loader.persistent_workers and not self._pool_is_busy
-        pool = self._pool if keep else None
-        pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
-        batches: Any = None
-        intact = False
-        try:
-            if keep:
-                self._pool, self._pool_is_busy = pool, True
-            batches = pool.refill(order)
-            for position in count(start):
-                with nullcontext() if in_workers or self._free else self._guard(epoch, position):
-                    batch = next(batches, _END)
-                if batch is _END:
-                    break
-                intact = True
-                yield batch
-                intact = False
-            intact = True
-        finally:
-            if keep:
-                self._pool_is_busy = False
-            if not keep or not intact:
-                _loaders.shut(batches)
-                self._pool = None if keep else self._pool
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool, self._pool_is_busy = None, False
-
-
-class _Iterated(Source):
+class Iterated(Source):
     """Anything that can be iterated over again and again: what was seen is drawn and dropped."""
 
-    def _count(self) -> int:
-        # Of a copy: a DataLoader remembers that it was asked, and warns later.
-        return len(copy.copy(self._loader) if isinstance(self._loader, DataLoader) else self._loader)
+    _in_workers = False
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         batches: Any = None
-        in_workers = isinstance(self._loader, DataLoader) and _is_plain(self._loader) and self._loader.num_workers > 0
         try:
             with self._guard(epoch, "iter"):
                 batches = iter(self._for_epoch(epoch))
             for position in count():
-                with nullcontext() if in_workers else self._guard(epoch, position):
-                    batch = next(batches, _END)
-                if batch is _END:
+                with nullcontext() if self._in_workers else self._guard(epoch, position):
+                    batch = next(batches, END)
+                if batch is END:
                     return
                 if position >= start:
                     yield batch
         finally:
             with self._guard(epoch, "close"):
-                _loaders.shut(batches)
+                shut(batches)
 
     def _for_epoch(self, epoch: int) -> Any:
-        loader = self._loader
-        if not isinstance(loader, DataLoader):
-            return _at_epoch(loader, epoch)
-        changes: dict[str, Any] = {"persistent_workers": False}
-        if isinstance(loader.dataset, IterableDataset):
-            changes["dataset"] = _at_epoch(loader.dataset, epoch)
-        else:
-            samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
-            seed = derive(self._seed, epoch, "order")
-            changes |= _samplers.private_copy(samplers, seed, epoch, shared=(loader.dataset,))
-        return _loaders.rebuilt(loader, derive(self._seed, epoch, "workers"), changes)
+        return at_epoch(self._loader, epoch)
 
 
 class _OneShot(Source):
@@ -272,8 +202,8 @@ class _OneShot(Source):
             )
         while True:
             with self._guard("item", self._taken):
-                batch = next(self._loader, _END)
-            if batch is _END:
+                batch = next(self._loader, END)
+            if batch is END:
                 break
             self._taken += 1
             if self._taken > seen:
@@ -285,14 +215,18 @@ class _OneShot(Source):
             )
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader iterates as torch's does: its subclasses may do anything."""
-    return all(getattr(type(loader), each) is getattr(DataLoader, each) for each in ("__iter__", "_get_iterator"))
-
-
-def _at_epoch(data: Any, epoch: int) -> Any:
+def at_epoch(data: Any, epoch: int) -> Any:
+    """A copy that knows the epoch, where the data wants to (``set_epoch``)."""
     if not callable(getattr(data, "set_epoch", None)):
         return data
     new = copy.copy(data)
     new.set_epoch(epoch)
     return new
+
+
+def shut(batches: Any) -> None:
+    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if isinstance(batches, GeneratorType):
+        batches.close()
+    elif hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()

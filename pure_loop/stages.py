@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
 from pure_loop._pytree import NAMESPACE
-from pure_loop.errors import AlgorithmStructureError, LossError
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, LossError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, map_present
 from pure_loop.optim import Optimizer
@@ -67,7 +67,7 @@ class Stages:
 
     task: Task
     optimizer: Optimizer | None = None
-    precision: Precision = Precision("fp32", None, False)
+    precision: Precision = attrs.field(factory=lambda: Precision.parse("fp32"))
     microbatch_size: int | None = None
     clip_grad: float | ClipGrad | None = None
     nonfinite: str = "error"
@@ -105,8 +105,7 @@ class Stages:
             return self._loss(state, training=True)
 
         loss = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
-        if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
-            _refuse_loss(loss, state)
+        _check_loss(loss, state, "AFTER_LOSS")
         return state.replace(loss=loss, event=None)
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
@@ -118,6 +117,7 @@ class Stages:
             LossError: the loss doesn't depend on any parameter.
             AlgorithmStructureError: the parameters are not those of the forward.
         """
+        _check_loss(state.loss, state, "BEFORE_BACKWARD")
         loss, leaves = total_loss(state.loss), state.params
         origin = getattr(leaves, "origin", None)
         if origin is None:
@@ -126,10 +126,7 @@ class Stages:
                 "function of them. Replace params at BEFORE_FORWARD, or from AFTER_BACKWARD on."
             )
         if not loss.requires_grad:
-            raise LossError(
-                f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: "
-                "was it detached, computed under torch.no_grad(), or turned into a number with .item()?"
-            )
+            raise _detached_loss(state)
         names = state.model.trainable
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
         seed: Tensor | None = None
@@ -140,6 +137,8 @@ class Stages:
         elif weight != 1.0:
             seed = torch.full_like(loss, weight)
         found = torch.autograd.grad(loss, inputs, seed, allow_unused=True)
+        if all(gradient is None for gradient in found):
+            raise _detached_loss(state)
         before = state._grads
         if before is not None:
             found = _add([before[name] for name in names], found)
@@ -187,7 +186,8 @@ class Stages:
                 noted in ``state.nonfinite`` and raised by :meth:`pure_loop.State.check_finite`.
         """
         optimizer, names, params = self.optimizer, state.model.trainable, state.params
-        assert optimizer is not None
+        if optimizer is None:
+            raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
         whole = len(names) == len(params)
         trained = params if whole else FrozenDict((name, params[name]) for name in names)
         with _GradMode(False):
@@ -256,8 +256,10 @@ class Stages:
         return _NOTHING if self.precision.dtype is None else self.precision.autocast(state.device)
 
 
-def _refuse_loss(loss: Any, state: State) -> None:
-    where = f"at AFTER_LOSS of batch {state.timestamp.batch}"
+def _check_loss(loss: Any, state: State, event: str) -> None:
+    if type(loss) is Tensor and not loss.ndim and loss.is_floating_point():
+        return
+    where = f"at {event} of batch {state.timestamp.batch}"
     if isinstance(loss, dict):
         if "total" not in loss:
             raise LossError(f"the loss {where} is a dict with keys {sorted(map(str, loss))}; it needs the key 'total'.")
@@ -273,6 +275,13 @@ def _refuse_loss(loss: Any, state: State) -> None:
         )
     if not loss.is_floating_point():
         raise LossError(f"the loss {where} has dtype {loss.dtype}, which can't be differentiated.")
+
+
+def _detached_loss(state: State) -> LossError:
+    return LossError(
+        f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
+        "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"
+    )
 
 
 def _add(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
@@ -295,6 +294,7 @@ def _as_mapping(name: str, value: Any) -> Any:
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _DRAFTERS: dict[type, Callable[[Any], Any]] = {}
 _NAMES: dict[type, frozenset[str]] = {}
+_FIELDS: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
 def draft_of(state: State) -> Any:
@@ -307,10 +307,12 @@ def draft_of(state: State) -> Any:
     return make(state)
 
 
-@cache
 def _fields(cls: type) -> tuple[tuple[str, str], ...]:
     """(attribute, public name) of each field."""
-    return tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
+    found = _FIELDS.get(cls)
+    if found is None:
+        found = _FIELDS[cls] = tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
+    return found
 
 
 def _no_field(cls: type, name: str) -> str:
@@ -333,7 +335,7 @@ def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
 
 def _register(cls: type) -> None:
     def unflatten(model: ModelDef, children: Iterable[Any]) -> Any:
-        state = object.__new__(cls)
+        state: Any = object.__new__(cls)
         object.__setattr__(state, "model", model)
         attributes = (attribute for attribute, public in _fields(cls) if public != "model")
         for attribute, child in zip(attributes, children, strict=True):

@@ -10,28 +10,37 @@ the first steps of a new algorithm.
 from __future__ import annotations
 
 import random
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop import order
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = ["Strict"]
+if TYPE_CHECKING:
+    from pure_loop.order import Checker
+
+__all__ = ["Strict", "same"]
 
 
 class Strict:
     """The checks of one stream."""
 
-    def __init__(self, checker: order.Checker | None) -> None:
+    def __init__(self, checker: Checker | None) -> None:
         self._checker = checker
         self._given: list[tuple[Any, Any]] = []
         self._random: tuple[Tensor, Any] | None = None
+
+    @classmethod
+    def of_order(cls, order: Literal["current", "2021"]) -> Strict:
+        """Checks that hold the events against an order as well."""
+        from pure_loop.order import Checker
+
+        return cls(Checker(order))
 
     def advance(self, event: Event) -> None:
         """

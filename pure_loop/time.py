@@ -366,7 +366,7 @@ class Timestamp:
 
 
 def in_batches(timestamp: Timestamp, length: int) -> int:
-    """How many batches the epochs so far come to, if each has ``length`` batches: the same before and after EPOCH_END."""
+    """How many batches the epochs so far come to, ``length`` each: the same number before and after EPOCH_END."""
     return timestamp.epoch * length + min(timestamp.batch_in_epoch, length)
 
 

@@ -388,7 +388,9 @@ def test_a_half_life_in_a_fraction_of_epochs_is_updated_at_their_ends():
 def test_a_half_life_in_a_fraction_of_epochs_goes_by_batches_where_their_length_is_known():
     by_batches = averaged(train(mlp(), points(), [ema(half_life="2ba")], max_duration="4ep")).params
     for half_life, interval in (("2ba", None), (f"{1 / 6!r}dur", None), (f"{1 / 6!r}dur", f"{1 / 12!r}dur")):
-        close(averaged(train(mlp(), points(), [ema(half_life, interval=interval)], max_duration="4ep")).params, by_batches)
+        close(
+            averaged(train(mlp(), points(), [ema(half_life, interval=interval)], max_duration="4ep")).params, by_batches
+        )
 
 
 def test_half_life_halves_whatever_the_interval():

@@ -1,4 +1,4 @@
-"""What users write by mistake: an error of ours, a subclass of the builtin that fits, that says what, where, and what instead.
+"""What users write by mistake: an error of ours and of the builtin that fits, which says what to write instead.
 
 Where it can be told from the arguments, it is raised by the call itself, before any event and before any
 data is drawn; what only shows when it runs is raised at the first event that shows it.
@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
@@ -45,7 +45,7 @@ def net() -> nn.Module:
 
 
 def fit(model: Any = None, data: Any = DATA, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "max_duration": "2ba", **changes}
+    arguments: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": SGD, "max_duration": "2ba", **changes}
     return pl.fit(net() if model is None else model, data, **arguments)
 
 
@@ -69,12 +69,11 @@ def breaks(stream: Any, error: type[Exception], builtin: type[Exception], *says:
     """Running the stream raises the error; gives the events before it."""
     assert issubclass(error, pl.PureLoopError)
     assert issubclass(error, builtin)
-    events = []
+    pairs: list[tuple[Event, pl.State]] = []
     with pytest.raises(error) as caught:
-        for event, _ in stream:
-            events.append(event)
+        pairs.extend(stream)
     check_message(caught.value, *says)
-    return events
+    return [event for event, _ in pairs]
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -139,7 +138,9 @@ MODEL, WRAPPED = (pl.ModelError, ValueError), (pl.WrappedModelError, TypeError)
 MODELS = [
     pytest.param(nn.ReLU, *MODEL, ["ReLU has no parameters", "nn.ModuleList"], id="no parameters"),
     pytest.param(Bare, *MODEL, ["Bare has no parameters", "plain list"], id="layers in a list"),
-    pytest.param(lambda: net().requires_grad_(False), *MODEL, ["requires a gradient", "requires_grad_(True)"], id="frozen"),
+    pytest.param(
+        lambda: net().requires_grad_(False), *MODEL, ["requires a gradient", "requires_grad_(True)"], id="frozen"
+    ),
     pytest.param(lambda: nn.LazyLinear(3), *MODEL, ["'weight' of a lazy module", "call the model on one"], id="lazy"),
     pytest.param(lambda: nn.Linear(4, 3, device="meta"), *MODEL, ["meta device", "to_empty"], id="meta"),
     pytest.param(lambda: nn.Embedding(3, 3, max_norm=1.0), *MODEL, ["max_norm=1.0", "torch.renorm"], id="max_norm"),
@@ -156,7 +157,9 @@ MODELS = [
     pytest.param(traced, *WRAPPED, ["TorchScript"], id="traced"),
     pytest.param(lambda: nn.Linear, *TYPE, ["the class Linear", "write Linear(...)"], id="class"),
     pytest.param(lambda: net().state_dict(), *TYPE, ["OrderedDict", "model.load_state_dict"], id="state_dict"),
-    pytest.param(lambda: (lambda x: x), *TYPE, ["model is function", "torch.nn.Module nor a pure_loop State"], id="function"),
+    pytest.param(
+        lambda: lambda x: x, *TYPE, ["model is function", "torch.nn.Module nor a pure_loop State"], id="function"
+    ),
     pytest.param(lambda: DATA, *TYPE, ["the model comes first", "fit(model, train_dataloader"], id="data first"),
 ]
 
@@ -167,7 +170,7 @@ def test_models_that_would_train_wrongly_are_refused(make: Any, error: Any, buil
     model = make()
     refused(lambda: fit(model, data), error, builtin, *says)
     assert data.drawn == 0
-    refused(lambda: pl.evaluate(model, data, loss=F.cross_entropy), error, builtin, *says)
+    refused(lambda: pl.evaluate(model, data, loss=functional.cross_entropy), error, builtin, *says)
     refused(lambda: pl.State.create(model), error, builtin, *says)
 
 
@@ -190,7 +193,7 @@ def test_module_compile_is_harmless() -> None:
 
 
 LOADERS = [
-    pytest.param(lambda: [], pl.DataError, ValueError, ["train_dataloader", "0 batches"], id="empty list"),
+    pytest.param(list, pl.DataError, ValueError, ["train_dataloader", "0 batches"], id="empty list"),
     pytest.param(
         lambda: DataLoader(TensorDataset(torch.zeros(0, 4), torch.zeros(0))),
         *(pl.DataError, ValueError, ["0 batches", "dataset empty"]),
@@ -202,10 +205,13 @@ LOADERS = [
         id="drop_last drops all",
     ),
     pytest.param(
-        lambda: TensorDataset(torch.zeros(8, 4)), *TYPE, ["is a dataset", "DataLoader(dataset, batch_size"], id="dataset"
+        lambda: TensorDataset(torch.zeros(8, 4)),
+        *TYPE,
+        ["is a dataset", "DataLoader(dataset, batch_size"],
+        id="dataset",
     ),
     pytest.param(lambda: torch.zeros(8, 4), *TYPE, ["Tensor is no dataloader", "TensorDataset"], id="tensor"),
-    pytest.param(lambda: (lambda: iter(DATA)), *TYPE, ["batches(), not batches"], id="generator function"),
+    pytest.param(lambda: lambda: iter(DATA), *TYPE, ["batches(), not batches"], id="generator function"),
     pytest.param(lambda: {"train": DATA}, *TYPE, ["dict is no dataloader"], id="mapping"),
     pytest.param(lambda: None, *TYPE, ["NoneType is no dataloader"], id="None"),
     pytest.param(net, *TYPE, ["the model comes first", "fit(model, train_dataloader"], id="a model"),
@@ -230,10 +236,18 @@ def test_an_exhausted_iterator_says_so() -> None:
 
 def test_empty_data_of_evaluate_and_predict() -> None:
     model = net()
-    refused(lambda: pl.evaluate(model, [], loss=F.cross_entropy), pl.DataError, ValueError, "evaluator 'eval'", "0 batches")
+    refused(
+        lambda: pl.evaluate(model, [], loss=functional.cross_entropy),
+        pl.DataError,
+        ValueError,
+        "evaluator 'eval'",
+        "0 batches",
+    )
     refused(lambda: pl.predict(model, []), pl.DataError, ValueError, "0 batches")
     refused(lambda: pl.predict(model, None), *TYPE, "NoneType is no dataloader")
-    refused(lambda: pl.evaluate(model, None, loss=F.cross_entropy), *TYPE, "evaluators=None", "mapping of labels")
+    refused(
+        lambda: pl.evaluate(model, None, loss=functional.cross_entropy), *TYPE, "evaluators=None", "mapping of labels"
+    )
 
 
 def arguments() -> Iterator[Any]:
@@ -252,7 +266,12 @@ def arguments() -> Iterator[Any]:
         yield "max_duration", other, TYPE, [f"max_duration={other!r}", '"2ep"']
     for other in (1.5, True, None, [1]):
         yield "eval_interval", other, TYPE, [f"eval_interval={other!r}", '"1ep"'] if other is not True else ["True"]
-    yield "eval_interval", lambda event, state: True, TYPE, ["eval_interval is the function <lambda>", "<lambda>(state)"]
+    yield (
+        "eval_interval",
+        lambda event, state: True,
+        TYPE,
+        ["eval_interval is the function <lambda>", "<lambda>(state)"],
+    )
     yield "eval_interval", "1iter", VALUE, ["evaluator 'eval'", "1iter", '"1ep"']
     yield "max_duration", "0.5dur", VALUE, ["fraction of itself", '"3ep"']
     yield "max_duration", "3iter", VALUE, ["counts iterations", "iteration_length"]
@@ -286,7 +305,10 @@ def test_arguments_that_can_not_be_read_are_refused_before_any_data_is_drawn(
 
 OPTIMIZERS = [
     ([SGD, SGD], ["optimizer= is a list", "pl.optim.partition", "pl.drive"]),
-    (torch.optim.AdamW(net().parameters()), ["torch.optim.AdamW", "in place", "pl.optim.adamw(lr=...) or", "from_torch"]),
+    (
+        torch.optim.AdamW(net().parameters()),
+        ["torch.optim.AdamW", "in place", "pl.optim.adamw(lr=...) or", "from_torch"],
+    ),
     (torch.optim.Adagrad(net().parameters()), ["Write pl.optim.from_torch(torch.optim.Adagrad, lr=...)"]),
     (torch.optim.SGD, ["the class SGD", "pl.optim.sgd(lr=...)"]),
     (pl.optim.adam, ["the function 'adam'", "call it: pl.optim.adam(lr=3e-4)"]),
@@ -387,7 +409,11 @@ DEFINITIONS = [
     (lambda: pl.algorithm(identity), VALUE, ["'identity' binds no event", "@pl.algorithm(Event.BATCH_END)"]),
     (lambda: pl.algorithm(), VALUE, ["binds no event", "pl.algorithm(Event.BATCH_END)"]),
     (lambda: pl.Algorithm("x", {}), VALUE, ["algorithm 'x' binds no event", "{Event.BATCH_END: function}"]),
-    (lambda: pl.algorithm("after_los")(identity), VALUE, ["'after_los' is not an event", "did you mean Event.AFTER_LOSS?"]),
+    (
+        lambda: pl.algorithm("after_los")(identity),
+        VALUE,
+        ["'after_los' is not an event", "did you mean Event.AFTER_LOSS?"],
+    ),
     (lambda: pl.algorithm("lunch")(identity), VALUE, ["'lunch' is not an event", "INIT, BEFORE_LOAD"]),
     (lambda: pl.algorithm([Event.BATCH_END])(identity), TYPE, ["one by one", "pl.algorithm(Event.BATCH_START, Event"]),
     (lambda: pl.Algorithm("x", [Event.BATCH_END]), TYPE, ["algorithm 'x'", "mapping of events to functions"]),
@@ -398,9 +424,17 @@ DEFINITIONS = [
     (lambda: pl.algorithm(Event.INIT)(lambda event, state: state), TYPE, ["(event, state)", "state.event"]),
     (lambda: pl.algorithm(Event.INIT, init=3)(identity), TYPE, ["'identity': init=3", "init=lambda state: 0"]),
     (lambda: pl.algorithm(Event.INIT, init=lambda: 3)(identity), TYPE, ["init=", "function of (state)"]),
-    (lambda: pl.algorithm(Event.INIT, when="often")(identity), (pl.TimeFormatError, ValueError), ["when='often'", '"10ba"']),
+    (
+        lambda: pl.algorithm(Event.INIT, when="often")(identity),
+        (pl.TimeFormatError, ValueError),
+        ["when='often'", '"10ba"'],
+    ),
     (lambda: pl.algorithm(Event.INIT, when=0.5)(identity), TYPE, ["when=0.5", '"10ba"', "function of the State"]),
-    (lambda: pl.algorithm(Event.INIT, when=lambda e, s: True)(identity), TYPE, ["when is the function", "<lambda>(state)"]),
+    (
+        lambda: pl.algorithm(Event.INIT, when=lambda e, s: True)(identity),
+        TYPE,
+        ["when is the function", "<lambda>(state)"],
+    ),
     (lambda: pl.every("1.5ep"), (pl.TimeFormatError, ValueError), ["'1.5ep'", "whole numbers", '"2ep"']),
 ]
 
@@ -450,7 +484,11 @@ STRUCTURES = [
     (Event.BATCH_END, with_param(lambda w: 3.0), ["put float into params['0.weight']", "not a tensor"]),
     (Event.BATCH_END, with_param(lambda w: None), ["put NoneType into params['0.weight']"]),
     (Event.BATCH_END, with_param(lambda w: w, "more"), ["unknown ['more']", "Keep the names", "state.with_module"]),
-    (Event.BATCH_END, lambda s: s.replace(params={WEIGHT: s.params[WEIGHT]}), ["missing ['0.bias', '2.bias'", "params"]),
+    (
+        Event.BATCH_END,
+        lambda s: s.replace(params={WEIGHT: s.params[WEIGHT]}),
+        ["missing ['0.bias', '2.bias'", "params"],
+    ),
     (Event.BATCH_END, lambda s: s.replace(buffers={"x": s.params[WEIGHT]}), ["names in buffers", "unknown ['x']"]),
     (
         Event.AFTER_BACKWARD,
@@ -458,7 +496,11 @@ STRUCTURES = [
         ["grads['0.weight'] from (5, 4)", "to (1, 4)"],
     ),
     (Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads={}), ["names in grads", "missing"]),
-    (Event.BATCH_END, lambda s: s.replace(timestamp=pl.Timestamp(batch=9)), ["changed timestamp", "only the loop counts"]),
+    (
+        Event.BATCH_END,
+        lambda s: s.replace(timestamp=pl.Timestamp(batch=9)),
+        ["changed timestamp", "only the loop counts"],
+    ),
     (Event.BATCH_END, lambda s: s.replace(seed=9), ["changed seed", "pl.random.derive"]),
     (Event.BATCH_END, lambda s: s.replace(position=Event.INIT), ["position", "only the loop"]),
     (Event.BATCH_END, lambda s: s.replace(event=Event.INIT), ["returned a State of INIT"]),
@@ -502,7 +544,9 @@ def test_a_state_that_an_algorithm_kept_is_refused() -> None:
 @pytest.mark.parametrize("value", [[1], 3])
 def test_fields_that_are_mappings_take_mappings(field: str, value: Any) -> None:
     state = pl.State.create(net())
-    refused(lambda: state.replace(**{field: value}), *TYPE, f"{field} is a mapping", type(value).__name__, f"state.{field}")
+    refused(
+        lambda: state.replace(**{field: value}), *TYPE, f"{field} is a mapping", type(value).__name__, f"state.{field}"
+    )
 
 
 EARLY = [e for e in Event if e not in (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)]
@@ -567,7 +611,11 @@ def observe(self: Any, state: Any, logger: Any) -> None:
 
 
 CALLBACKS = [
-    ([callback(epoch_ends=observe, batch_end=observe)], VALUE, ["'epoch_ends', which is no event", "did you mean epoch_end("]),
+    (
+        [callback(epoch_ends=observe, batch_end=observe)],
+        VALUE,
+        ["'epoch_ends', which is no event", "did you mean epoch_end("],
+    ),
     ([callback(epoch_ends=observe)], VALUE, ["did you mean epoch_end(self, state, logger)"]),
     ([callback(on_batch_end=observe)], VALUE, ["'on_batch_end'", "did you mean batch_end("]),
     ([callback(on_train_batch_end=observe)], VALUE, ["Mine"]),
@@ -615,14 +663,14 @@ def bad_loss(make: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]) ->
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
         calls.append(1)
-        good = F.cross_entropy(outputs, targets)
+        good = functional.cross_entropy(outputs, targets)
         return good if len(calls) == 1 else make(good, outputs, targets)
 
     return loss
 
 
 RUNNING_LOSSES = [
-    (lambda loss, o, t: F.cross_entropy(o, t, reduction="none"), ["shape (4,)", "loss.mean()"]),
+    (lambda loss, o, t: functional.cross_entropy(o, t, reduction="none"), ["shape (4,)", "loss.mean()"]),
     (lambda loss, o, t: loss[None], ["shape (1,)", "one number"]),
     (lambda loss, o, t: (o.argmax(1) == t).sum(), ["dtype torch.int64", "can't be differentiated"]),
     (lambda loss, o, t: loss.item(), ["of type float", "return a tensor of shape ()"]),
@@ -728,7 +776,9 @@ def test_clipping_functions_return_gradients(clip: Any, kind: tuple[Any, Any], s
 
 @pytest.fixture(scope="module")
 def pairs() -> list[tuple[Event, pl.State]]:
-    return list(fit(max_duration="1ep", evaluators=pl.Evaluator(DATA, interval="2ba"), optimizer=pl.optim.adamw(lr=0.01)))
+    return list(
+        fit(max_duration="1ep", evaluators=pl.Evaluator(DATA, interval="2ba"), optimizer=pl.optim.adamw(lr=0.01))
+    )
 
 
 def last(pairs: Any, wanted: Event) -> pl.State:
@@ -758,7 +808,7 @@ def test_going_on_from_between_boundaries_names_the_next_one(pairs: list[tuple[E
 
 def test_going_on_from_evaluation_and_prediction() -> None:
     model = net()
-    kept = dict(pl.evaluate(model, DATA, loss=F.cross_entropy)) | dict(pl.predict(model, DATA))
+    kept = dict(pl.evaluate(model, DATA, loss=functional.cross_entropy)) | dict(pl.predict(model, DATA))
     says = ("EVAL_STANDALONE_START", "the State that you evaluated")
     refused(lambda: fit(kept[Event.EVAL_STANDALONE_START]), pl.ResumeError, ValueError, *says)
     says = ("PREDICT_BATCH_END", "the State that you predicted from")
@@ -774,7 +824,7 @@ def test_a_state_of_another_model(pairs: list[tuple[Event, pl.State]]) -> None:
     refused(lambda: fit(kept.replace(model=linear.model), **ADAMW), *error, *says)
     says = ("params['0.weight'] has shape (6, 4) in this State and (5, 4) in its model",)
     refused(lambda: fit(kept.replace(params=wider.params), **ADAMW), *error, *says)
-    refused(lambda: pl.evaluate(kept.replace(params=wider.params), DATA, loss=F.cross_entropy), *error, *says)
+    refused(lambda: pl.evaluate(kept.replace(params=wider.params), DATA, loss=functional.cross_entropy), *error, *says)
 
 
 def test_memory_of_another_optimizer(pairs: list[tuple[Event, pl.State]]) -> None:
@@ -785,13 +835,17 @@ def test_memory_of_another_optimizer(pairs: list[tuple[Event, pl.State]]) -> Non
     says = ("another optimizer than adamw", "it holds step, skipped, exp_avg", "needs step", "max_exp_avg_sq", afresh)
     refused(lambda: fit(kept, optimizer=pl.optim.adamw(lr=0.1, amsgrad=True)), *error, *says)
     momentum = pl.optim.sgd(lr=0.1, momentum=0.9)
-    refused(lambda: fit(kept, optimizer=momentum), *error, "another optimizer than sgd", "needs momentum_buffer", afresh)
+    refused(
+        lambda: fit(kept, optimizer=momentum), *error, "another optimizer than sgd", "needs momentum_buffer", afresh
+    )
     refused(lambda: fit(plain, optimizer=momentum), *error, "it holds nothing, and sgd needs momentum_buffer", afresh)
     breaks(fit(kept, max_duration="2ep"), *error, "sgd", "exp_avg")
 
     linear = pl.State.create(nn.Linear(4, 3)).replace(opt_state=kept.opt_state)
     refused(lambda: fit(linear, **ADAMW), *error, "made by adamw for another model", afresh)
-    wider = pl.State.create(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))).replace(opt_state=kept.opt_state)
+    wider = pl.State.create(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))).replace(
+        opt_state=kept.opt_state
+    )
     says = ("opt_state['exp_avg']['0.weight'] has shape (5, 4)", "(6, 4)", "another model's", afresh)
     refused(lambda: fit(wider, **ADAMW), *error, *says)
 
@@ -827,7 +881,9 @@ def test_mappings_of_a_state_are_not_written_to() -> None:
         lambda params: params.__ior__({WEIGHT: weight * 2}),
     ]
     for write in writes:
-        refused(lambda write=write: write(state.params), pl.FrozenDictError, TypeError, "read-only", "state.replace(...)")
+        refused(
+            lambda write=write: write(state.params), pl.FrozenDictError, TypeError, "read-only", "state.replace(...)"
+        )
     assert state.params[WEIGHT] is weight
 
 

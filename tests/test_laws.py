@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pure_loop as pl
+from pure_loop.order import EvaluatorPlan, Plan
 from tests import laws
 from tests.cases import Case, cases, plans
 from tests.conftest import THOROUGH
@@ -19,6 +21,30 @@ def examples(fast: int, thorough: int) -> settings:
 @given(cases(plan=plans(orders=("current", "current", "current", "2021"))))
 def test_events_are_those_of_the_specification(case: Case) -> None:
     laws.law_order(case)
+
+
+def in_fractions(plan: Plan, epochs: int, interval: str) -> Plan:
+    evaluators = {"val": EvaluatorPlan((2,))}
+    return attrs.evolve(plan, max_duration=f"{epochs}ep", eval_interval=interval, evaluators=evaluators)
+
+
+FRACTIONS = st.sampled_from(["0.1dur", "0.25dur", "0.3dur", "0.5dur", "0.7dur", "1dur"])
+# Seldom in the others: a duration in epochs, of which evaluation takes fractions.
+IN_FRACTIONS = st.builds(
+    in_fractions, plans(orders=("current", "current", "2021"), iterations=False), st.integers(1, 3), FRACTIONS
+)
+
+
+@examples(100, 1000)
+@given(cases(models=("plain",), plan=IN_FRACTIONS))
+def test_fractions_of_epochs_are_those_of_the_specification(case: Case) -> None:
+    laws.law_order(case)
+
+
+@examples(15, 150)
+@given(cases(models=("plain",), plan=IN_FRACTIONS))
+def test_going_on_between_fractions_of_epochs_is_exact(case: Case) -> None:
+    laws.law_resumption(case)
 
 
 @examples(40, 500)

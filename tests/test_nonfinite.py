@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
@@ -30,7 +30,7 @@ def module(make: Callable[[], nn.Module] = plain) -> nn.Module:
 
 def fit(start: Any = None, **changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "loss": F.cross_entropy,
+        "loss": functional.cross_entropy,
         "optimizer": pl.optim.adamw(lr=0.01),
         "max_duration": "6ba",
         **changes,
@@ -71,17 +71,16 @@ SPOILERS = {
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_the_error_names_the_batch(kind: str, microbatch_size: int | None) -> None:
     spoil, says = SPOILERS[kind]
-    events = []
+    pairs: list[tuple[Event, pl.State]] = []
     with pytest.raises(pl.NonFiniteError) as caught:
-        for event, state in fit(algorithms=[spoil], microbatch_size=microbatch_size):
-            events.append((event, state))
+        pairs.extend(fit(algorithms=[spoil], microbatch_size=microbatch_size))
     assert isinstance(caught.value, FloatingPointError)
     message = str(caught.value)
     assert message.startswith(f"batch {BAD} (epoch 1, batch 1 in it)")
     assert says in message
     assert 'nonfinite="skip"' in message
     assert "clip_grad" in message
-    event, state = events[-1]
+    event, state = pairs[-1]
     assert event is Event.AFTER_TRAIN_BATCH
     assert state.timestamp.batch == BAD
     assert all(torch.isfinite(p).all() for p in state.params.values())
@@ -90,7 +89,7 @@ def test_the_error_names_the_batch(kind: str, microbatch_size: int | None) -> No
 @pytest.mark.parametrize("kind", ["nan loss", "inf loss"])
 def test_a_loss_that_is_not_finite_is_no_overflow(kind: str) -> None:
     """Half precision leaves out steps whose gradients overflow; a loss that is NaN by itself is still an error."""
-    with pytest.raises(pl.NonFiniteError, match=f"batch {BAD} .epoch 1"):
+    with pytest.raises(pl.NonFiniteError, match=rf"batch {BAD} .epoch 1"):
         pl.run(fit(algorithms=[SPOILERS[kind][0]], precision="amp_fp16"))
 
 
@@ -117,7 +116,7 @@ def test_skipping_differs_from_not_having_the_batch_only_in_what_is_counted() ->
         stream = pl.fit(
             module(),
             data,
-            loss=F.cross_entropy,
+            loss=functional.cross_entropy,
             optimizer=pl.optim.adamw(lr=0.01),
             max_duration="1ep",
             nonfinite="skip",
@@ -148,16 +147,16 @@ def test_batch_statistics_of_a_skipped_batch_are_not_hidden() -> None:
 
 
 def test_an_update_that_overflows_is_found() -> None:
-    with pytest.raises(pl.NonFiniteError, match="batch 0 .*finite.*the optimizer's step made parameters"):
+    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*finite.*the optimizer's step made parameters"):
         pl.run(fit(optimizer=pl.optim.sgd(lr=1e39)))
 
 
 def test_losses_in_a_dict() -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        part = F.cross_entropy(outputs, targets)
+        part = functional.cross_entropy(outputs, targets)
         return {"total": part * math.inf, "part": part}
 
-    with pytest.raises(pl.NonFiniteError, match="batch 0 .*the loss is inf"):
+    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the loss is inf"):
         pl.run(fit(loss=loss))
 
 

@@ -209,7 +209,7 @@ BY_HAND: dict[str, tuple[Plan, str]] = {
         Plan(batches=(4,) * 8, max_duration="1ep", evaluators={"val": ONE}, eval_interval="0.25dur", fresh=False),
         f"FIT_START EPOCH_START {f'{STEP} {STEP_EVALS} ' * 4} BEFORE_DATALOADER {CLOSE} FIT_END",
     ),
-    "a third of a duration of two epochs of one batch, and once more at the end": (
+    "seven tenths of two epochs of one batch: at the end of the second batch": (
         Plan(batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.7dur", fresh=False),
         (
             f"FIT_START EPOCH_START {STEP} BEFORE_DATALOADER {CLOSE} "
@@ -217,7 +217,9 @@ BY_HAND: dict[str, tuple[Plan, str]] = {
         ),
     ),
     "half of a duration in epochs of a loader without a length: at the end of an epoch": (
-        Plan(batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.5dur", sized=False, fresh=False),
+        Plan(
+            batches=(4,), max_duration="2ep", evaluators={"val": ONE}, eval_interval="0.5dur", sized=False, fresh=False
+        ),
         (
             f"FIT_START EPOCH_START {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT "
             f"EPOCH_START {STEP} BEFORE_DATALOADER EPOCH_END {EVALS} EPOCH_CHECKPOINT FIT_END"

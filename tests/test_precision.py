@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
@@ -29,7 +29,7 @@ def module() -> nn.Module:
 
 def fit(start: Any = None, **changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "loss": F.cross_entropy,
+        "loss": functional.cross_entropy,
         "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9),
         "max_duration": f"{STEPS}ba",
         **changes,
@@ -47,7 +47,7 @@ def by_hand(precision: str, *, overflow_at: int | None = None, scale: float = 2.
         inputs, targets = DATA[step % len(DATA)]
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=DTYPES[precision]):
-            loss = F.cross_entropy(model(inputs), targets)
+            loss = functional.cross_entropy(model(inputs), targets)
         if step == overflow_at:
             loss = loss + 1e36 * sum((p * p).sum() for p in model.parameters())
         scaler.scale(loss).backward()

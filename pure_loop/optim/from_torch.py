@@ -32,6 +32,7 @@ from pure_loop.optim.optimizer import (
     OptState,
     Params,
     RateFunction,
+    as_schedule,
     check_number,
     check_state,
     clone_all,
@@ -40,7 +41,6 @@ from pure_loop.optim.optimizer import (
     memory_of,
     rate_at,
 )
-from pure_loop.schedules import constant
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -113,7 +113,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         raise ArgumentError(f"from_torch: {name} has no option lr, got lr={lr!r}")
     rate: RateFunction = _no_rate
     if "lr" in defaults:
-        rate = lr if callable(lr) else constant(float(defaults["lr"]))
+        rate = as_schedule("from_torch", lr if callable(lr) else float(defaults["lr"]))
     shown = FrozenDict({key: value for key, value in rest.items() if key != "lr"})
     return Optimizer(name=f"from_torch({name})", init=rule.init, update=rule.update, lr=rate, options=shown)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.schedules import constant
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -106,7 +105,11 @@ def check_flag(where: str, name: str, value: object) -> bool:
 
 def as_schedule(where: str, lr: LearningRate) -> RateFunction:
     """A learning rate as a function of the timestamp."""
-    return lr if callable(lr) else constant(check_number(where, "lr", lr))
+    if callable(lr):
+        return lr
+    from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick
+
+    return constant(check_number(where, "lr", lr))
 
 
 def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:

@@ -1,0 +1,133 @@
+"""A State is a value: keep one, fork it as often as you like, and run the forks side by side.
+
+    python examples/fork.py                  # trains, forks, draws fork.png
+
+A small network learns handwritten digits. The State at half time is kept and forked four times: with the settings of
+the run, with a tenth of the learning rate, with three times as much, and with other random numbers (a shuffled loader
+draws other batches). The four streams are consumed in turn, event by event, in one process: they share nothing that
+changes. In the end the kept State is compared with a copy from before, and the first fork with the run it repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import _pictures
+import optree
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event
+
+LR = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="fork.png", help="where the picture goes")
+    parser.add_argument("--quick", action="store_true", help="80 batches")
+    options = parser.parse_args(arguments)
+    batches = 80 if options.quick else options.batches
+    train, held_out = load()
+
+    def fit(start: nn.Module | pl.State, lr: float, seed: int) -> Any:
+        return pl.fit(
+            start,
+            train,
+            loss=nn.functional.cross_entropy,
+            optimizer=pl.optim.sgd(lr=lr, momentum=0.9),
+            max_duration=f"{batches}ba",
+            seed=seed,
+            evaluators={"held-out": held_out},
+            eval_interval=f"{batches // 40}ba",
+        )
+
+    torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
+    with pl.random.seeded(options.seed):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+    run = [state for event, state in fit(model, LR, options.seed) if event is Event.BATCH_CHECKPOINT]
+    kept = run[batches // 2 - 1]
+    before = copied(kept)
+
+    # Going on takes the State and, again, the data and the functions. The learning rate is one of these and may be
+    # another one; the seed is a part of the State, so that other random numbers are another State.
+    other = options.seed + 1
+    forks = {
+        "as before": (kept, LR, options.seed),
+        "a tenth of the rate": (kept, LR / 10, options.seed),
+        "three times the rate": (kept, LR * 3, options.seed),
+        "another seed": (kept.replace(seed=other), LR, other),
+    }
+    lines: dict[str, list[pl.State]] = {name: [] for name in forks}
+    for side_by_side in zip(*(fit(*fork) for fork in forks.values()), strict=True):
+        for name, (event, state) in zip(forks, side_by_side, strict=True):
+            if event is Event.BATCH_CHECKPOINT:
+                lines[name].append(state)
+
+    print(f"\nforked at batch {kept.timestamp.batch}, where the loss on held-out digits was {loss(kept):.4f}\n")
+    print(f"{'fork':<22}learning rate   seed   loss at batch {batches}   accuracy")
+    for name, (start, lr, _) in forks.items():
+        last = lines[name][-1]
+        accuracy = float(last.metrics["held-out"]["accuracy"])
+        print(f"{name:<22}{lr:13.3f}   {start.seed:4}   {loss(last):{17 + len(str(batches)) - 3}.4f}   {accuracy:8.1%}")
+
+    unchanged = same(copied(kept), before)
+    repeated = all(same(copied(a), copied(b)) for a, b in zip(run[batches // 2 :], lines["as before"], strict=True))
+    print(f"\nthe kept State is {'unchanged' if unchanged else 'CHANGED'}: {len(before)} leaves compared, bitwise")
+    print(f"the fork with the old settings is {'bitwise' if repeated else 'NOT'} the run: {batches // 2} States compared")
+    draw(options.output, run[: batches // 2], lines)
+    print(f"picture: {options.output}")
+    return 0 if unchanged and repeated else 1
+
+
+def load() -> tuple[DataLoader[Any], list[tuple[Tensor, Tensor]]]:
+    raw = load_digits()
+    images, digits = torch.tensor(raw.data, dtype=torch.float32) / 16, torch.tensor(raw.target)
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+    images, digits = images[order], digits[order]
+    train = DataLoader(TensorDataset(images[:1200], digits[:1200]), batch_size=32, shuffle=True)
+    return train, [(images[1200:], digits[1200:])]
+
+
+def copied(state: pl.State) -> dict[str, Any]:
+    """Everything in a State by path, copied; without the times that the clock gave."""
+    paths, leaves, _ = optree.tree_flatten_with_path(state, namespace="pure_loop")  # type: ignore[arg-type]
+    named = {".".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    return {
+        path: leaf.clone() if isinstance(leaf, Tensor) else leaf
+        for path, leaf in named.items()
+        if not path.endswith("_seconds")
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[path], b[path]) if isinstance(a[path], Tensor) else a[path] == b[path] for path in a
+    )
+
+
+def loss(state: pl.State) -> float:
+    return float(state.metrics["held-out"]["loss"])
+
+
+def draw(path: str, run: list[pl.State], forks: dict[str, list[pl.State]]) -> None:
+    def series(states: list[pl.State]) -> list[tuple[float, float]]:
+        """The evaluations: a State carries the last one, so the others are left out."""
+        found = [(float(s.timestamp.batch), loss(s)) for s in states if s.metrics]
+        return [point for point, before in zip(found, [(0.0, 0.0), *found], strict=False) if point[1] != before[1]]
+
+    _pictures.forks(
+        path, series(run), {name: series(states) for name, states in forks.items()}, title="Loss on held-out digits"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

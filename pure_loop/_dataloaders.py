@@ -1,0 +1,120 @@
+"""torch's DataLoaders as sources: their order and their seeds are ours, their workers and collate theirs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pure_loop import _loaders, _samplers
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.random import derive
+from pure_loop.sources import END, Batches, Iterated, Source, at_epoch, shut
+
+__all__ = ["kind"]
+
+
+def kind(loader: Any) -> type[Source] | None:
+    """The source that serves this DataLoader; None for what is no DataLoader.
+
+    Raises:
+        ArgumentTypeError: it is a dataset.
+    """
+    if isinstance(loader, DataLoader):
+        return _Indexed if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset) else _Rebuilt
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ArgumentTypeError(
+            f"{type(loader).__name__} is a dataset: it gives samples where batches are needed; write "
+            "DataLoader(dataset, batch_size=...), or DataLoader(dataset, batch_size=None) where its items are batches "
+            "already"
+        )
+    return None
+
+
+class _Indexed(Source):
+    """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
+        super().__init__(loader, seed, stream, limit)
+        self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._free = _loaders.draws_nothing(loader)
+        self._table = _loaders.is_table(loader)
+        self._pool: _loaders.Refillable | None = None
+        self._pool_is_busy = False
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        order = _samplers.indices(
+            self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)
+        )
+        # Here a rank takes its part of each batch's indices; positions, and so seeds, count whole batches.
+        order = islice(order, start, self._limit)
+        if self._table:
+            return (_loaders.rows(self._loader.dataset, each) for each in order)
+        return self._load(order, epoch, start)
+
+    def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
+        in_workers = self._loader.num_workers > 0
+        if in_workers and not self._free:
+            order = ((derive(self._seed, epoch, start + i), index) for i, index in enumerate(order))
+        # Workers that outlive an epoch serve one at a time; another one opened meanwhile gets its own.
+        keep = self._loader.persistent_workers and not self._pool_is_busy
+        pool = self._pool if keep else None
+        pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
+        batches: Any = None
+        intact = False
+        try:
+            if keep:
+                self._pool, self._pool_is_busy = pool, True
+            batches = pool.refill(order)
+            for position in count(start):
+                with nullcontext() if in_workers or self._free else self._guard(epoch, position):
+                    batch = next(batches, END)
+                if batch is END:
+                    break
+                intact = True
+                yield batch
+                intact = False
+            intact = True
+        finally:
+            if keep:
+                self._pool_is_busy = False
+            if not keep or not intact:
+                shut(batches)
+                self._pool = None if keep else self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool, self._pool_is_busy = None, False
+
+
+class _Rebuilt(Iterated):
+    """A DataLoader that can only be iterated over: of an IterableDataset, or of a class of the user's own."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
+        super().__init__(loader, seed, stream, limit)
+        self._in_workers = _is_plain(loader) and loader.num_workers > 0
+
+    def _count(self) -> int:
+        # Of a copy: a DataLoader remembers that it was asked, and warns later.
+        return len(copy.copy(self._loader))
+
+    def _for_epoch(self, epoch: int) -> Any:
+        loader = self._loader
+        changes: dict[str, Any] = {"persistent_workers": False}
+        if isinstance(loader.dataset, IterableDataset):
+            changes["dataset"] = at_epoch(loader.dataset, epoch)
+        else:
+            samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+            seed = derive(self._seed, epoch, "order")
+            changes |= _samplers.private_copy(samplers, seed, epoch, shared=(loader.dataset,))
+        return _loaders.rebuilt(loader, derive(self._seed, epoch, "workers"), changes)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader iterates as torch's does: its subclasses may do anything."""
+    return all(getattr(type(loader), each) is getattr(DataLoader, each) for each in ("__iter__", "_get_iterator"))

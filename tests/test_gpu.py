@@ -1,0 +1,210 @@
+"""The laws on a CUDA device, and that a step waits for it nowhere. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
+from tests import laws
+from tests.cases import Case, batches, cases, mlp
+
+pytestmark = pytest.mark.gpu
+
+PLAN = Plan(
+    batches=(6, 4, 6),
+    max_duration="2ep",
+    microbatch_size=4,
+    evaluators={"val": EvaluatorPlan(batches=(2, 3), interval="2ba")},
+)
+CASES = [Case(plan=PLAN, model="mlp", precision=precision) for precision in ("fp32", "amp_bf16", "amp_fp16")]
+IDS = [case.precision for case in CASES]
+
+
+def on_device(model_or_state: Any, data: Any, **arguments: Any) -> Any:
+    return pl.fit(model_or_state, data, **{**arguments, "device": "cuda"})
+
+
+@pytest.fixture(autouse=True)
+def deterministic_kernels() -> Any:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.backends.cudnn.benchmark = before[1]
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_events_are_those_of_the_specification(case: Case) -> None:
+    laws.law_order(case, on_device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_everything_of_a_state_is_on_the_device(case: Case) -> None:
+    for event, state in case.run(on_device):
+        if event is Event.BATCH_END:
+            tensors = {path: leaf for path, leaf in laws.leaves(state).items() if isinstance(leaf, torch.Tensor)}
+            elsewhere = [path for path, leaf in tensors.items() if leaf.device.type != "cuda"]
+            assert not elsewhere
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_streams_are_deterministic_whatever_the_devices_random_state(case: Case) -> None:
+    streams = []
+    for seed in (1, 2):
+        torch.cuda.manual_seed(seed)
+        before = torch.cuda.get_rng_state()
+        streams.append(case.run(on_device))
+        assert torch.equal(torch.cuda.get_rng_state(), before), "the device's random state changed"
+    laws.assert_same_stream(streams[1], streams[0], "with another random state")
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_going_on_is_exact(case: Case) -> None:
+    laws.law_resumption(case, on_device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_yielded_state_never_changes(case: Case) -> None:
+    laws.law_value(case, on_device)
+    laws.law_observers(case, on_device)
+
+
+def test_dropout_differs_between_batches_and_is_that_of_the_batch() -> None:
+    def masks(start: Any) -> list[torch.Tensor]:
+        data = [(torch.ones(64, 4), torch.zeros(64, dtype=torch.int64))] * 4
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
+        stream = on_device(
+            start or model, data, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.0), max_duration="4ba"
+        )
+        return [state.outputs for event, state in stream if event is Event.AFTER_FORWARD]
+
+    torch.manual_seed(0)
+    first = masks(None)
+    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+
+
+def test_a_state_kept_on_the_cpu_goes_on_on_the_device() -> None:
+    case = CASES[0]
+    kept = next(s for e, s in case.run() if e is Event.BATCH_END and s.timestamp.batch == 2)
+    last = case.run(on_device, kept)[-1][1]
+    assert last.device.type == "cuda"
+    wanted = case.run()[-1][1]
+    assert last.timestamp.batch == wanted.timestamp.batch
+
+
+def test_half_precision_is_that_of_the_loop_by_hand() -> None:
+    data = batches((8, 8), seed=1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).cuda()
+    state = pl.run(
+        pl.fit(
+            model,
+            data,
+            loss=functional.cross_entropy,
+            optimizer=pl.optim.sgd(lr=0.1, momentum=0.9),
+            max_duration="4ep",
+            precision="amp_fp16",
+        )
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda")
+    for inputs, targets in data * 4:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = functional.cross_entropy(model(inputs.cuda()), targets.cuda())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(state.params[name], parameter.detach(), rtol=1e-5, atol=1e-5)
+    assert float(state.loss_scale) == scaler.get_scale()
+
+
+STEP = (Event.AFTER_DATALOADER, Event.BATCH_END)
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize(
+    "optimizer", [pl.optim.adamw(lr=0.01), pl.optim.sgd(lr=0.01, momentum=0.9)], ids=lambda o: o.name
+)
+def test_a_step_never_waits_for_the_device(optimizer: Any, precision: str, nonfinite: str) -> None:
+    """From one batch to the next nothing is read from the device, and nothing is copied to it but the batch."""
+    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches((8, 8, 8, 8, 8), seed=0)]
+    stream = on_device(
+        mlp(),
+        pinned,
+        loss=functional.cross_entropy,
+        optimizer=optimizer,
+        max_duration="2ep",
+        microbatch_size=4,
+        precision=precision,
+        nonfinite=nonfinite,
+        clip_grad=1.0,
+        algorithms=[pl.algorithms.ema(half_life="10ba"), pl.algorithms.label_smoothing(0.1)],
+        callbacks=[pl.callbacks.SpeedMonitor()],
+        loggers=[pl.loggers.InMemoryLogger()],
+    )
+    kept = []
+    try:
+        for event, state in stream:
+            if event is Event.BATCH_END:
+                kept.append(state.loss)
+                # The first step may set things up (kernels, workspaces).
+                torch.cuda.set_sync_debug_mode("error" if state.timestamp.batch_in_epoch in (2, 3) else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    state.check_finite()
+    assert len(kept) == 10
+
+
+def test_the_debug_mode_sees_a_wait() -> None:
+    """The test above can fail."""
+    value = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            value.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_loaders_move_each_batch_once() -> None:
+    loader = DataLoader(
+        TensorDataset(torch.randn(12, 4), torch.randint(3, (12,))), batch_size=4, shuffle=True, pin_memory=True
+    )
+    stream = on_device(mlp(), loader, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
+    pairs = list(stream)
+    assert [event for event, _ in pairs] == expected(Plan(batches=(4, 4, 4), max_duration="1ep"))
+    for event, state in pairs:
+        if state.batch is not None and event not in BOUNDARIES:
+            assert state.batch[0].device.type == "cuda"
+
+
+def test_memory_is_flat_on_the_device() -> None:
+    data = batches((8,) * 4, seed=0)
+    stream = on_device(
+        mlp(),
+        data,
+        loss=functional.cross_entropy,
+        optimizer=pl.optim.adamw(lr=0.01),
+        max_duration="200ba",
+        microbatch_size=4,
+    )
+    used, kept = [], []
+    for event, state in stream:
+        if event is Event.BATCH_END:
+            kept.append(state.loss)
+            if state.timestamp.batch % 40 == 0:
+                used.append(torch.cuda.memory_allocated() - 512 * len(kept))
+    assert max(used[1:]) - used[1] <= 4096, used
