@@ -112,9 +112,7 @@ def _excerpt(text: str, *arguments: str) -> str:
         first = next(index for index, line in enumerate(lines) if arguments[1] in line)
         last = next(index for index, line in enumerate(lines) if index >= first and arguments[3] in line)
         lines = textwrap.dedent("\n".join(lines[first : last + 1])).splitlines()
-    wrapped = [
-        "\n".join(textwrap.wrap(line, 110, break_on_hyphens=False)) if len(line) > 110 else line for line in lines
-    ]
+    wrapped = ["\n".join(textwrap.wrap(line, 95, break_on_hyphens=False)) if len(line) > 95 else line for line in lines]
     return "\n".join(wrapped)
 
 

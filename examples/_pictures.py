@@ -88,8 +88,8 @@ def forks(path: str, trunk: Series, branches: Mapping[str, Series], *, title: st
     for (_, series), color in zip(branches.items(), COLORS, strict=True):
         panel.plot(*zip(*[trunk[-1], *series], strict=True), color=color, lw=2)
     panel.plot(*trunk[-1], marker="o", ms=9, color=INK)
-    panel.annotate("the kept State", trunk[-1], xytext=(0, 60), textcoords="offset points", ha="center",
-                   arrowprops={"arrowstyle": "-", "color": GRAY, "shrinkB": 6})
+    arrow = {"arrowstyle": "-", "color": GRAY, "shrinkA": 0, "shrinkB": 6}
+    panel.annotate("the kept State", trunk[-1], (-14, -40), textcoords="offset points", ha="right", arrowprops=arrow)
     end = max(series[-1][0] for series in branches.values())
     panel.set_xlim(0, end)
     panel.set_xlabel("Batch")

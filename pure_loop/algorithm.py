@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import attrs
 
@@ -177,14 +177,14 @@ def algorithm(
     >>> halve(State.create(torch.nn.Linear(1, 1)).replace(loss=torch.tensor(4.0))).loss
     tensor(2.)
     """
-    if len(events) == 1 and callable(events[0]) and not isinstance(events[0], str):
-        function_name = getattr(events[0], "__name__", "function")
+    given = cast("tuple[Any, ...]", events)
+    if len(given) == 1 and callable(given[0]) and not isinstance(given[0], str):
+        function_name = getattr(given[0], "__name__", "function")
         raise ArgumentError(
             f"algorithm {function_name!r} binds no event: write @pl.algorithm(Event.BATCH_END) above it, with the "
             "event at which it runs."
         )
-    listed: tuple[Any, ...] = events
-    if any(isinstance(event, list | tuple | set | frozenset) for event in listed):
+    if any(isinstance(event, list | tuple | set | frozenset) for event in given):
         raise ArgumentTypeError(
             "pl.algorithm takes events one by one, not in a list: pl.algorithm(Event.BATCH_START, Event.BATCH_END)."
         )
@@ -221,7 +221,8 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
         elif isinstance(item, Composition):
             found.extend(item.members)
         elif isinstance(item, type):
-            raise ArgumentTypeError(f"algorithms= holds the class {item.__name__}; give an algorithm: {item.__name__}(...).")
+            name = item.__name__
+            raise ArgumentTypeError(f"algorithms= holds the class {name}; give an algorithm: {name}(...).")
         elif callable(item):
             name = getattr(item, "__name__", type(item).__name__)
             raise ArgumentTypeError(

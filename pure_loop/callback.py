@@ -131,16 +131,20 @@ def _of_callback(callback: Callback, logger: LoggerGroup) -> dict[Event, Observe
         if callable(method):
             if not accepts(method, 2):
                 raise ArgumentTypeError(
-                    f"callback {name} has a method {event.value}{inspect.signature(method)}; the loop calls it with the "
-                    f"State and the logger: def {event.value}(self, state, logger)."
+                    f"callback {name} has a method {event.value}{inspect.signature(method)}; the loop calls it with "
+                    f"the State and the logger: def {event.value}(self, state, logger)."
                 )
-            table[event] = Observer(name, lambda _event, state, method=method: method(state, logger))
+            table[event] = Observer(name, _calling(method, logger))
     if not table and not isinstance(callback, Logger):
         raise ArgumentError(
             f"callback {name} observes no event: give it methods named after events, such as "
             "epoch_end(self, state, logger), or run_event(self, event, state, logger)."
         )
     return table
+
+
+def _calling(method: Callable[[State, LoggerGroup], Any], logger: LoggerGroup) -> Callable[[Event, State], Any]:
+    return lambda event, state: method(state, logger)
 
 
 def _refuse_near_misses(callback: Callback) -> None:
@@ -201,9 +205,12 @@ def _listed(given: Any, argument: str) -> list[Any]:
     items = list(given)
     for item in items:
         if isinstance(item, Algorithm | Composition):
-            raise ArgumentTypeError(f"{argument}= holds the algorithm {item!r}, which changes training: algorithms=[...].")
+            raise ArgumentTypeError(
+                f"{argument}= holds the algorithm {item!r}, which changes training: algorithms=[...]."
+            )
         if isinstance(item, type):
-            raise ArgumentTypeError(f"{argument}= holds the class {item.__name__}; give an instance: {item.__name__}().")
+            name = item.__name__
+            raise ArgumentTypeError(f"{argument}= holds the class {name}; give an instance: {name}().")
         if not callable(item) and not isinstance(item, Callback):
             raise ArgumentTypeError(
                 f"{argument}= holds {item!r} of type {type(item).__name__}; give a pl.Callback or a function of "

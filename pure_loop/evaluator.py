@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
@@ -122,13 +123,11 @@ def bind_evaluators(
         interval: Any = default if evaluator.interval is None else evaluator.interval
         if isinstance(interval, Cadence) and _counts_iterations(interval.interval, max_duration):
             raise ArgumentError(
-                f'evaluator {label!r}: interval "{interval.interval}" counts iterations, at which nothing is evaluated; '
-                'write it in epochs ("1ep"), batches ("10ba"), samples, tokens or seconds.'
+                f'evaluator {label!r}: interval "{interval.interval}" counts iterations, at which nothing is '
+                'evaluated; write it in epochs ("1ep"), batches ("10ba"), samples, tokens or seconds.'
             )
         try:
-            data = source(
-                evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches
-            )
+            data = source(evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches)
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"evaluator {label!r}: {error}") from None
         refuse_empty(data, f"evaluator {label!r}")
@@ -146,7 +145,8 @@ def refuse_empty(data: Source, name: str) -> None:
     """
     if data.length == 0:
         raise DataError(
-            f"{name}: its dataloader has 0 batches. Is the dataset empty, or smaller than one batch with drop_last=True?"
+            f"{name}: its dataloader has 0 batches. Is the dataset empty, or smaller than one batch with "
+            "drop_last=True?"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
 from pure_loop.driver import POSITIONS, run_script
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
-from pure_loop.evaluator import BoundEvaluator, _positive, bind_evaluators, refuse_empty
+from pure_loop.evaluator import _positive, bind_evaluators, refuse_empty
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import LoopStages, Script
@@ -200,7 +200,8 @@ def prepare(
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
-    for name, value, default in (("load_path", load_path, None), ("donate", donate, False), ("compile", compile, False)):
+    later = (("load_path", load_path, None), ("donate", donate, False), ("compile", compile, False))
+    for name, value, default in later:
         if value is not default:
             raise ArgumentError(f"{name}={value!r}: this version of pure_loop can't do that yet; leave {name} out.")
     if order not in ("current", "2021"):
@@ -356,7 +357,7 @@ def _refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         return
     wanted = optimizer.init(_trained(state, meta=True))
     given_spec = optree.tree_structure(state.opt_state, namespace="pure_loop")
-    wanted_spec = optree.tree_structure(wanted, namespace="pure_loop")
+    wanted_spec = optree.tree_structure(cast(Any, wanted), namespace="pure_loop")
     afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
     # An optimizer of somebody's own may fill an empty memory as it goes; ours never do.
     if given_spec != wanted_spec and wanted_spec.num_leaves:
@@ -445,13 +446,17 @@ def _iteration_length(given: Any, duration: Time) -> Time | None:
     except (ArgumentError, ArgumentTypeError) as error:
         raise type(error)(f"iteration_length={given!r}: {error}") from None
     if length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or not length:
-        raise ArgumentError(f'iteration_length={given!r}: an iteration lasts epochs or tokens, such as "2ep" or "1e6tok".')
+        raise ArgumentError(
+            f'iteration_length={given!r}: an iteration lasts epochs or tokens, such as "2ep" or "1e6tok".'
+        )
     return length
 
 
 def _not_auto(microbatch_size: Any) -> Any:
     if microbatch_size == "auto":
-        raise ArgumentError('microbatch_size="auto": this version of pure_loop can\'t do that yet; give a number, or None.')
+        raise ArgumentError(
+            'microbatch_size="auto": this version of pure_loop can\'t do that yet; give a number, or None.'
+        )
     return microbatch_size
 
 
@@ -476,12 +481,14 @@ def _checked_clip(clip_grad: Any) -> Any:
     if callable(clip_grad):
         if not accepts(clip_grad, 2):
             raise ArgumentTypeError(
-                f"clip_grad is the function {name_of(clip_grad)}, which can't be called with two arguments: it is called "
-                f"as {name_of(clip_grad)}(grads, params)."
+                f"clip_grad is the function {name_of(clip_grad)}, which can't be called with two arguments: it is "
+                f"called as {name_of(clip_grad)}(grads, params)."
             )
         return _Clip(clip_grad)
     if isinstance(clip_grad, bool) or not isinstance(clip_grad, int | float):
-        raise ArgumentTypeError(f"clip_grad={clip_grad!r}: give a norm such as 1.0, or a function (grads, params) -> grads.")
+        raise ArgumentTypeError(
+            f"clip_grad={clip_grad!r}: give a norm such as 1.0, or a function (grads, params) -> grads."
+        )
     if not clip_grad > 0:
         raise ArgumentError(f"clip_grad={clip_grad!r}: a norm is above 0; None switches clipping off.")
     return clip_grad
@@ -502,26 +509,28 @@ class _Clip:
                 "{name: gradient for each of grads}."
             )
         if clipped.keys() != grads.keys():
+            missing, unknown = sorted(grads.keys() - clipped.keys())[:3], sorted(clipped.keys() - grads.keys())[:3]
             raise ArgumentError(
-                f"clip_grad={name} returned gradients of other names: missing {sorted(grads.keys() - clipped.keys())[:3]}, "
-                f"unknown {sorted(clipped.keys() - grads.keys())[:3]}."
+                f"clip_grad={name} returned gradients of other names: missing {missing}, unknown {unknown}."
             )
         return FrozenDict((key, clipped[key]) for key in grads)
 
 
 def _about_optimizer(given: Any) -> str:
     if isinstance(given, torch.optim.Optimizer):
-        return f"optimizer= is a torch.optim.{type(given).__name__}, which changes a module in place. {_ours(type(given))}"
+        cls = type(given)
+        return f"optimizer= is a torch.optim.{cls.__name__}, which changes a module in place. {_ours(cls)}"
     if isinstance(given, type):
         return f"optimizer= is the class {given.__name__}. {_ours(given)}"
     if isinstance(given, list | tuple | dict):
         return (
-            f"optimizer= is a {type(given).__name__}; give one optimizer. pl.optim.partition gives groups of parameters "
-            "optimizers of their own; a GAN's two optimizers belong into a script of your own (pl.drive)."
+            f"optimizer= is a {type(given).__name__}; give one optimizer. pl.optim.partition gives groups of "
+            "parameters optimizers of their own; a GAN's two optimizers belong into a script of your own (pl.drive)."
         )
     if callable(given):
         name = name_of(given)
-        return f"optimizer= is the function {name!r}; call it: pl.optim.{name if hasattr(optim, name) else 'adamw'}(lr=3e-4)."
+        ours = name if hasattr(optim, name) else "adamw"
+        return f"optimizer= is the function {name!r}; call it: pl.optim.{ours}(lr=3e-4)."
     return f"optimizer={given!r}: give one of pl.optim, such as pl.optim.adamw(lr=3e-4)."
 
 
@@ -565,9 +574,8 @@ def evaluate(
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
     bound = bind_evaluators(evaluators, "1ep", state.seed)
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
-    return _outside_fit(
-        state, build, [each.source for each in bound], loss, task, precision, algorithms, callbacks, loggers, watch, strict
-    )
+    sources = [each.source for each in bound]
+    return _outside_fit(state, build, sources, loss, task, precision, algorithms, callbacks, loggers, watch, strict)
 
 
 def predict(
@@ -646,9 +654,7 @@ def _outside_fit(
     checker = Strict.of_order("current") if strict else None
 
     def stream() -> Stream:
-        inner = run_script(
-            build(stages), handlers, observed, objects, stages=stages, watch=watched, strict=checker
-        )
+        inner = run_script(build(stages), handlers, observed, objects, stages=stages, watch=watched, strict=checker)
         try:
             yield from inner
         finally:
@@ -690,7 +696,8 @@ def drive(
     """
     if not isinstance(script, Generator):
         raise ArgumentTypeError(
-            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, drive(script(state))."
+            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
+            "drive(script(state))."
         )
     listed = flatten(algorithms)
     observed, objects, _ = observers(callbacks, loggers)
@@ -732,7 +739,7 @@ def run(stream: Iterable[tuple[Event, State]]) -> State:
         ArgumentError: the stream yields nothing.
     """
     state: State | None = None
-    for _, state in stream:
+    for _, state in stream:  # noqa: B007
         pass
     if state is None:
         raise ArgumentError("the stream yielded nothing: was it run to its end before, or watch= empty?")

@@ -103,8 +103,8 @@ def accuracy(name: str = "accuracy") -> Metric:
     def right(outputs: Any, batch: Any) -> Tensor:
         if not is_classification(outputs, batch):
             raise DataError(
-                "accuracy needs outputs of scores, (n, classes, ...), and a batch (inputs, targets) with class indices, "
-                "(n, ...). For anything else write pl.metrics.mean(lambda outputs, batch: ..., 'accuracy')."
+                "accuracy needs outputs of scores, (n, classes, ...), and a batch (inputs, targets) with class "
+                "indices, (n, ...). For anything else write pl.metrics.mean(lambda outputs, batch: ..., 'accuracy')."
             )
         matches: Tensor = outputs.argmax(dim=1) == batch[1]
         return matches

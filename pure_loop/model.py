@@ -277,12 +277,11 @@ def refuse_untrainable(module: object) -> None:
             initialised, or a layer that rewrites its weights in the forward.
     """
     if isinstance(module, type) and issubclass(module, nn.Module):
-        raise ArgumentTypeError(
-            f"model is the class {module.__name__}, not an instance: write {module.__name__}(...)."
-        )
+        raise ArgumentTypeError(f"model is the class {module.__name__}, not an instance: write {module.__name__}(...).")
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
-            f"model is {type(module).__name__}, which is neither a torch.nn.Module nor a pure_loop State{_hint(module)}."
+            f"model is {type(module).__name__}, which is neither a torch.nn.Module nor a pure_loop State"
+            f"{_hint(module)}."
         )
     for name, submodule in module.named_modules():
         kinds = {cls.__name__ for cls in type(submodule).__mro__}
@@ -308,9 +307,7 @@ def refuse_untrainable(module: object) -> None:
                 f"{where} is an embedding with max_norm={submodule.max_norm}, which rewrites its weight in place in "
                 "the forward. Normalise the rows that you look up instead: torch.renorm(weight[index], 2, 0, max_norm)."
             )
-    uninitialized = [
-        name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)
-    ]
+    uninitialized = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
     if uninitialized:
         raise ModelError(
             f"parameter {uninitialized[0]!r} of a lazy module has no shape yet: call the model on one batch first."
@@ -326,7 +323,9 @@ def refuse_untrainable(module: object) -> None:
             f"no parameter of {type(module).__name__} requires a gradient: unfreeze some with requires_grad_(True)."
         )
     if any(parameter.is_meta for parameter in parameters):
-        raise ModelError("the model's parameters are on the meta device and have no numbers: model.to_empty(...) first.")
+        raise ModelError(
+            "the model's parameters are on the meta device and have no numbers: model.to_empty(...) first."
+        )
 
 
 def _hint(given: object) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
+from pure_loop._grad_mode import GradMode
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, LossError
 from pure_loop.frozendict import FrozenDict
@@ -33,22 +34,6 @@ T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class _GradMode:
-    """``torch.set_grad_enabled`` at half its price: it stands in every stage."""
-
-    __slots__ = ("_before", "_mode")
-
-    def __init__(self, mode: bool) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._mode)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
 
 
 @attrs.frozen(kw_only=True)
@@ -162,7 +147,7 @@ class Stages:
         scaled = isinstance(divisor, Tensor) or divisor != 1.0
         if not scaled and clip is None:
             return state.replace(event=None, **changes)
-        with _GradMode(False):
+        with GradMode(False):
             if scaled:
                 changes["grads"] = map_present(lambda present: list(torch._foreach_div(present, divisor)), state._grads)
             if clip is not None:
@@ -190,7 +175,7 @@ class Stages:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
         whole = len(names) == len(params)
         trained = params if whole else FrozenDict((name, params[name]) for name in names)
-        with _GradMode(False):
+        with GradMode(False):
             new, opt_state = optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
             # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
             fresh = [tensor for name, tensor in new.items() if tensor is not trained[name]]
@@ -221,7 +206,7 @@ class Stages:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.rank)
-        with seeded(seed, state.device), _GradMode(False), self._autocast(state):
+        with seeded(seed, state.device), GradMode(False), self._autocast(state):
             outputs, buffers = state.model.apply(
                 lambda module: task.evaluate(module, microbatch), state.params, state.buffers, training=False
             )
@@ -229,7 +214,7 @@ class Stages:
 
     def validation_loss(self, state: State) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape ()."""
-        with seeded(derive(state.seed, "validation loss"), state.device), _GradMode(False), self._autocast(state):
+        with seeded(derive(state.seed, "validation loss"), state.device), GradMode(False), self._autocast(state):
             return total_loss(self._loss(state, training=False))
 
     def _loss(self, state: State, *, training: bool) -> Any:
@@ -244,7 +229,7 @@ class Stages:
 
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
-        with _GradMode(True):
+        with GradMode(True):
             if not draws and self.precision.dtype is None:
                 return call()
             t = state.timestamp
@@ -327,7 +312,7 @@ def value_and_grad(
     (tensor(9.), FrozenDict({'x': tensor(6.)}))
     """
     leaves = FrozenDict((name, tensor.detach().requires_grad_()) for name, tensor in params.items())
-    with _GradMode(True):
+    with GradMode(True):
         result = function(leaves)
         value: Any = result[0] if isinstance(result, tuple) else result
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)

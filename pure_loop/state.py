@@ -361,11 +361,10 @@ def refuse_misfit(state: State) -> None:
     ):
         missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
         if missing or unknown:
+            named = (("missing", missing), ("unknown", unknown))
             raise ResumeError(
                 f"this State's {kind} are another model's: "
-                + "; ".join(
-                    f"{what} {sorted(names)[:3]}" for what, names in (("missing", missing), ("unknown", unknown)) if names
-                )
+                + "; ".join(f"{what} {sorted(names)[:3]}" for what, names in named if names)
                 + ". Give a State that was made with this model, or state.with_module(module) to change the model."
             )
         for name, tensor in wanted.items():

@@ -133,11 +133,12 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
     if loss is not None:
         return Task(loss=_OnTargets(loss))
     _require_loss_method(model)
-    validate = getattr(model, "validate", None)
-    return Task(
-        forward=lambda module, batch: module(batch),
-        validate=(lambda module, batch: module.validate(batch)) if callable(validate) else None,
-    )
+
+    def validate(module: Any, batch: Any) -> Any:
+        return module.validate(batch)
+
+    own = callable(getattr(model, "validate", None))
+    return Task(forward=lambda module, batch: module(batch), validate=validate if own else None)
 
 
 @attrs.frozen

@@ -5,6 +5,7 @@ What concerns checkpoints on disk comes with them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_the_learning_rate_does_not_lag() -> None:
         max_duration="4ba",
     )
     weights = [0.0, *(state.params["weight"].item() for event, state in stream if event is Event.BATCH_END)]
-    assert [before - after for before, after in zip(weights, weights[1:], strict=False)] == [1.0, 0.75, 0.5, 0.25]
+    assert [before - after for before, after in itertools.pairwise(weights)] == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_a_shuffling_loader_and_dropout_go_on_exactly_in_a_later_epoch() -> None:

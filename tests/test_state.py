@@ -53,7 +53,7 @@ def fit(start: Any, **changes: Any) -> Any:
 
 
 def a_state(cls: type[pl.State] = pl.State, at: Event = Event.AFTER_TRAIN_BATCH) -> Any:
-    """A State with every field filled: batch, gradients, optimizer state, metrics, an algorithm's memory, a loss scale."""
+    """A State with every field filled."""
     start = cls.create(mlp())
     stream = fit(
         start,

@@ -16,12 +16,14 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._grad_mode import GradMode
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -157,36 +159,42 @@ class _Adam:
             }
         )
 
-    @torch.no_grad()
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        lr = rate_at(self.name, self.lr, timestamp)
-        check_state(self.name, opt_state, ("step", "skipped", *self.memories))
-        names = list(params)
+        with GradMode(False):
+            return self._update(grads, opt_state, params, rate_at(self.name, self.lr, timestamp))
+
+    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
+        keys, names = self.memories, list(params)
+        check_state(self.name, opt_state, ("step", "skipped", *keys))
         gradients = gradients_of(grads, names)
-        memories = [memory_of(opt_state, key, names) for key in self.memories]
+        memories = [memory_of(opt_state, key, names) for key in keys]
+        counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"] + 1
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
-
-        def kernel(
-            params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], steps: list[Tensor]
-        ) -> None:
-            run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
-            run(lr, params, grads, memories[0], memories[1], memories[2] if self.amsgrad else [], steps)
-
-        new, new_memories = run_kernel(kernel, names, list(params.values()), gradients, memories, steps)
-        counts = opt_state["skipped"]
-        if [None for gradient in gradients if gradient is None]:
+        new, new_memories = run_kernel(partial(self.kernel, lr), names, [*params.values()], gradients, memories, steps)
+        if any(gradient is None for gradient in gradients):
             more = [n + (g is None) for n, g in zip(skipped, gradients, strict=True)]
             counts = FrozenDict(zip(names, more, strict=True))
-        new_state = {
-            key: FrozenDict(zip(names, memory, strict=True))
-            for key, memory in zip(self.memories, new_memories, strict=True)
-        }
-        return FrozenDict(zip(names, new, strict=True)), FrozenDict({"step": step, "skipped": counts, **new_state})
+        new_state = {"step": step, "skipped": counts}
+        for key, memory in zip(keys, new_memories, strict=True):
+            new_state[key] = FrozenDict(zip(names, memory, strict=True))
+        return FrozenDict(zip(names, new, strict=True)), FrozenDict(new_state)
+
+    def kernel(
+        self,
+        lr: float,
+        params: list[Tensor],
+        grads: list[Tensor],
+        memories: list[list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        largest = memories[2] if self.amsgrad else []
+        run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
+        run(lr, params, grads, memories[0], memories[1], largest, steps)
 
     def fused(
         self,

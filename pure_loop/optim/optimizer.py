@@ -234,8 +234,9 @@ def _run(
     first = params[0]
     if _flat_alike(params, grads, memories) if first.is_cpu else first.device.type in FUSED_DEVICES:
         size = len(params)
-        copies = clone_all(list(itertools.chain(params, *memories)))
-        new, *new_memories = [copies[i : i + size] for i in range(0, len(copies), size)]
+        copies = clone_all([*params, *itertools.chain.from_iterable(memories)])
+        new = copies[:size]
+        new_memories = [copies[i : i + size] for i in range(size, len(copies), size)]
         try:
             kernel(new, grads, new_memories, steps)
             return new, new_memories
@@ -248,14 +249,18 @@ def _run(
 
 def _flat_alike(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]]) -> bool:
     """Whether all tensors lie in memory in the order of their indices, with the sizes of the parameters."""
-    if not (all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))):
+    if not all(map(_is_contiguous, itertools.chain(params, grads, *memories))):
         return False
-    if list(map(Tensor.size, params)) != list(map(Tensor.size, grads)):
+    if any(param.shape != grad.shape for param, grad in zip(params, grads, strict=True)):
         return False
     # The memories come from init or from the last update. That they are as large, so that the kernel stays
     # within them, is all that another model's could lack; it costs half of what comparing sizes does.
-    counts = list(map(Tensor.numel, params)) if memories else []
-    return all(all(map(Tensor.is_contiguous, m)) and list(map(Tensor.numel, m)) == counts for m in memories)
+    counts = list(map(_numel, params)) if memories else []
+    return all(list(map(_numel, memory)) == counts for memory in memories)
+
+
+_is_contiguous = Tensor.is_contiguous
+_numel = Tensor.numel
 
 
 def _run_in_groups(

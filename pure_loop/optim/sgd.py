@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.errors import ArgumentError
+from pure_loop._grad_mode import GradMode
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
     FUSED_DEVICES,
@@ -121,11 +122,13 @@ class _SGD:
         opt_state = {"momentum_buffer": zeros_like(params), "started": FrozenDict(dict.fromkeys(params, False))}
         return FrozenDict({key: opt_state[key] for key in self.memories})
 
-    @torch.no_grad()
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        lr = rate_at("sgd", self.lr, timestamp)
+        with GradMode(False):
+            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp))
+
+    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
         gradients = gradients_of(grads, names)

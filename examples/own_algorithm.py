@@ -1,0 +1,169 @@
+"""An algorithm of one's own: a few lines, a memory in the State, and a proof that it composes.
+
+    python examples/own_algorithm.py
+
+The loader is broken: once in a while a batch is a hundred times too bright and has the wrong labels. One such
+batch throws the weights far away. ``spike_guard`` learns how long gradients usually are, and shortens the ones that
+are out of all proportion. It is shown in what ``pl.explain`` prints, then at work next to one of the library's
+algorithms (EMA), and then its promises are tested with Hypothesis on settings that nobody chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import pure_loop as pl
+from pure_loop import Event, FrozenDict
+
+Batch = tuple[Tensor, Tensor]
+
+
+def spike_guard(deviations: float = 3.0, decay: float = 0.95, *, name: str = "spike_guard") -> pl.Algorithm:
+    """Shorten gradients that are longer than ``exp(mean + deviations * std)`` of the logarithms of earlier lengths.
+
+    What it remembers is a pytree in ``state.algorithm_state[name]``: that is all it takes to make resuming, forking
+    and replaying exact. It reads nothing from the device, so it never waits for it.
+    """
+
+    def start(state: pl.State) -> FrozenDict[str, Tensor]:
+        zero = torch.zeros((), device=state.device)
+        return FrozenDict(mean=zero, variance=zero, seen=zero, cut=zero)
+
+    @torch.no_grad()
+    def guard(state: pl.State) -> pl.State:
+        grads = state.grads
+        assert grads is not None
+        mean, variance, seen, cut = state.algorithm_state[name].values()
+        length = pl.gradients.global_norm(grads)
+        # Ten batches are needed to know what is usual, and until then nothing is cut.
+        limit = torch.where(seen < 10, torch.inf, torch.exp(mean + deviations * variance.sqrt().clamp(min=0.1)))
+        factor = (limit / length).clamp(max=1.0)
+        grads = FrozenDict((key, gradient if gradient is None else gradient * factor) for key, gradient in grads.items())
+
+        # A plain mean at first, then an exponential one; a spike counts as long as it was allowed to be.
+        weight = torch.maximum(1.0 / (seen + 1.0), torch.as_tensor(1.0 - decay))
+        delta = torch.minimum(length, limit).clamp(min=1e-12).log() - mean
+        memory = FrozenDict(
+            mean=mean + weight * delta,
+            variance=(1.0 - weight) * (variance + weight * delta.square()),
+            seen=seen + 1.0,
+            cut=cut + (factor < 1.0),
+        )
+        return state.replace(grads=grads).remember(name, memory)
+
+    return pl.Algorithm(name, {Event.AFTER_TRAIN_BATCH: guard}, init=start)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=40, help="how many settings Hypothesis tries")
+    parser.add_argument("--quick", action="store_true", help="one epoch, five examples")
+    options = parser.parse_args(arguments)
+    epochs, examples = (1, 5) if options.quick else (options.epochs, options.examples)
+    torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
+
+    train, held_out, broken = load()
+    call: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9),
+        "max_duration": f"{epochs}ep",
+        "evaluators": {"held-out": held_out},
+    }
+    pl.explain(network(), train, **call, algorithms=[spike_guard(), pl.algorithms.ema(half_life="10ba")])
+
+    average = pl.algorithms.ema(half_life="10ba")
+    plans: dict[str, list[pl.Algorithm]] = {
+        "nothing": [],
+        "EMA": [average],
+        "spike_guard": [spike_guard()],
+        "spike_guard, EMA": [spike_guard(), average],
+    }
+    print(f"\n{sum(broken) * epochs} of {len(train) * epochs} batches are broken (marked ^)\n")
+    for label, algorithms in plans.items():
+        losses = []
+        for event, state in pl.fit(network(), train, **call, algorithms=algorithms):
+            if event is Event.BATCH_END:
+                losses.append(float(state.loss))
+        accuracy = float(state.metrics["held-out"]["accuracy"])
+        memory = state.algorithm_state.get("spike_guard")
+        cut = f", {int(memory['cut'])} gradients cut" if memory else ""
+        print(f"{label:<18}{bars(losses, broken)}  {accuracy:6.1%} right{cut}")
+    print(f"{'':<18}{''.join('^' if bad else ' ' for bad in broken)}  (the loss, last epoch)")
+
+    check(examples)
+    print(f"\nHypothesis: in {examples} runs with other settings going on was exact, nothing changed a State, no gradient grew")
+    return 0
+
+
+def check(examples: int) -> None:
+    """The laws that an algorithm must keep, for any settings, batch and seed."""
+    train = load()[0][:14]
+
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.integers(0, 12), st.integers(0, 2**31))
+    def laws(deviations: float, decay: float, kept_at: int, seed: int) -> None:
+        def fit(start: nn.Module | pl.State) -> list[tuple[Event, pl.State]]:
+            algorithms = [spike_guard(deviations, decay), pl.algorithms.ema(half_life="3ba")]
+            # strict=True compares every State before and after each algorithm had it, by value.
+            return list(pl.fit(start, train, loss=nn.functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1),
+                               max_duration="14ba", algorithms=algorithms, seed=seed, strict=True))  # fmt: skip
+
+        run = fit(network())
+        for (_, before), (event, after) in zip(run, run[1:], strict=False):
+            if event is Event.AFTER_TRAIN_BATCH:
+                assert pl.gradients.global_norm(after.grads) <= pl.gradients.global_norm(before.grads) * 1.0001
+
+        ends = [index for index, (event, _) in enumerate(run) if event is Event.BATCH_END]
+        again = fit(run[ends[kept_at]][1])[1:]
+        rest = run[ends[kept_at] + 1 :]
+        assert [event for event, _ in again] == [event for event, _ in rest]
+        assert all(same(a, b) for (_, a), (_, b) in zip(again, rest, strict=True))
+
+    laws()
+
+
+def same(a: pl.State, b: pl.State) -> bool:
+    """Bitwise equality of everything but the times that the clock gave."""
+    paths, ours, _ = optree.tree_flatten_with_path(a, namespace="pure_loop")
+    others = optree.tree_leaves(b, namespace="pure_loop")
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for path, x, y in zip(paths, ours, others, strict=True)
+        if not str(path[-1]).endswith("_seconds")
+    )
+
+
+def load() -> tuple[list[Batch], list[Batch], list[bool]]:
+    """Batches of digits, some of them broken; and digits that were held out."""
+    raw = load_digits()
+    order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
+    images, digits = torch.tensor(raw.data, dtype=torch.float32)[order] / 16, torch.tensor(raw.target)[order]
+    batches = list(zip(images[:1440].split(24), digits[:1440].split(24), strict=True))
+    broken = [number % 17 == 12 for number in range(len(batches))]
+    train = [(100 * x, y.flip(0)) if bad else (x, y) for (x, y), bad in zip(batches, broken, strict=True)]
+    return train, [(images[1440:], digits[1440:])], broken
+
+
+def network() -> nn.Module:
+    with pl.random.seeded(0):
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def bars(values: list[float], shown: Sequence[object]) -> str:
+    """The last values as a line of blocks: a full one is a loss of 3 or more, that of guessing is 2.3."""
+    return "".join(" ▁▂▃▄▅▆▇█"[min(8, 1 + int(7 * value / 3))] for value in values[-len(shown) :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
