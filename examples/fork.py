@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import _compare
 import _pictures
-import optree
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
     run = [state for event, state in fit(model, LR, options.seed) if event is Event.BATCH_CHECKPOINT]
     kept = run[batches // 2 - 1]
-    before = copied(kept)
+    before = _compare.copied(kept)
 
     # Going on takes the State and, again, the data and the functions. The learning rate is one of these and may be
     # another one; the seed is a part of the State, so that other random numbers are another State.
@@ -79,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accuracy = float(last.metrics["held-out"]["accuracy"])
         print(f"{name:<22}{lr:13.3f}   {start.seed:4}   {loss(last):{17 + len(str(batches)) - 3}.4f}   {accuracy:8.1%}")
 
-    unchanged = same(copied(kept), before)
-    repeated = all(same(copied(a), copied(b)) for a, b in zip(run[batches // 2 :], lines["as before"], strict=True))
+    unchanged = not _compare.differences(kept, before)
+    half = zip(run[batches // 2 :], lines["as before"], strict=True)
+    repeated = not any(_compare.differences(a, b) for a, b in half)
     print(f"\nthe kept State is {'unchanged' if unchanged else 'CHANGED'}: {len(before)} leaves compared, bitwise")
-    print(f"the fork with the old settings is {'bitwise' if repeated else 'NOT'} the run: {batches // 2} States compared")
+    print(f"the first fork {'repeats' if repeated else 'DOES NOT REPEAT'} the run: {batches // 2} States, bitwise")
     draw(options.output, run[: batches // 2], lines)
     print(f"picture: {options.output}")
     return 0 if unchanged and repeated else 1
@@ -95,23 +96,6 @@ def load() -> tuple[DataLoader[Any], list[tuple[Tensor, Tensor]]]:
     images, digits = images[order], digits[order]
     train = DataLoader(TensorDataset(images[:1200], digits[:1200]), batch_size=32, shuffle=True)
     return train, [(images[1200:], digits[1200:])]
-
-
-def copied(state: pl.State) -> dict[str, Any]:
-    """Everything in a State by path, copied; without the times that the clock gave."""
-    paths, leaves, _ = optree.tree_flatten_with_path(state, namespace="pure_loop")  # type: ignore[arg-type]
-    named = {".".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
-    return {
-        path: leaf.clone() if isinstance(leaf, Tensor) else leaf
-        for path, leaf in named.items()
-        if not path.endswith("_seconds")
-    }
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[path], b[path]) if isinstance(a[path], Tensor) else a[path] == b[path] for path in a
-    )
 
 
 def loss(state: pl.State) -> float:

@@ -140,15 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optimizers = {player: pl.optim.adam(lr=2e-3, betas=(0.5, 0.99)) for player in PLAYERS}
     algorithms = [pl.algorithms.ema(half_life="20ba")]
     with pl.random.seeded(options.seed):
-        state = pl.State.create(GAN(), seed=options.seed)
-    state = state.replace(
-        opt_state=FrozenDict((player, optimizers[player].init(part(state, player))) for player in PLAYERS),
-        timestamp=state.timestamp.replace(max_duration=pl.Time(batches, "ba")),
+        start = pl.State.create(GAN(), seed=options.seed)
+    start = start.replace(
+        opt_state=FrozenDict((player, optimizers[player].init(part(start, player))) for player in PLAYERS),
+        timestamp=start.timestamp.replace(max_duration=pl.Time(batches, "ba")),
     )
 
     shown = [round(batches * fraction) for fraction in (0.02, 0.1, 0.25, 0.5, 1.0)]
     kept: list[pl.State] = []
-    for event, state in pl.progress(pl.drive(script(state, optimizers), algorithms=algorithms)):
+    for event, state in pl.progress(pl.drive(script(start, optimizers), algorithms=algorithms)):
         if event is Event.BATCH_END and state.timestamp.batch in shown:
             kept.append(state)
 

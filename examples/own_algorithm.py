@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import optree
+import _compare
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +48,9 @@ def spike_guard(deviations: float = 3.0, decay: float = 0.95, *, name: str = "sp
         # Ten batches are needed to know what is usual, and until then nothing is cut.
         limit = torch.where(seen < 10, torch.inf, torch.exp(mean + deviations * variance.sqrt().clamp(min=0.1)))
         factor = (limit / length).clamp(max=1.0)
-        grads = FrozenDict((key, gradient if gradient is None else gradient * factor) for key, gradient in grads.items())
+        grads = FrozenDict(
+            (key, gradient if gradient is None else gradient * factor) for key, gradient in grads.items()
+        )
 
         # A plain mean at first, then an exponential one; a spike counts as long as it was allowed to be.
         weight = torch.maximum(1.0 / (seen + 1.0), torch.as_tensor(1.0 - decay))
@@ -67,7 +69,7 @@ def spike_guard(deviations: float = 3.0, decay: float = 0.95, *, name: str = "sp
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--examples", type=int, default=40, help="how many settings Hypothesis tries")
+    parser.add_argument("--examples", type=int, default=15, help="how many settings Hypothesis tries")
     parser.add_argument("--quick", action="store_true", help="one epoch, five examples")
     options = parser.parse_args(arguments)
     epochs, examples = (1, 5) if options.quick else (options.epochs, options.examples)
@@ -98,11 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accuracy = float(state.metrics["held-out"]["accuracy"])
         memory = state.algorithm_state.get("spike_guard")
         cut = f", {int(memory['cut'])} gradients cut" if memory else ""
-        print(f"{label:<18}{bars(losses, broken)}  {accuracy:6.1%} right{cut}")
-    print(f"{'':<18}{''.join('^' if bad else ' ' for bad in broken)}  (the loss, last epoch)")
+        print(f"{label:<18}{bars(losses[: len(train)])}  {accuracy:6.1%} right{cut}")
+    print(f"{'':<18}{''.join('^' if bad else ' ' for bad in broken)}  (the loss in the first epoch)")
 
     check(examples)
-    print(f"\nHypothesis: in {examples} runs with other settings going on was exact, nothing changed a State, no gradient grew")
+    print(
+        f"\nTested with Hypothesis on {examples} settings each: it changes no State, going on from any batch is bitwise"
+    )
+    print("exact, and with a limit of infinity it does nothing.")
     return 0
 
 
@@ -110,38 +115,40 @@ def check(examples: int) -> None:
     """The laws that an algorithm must keep, for any settings, batch and seed."""
     train = load()[0][:14]
 
+    def run(start: nn.Module | pl.State, algorithms: list[pl.Algorithm], seed: int) -> list[tuple[Event, pl.State]]:
+        optimizer = pl.optim.sgd(lr=0.1, momentum=0.9)
+        # strict=True compares every State before and after an algorithm had it, by value.
+        return list(
+            pl.fit(
+                start,
+                train,
+                loss=nn.functional.cross_entropy,
+                optimizer=optimizer,
+                max_duration="14ba",
+                algorithms=algorithms,
+                seed=seed,
+                strict=True,
+            )
+        )
+
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
-    @given(st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.integers(0, 12), st.integers(0, 2**31))
-    def laws(deviations: float, decay: float, kept_at: int, seed: int) -> None:
-        def fit(start: nn.Module | pl.State) -> list[tuple[Event, pl.State]]:
-            algorithms = [spike_guard(deviations, decay), pl.algorithms.ema(half_life="3ba")]
-            # strict=True compares every State before and after each algorithm had it, by value.
-            return list(pl.fit(start, train, loss=nn.functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1),
-                               max_duration="14ba", algorithms=algorithms, seed=seed, strict=True))  # fmt: skip
-
-        run = fit(network())
-        for (_, before), (event, after) in zip(run, run[1:], strict=False):
-            if event is Event.AFTER_TRAIN_BATCH:
-                assert pl.gradients.global_norm(after.grads) <= pl.gradients.global_norm(before.grads) * 1.0001
-
-        ends = [index for index, (event, _) in enumerate(run) if event is Event.BATCH_END]
-        again = fit(run[ends[kept_at]][1])[1:]
-        rest = run[ends[kept_at] + 1 :]
+    @given(st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.integers(0, 13), st.integers(0, 2**31))
+    def going_on_is_exact(deviations: float, decay: float, kept_at: int, seed: int) -> None:
+        algorithms = [spike_guard(deviations, decay), pl.algorithms.ema(half_life="3ba")]
+        whole = run(network(), algorithms, seed)
+        end = [index for index, (event, _) in enumerate(whole) if event is Event.BATCH_END][kept_at]
+        again, rest = run(whole[end][1], algorithms, seed)[1:], whole[end + 1 :]
         assert [event for event, _ in again] == [event for event, _ in rest]
-        assert all(same(a, b) for (_, a), (_, b) in zip(again, rest, strict=True))
+        assert not any(_compare.differences(a, b) for (_, a), (_, b) in zip(again, rest, strict=True))
 
-    laws()
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(st.floats(0.0, 1.0), st.integers(0, 2**31))
+    def without_a_limit_it_does_nothing(decay: float, seed: int) -> None:
+        idle, without = run(network(), [spike_guard(float("inf"), decay)], seed)[-1][1], run(network(), [], seed)[-1][1]
+        assert not _compare.differences(idle.replace(algorithm_state={}), without)
 
-
-def same(a: pl.State, b: pl.State) -> bool:
-    """Bitwise equality of everything but the times that the clock gave."""
-    paths, ours, _ = optree.tree_flatten_with_path(a, namespace="pure_loop")
-    others = optree.tree_leaves(b, namespace="pure_loop")
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for path, x, y in zip(paths, ours, others, strict=True)
-        if not str(path[-1]).endswith("_seconds")
-    )
+    going_on_is_exact()
+    without_a_limit_it_does_nothing()
 
 
 def load() -> tuple[list[Batch], list[Batch], list[bool]]:
@@ -149,7 +156,7 @@ def load() -> tuple[list[Batch], list[Batch], list[bool]]:
     raw = load_digits()
     order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
     images, digits = torch.tensor(raw.data, dtype=torch.float32)[order] / 16, torch.tensor(raw.target)[order]
-    batches = list(zip(images[:1440].split(24), digits[:1440].split(24), strict=True))
+    batches = [(images[at : at + 24], digits[at : at + 24]) for at in range(0, 1440, 24)]
     broken = [number % 17 == 12 for number in range(len(batches))]
     train = [(100 * x, y.flip(0)) if bad else (x, y) for (x, y), bad in zip(batches, broken, strict=True)]
     return train, [(images[1440:], digits[1440:])], broken
@@ -160,9 +167,9 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def bars(values: list[float], shown: Sequence[object]) -> str:
-    """The last values as a line of blocks: a full one is a loss of 3 or more, that of guessing is 2.3."""
-    return "".join(" ▁▂▃▄▅▆▇█"[min(8, 1 + int(7 * value / 3))] for value in values[-len(shown) :])
+def bars(values: Sequence[float]) -> str:
+    """The values as a line of blocks: a full one is a loss of 3 or more; that of guessing is 2.3."""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(7 * value / 3))] for value in values)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias, cast
 import attrs
 
 from pure_loop._signature import accepts
-from pure_loop.cadence import CadenceLike, Predicate, as_predicate
+from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
+from pure_loop.time import TimeUnit
 
 __all__ = ["Algorithm", "AlgorithmLike", "Composition", "Handler", "algorithm", "bind", "compose", "reversed_at"]
 
@@ -123,7 +124,11 @@ class Algorithm:
                 f"{where}: init={init!r} is not a function of (state) that returns the algorithm's first memory: "
                 "init=lambda state: 0."
             )
-        self.__attrs_init__(name, table, init, as_predicate(when, f"{where}: when"))
+        cadence = as_predicate(when, f"{where}: when")
+        if isinstance(cadence, Cadence):
+            for member in table:
+                _refuse_never(cadence, member, where)
+        self.__attrs_init__(name, table, init, cadence)
 
     def __call__(self, state: State, *stages: Any) -> State:
         """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
@@ -135,6 +140,16 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return f"Algorithm({self.name!r}, {', '.join(event.value for event in self.handlers)})"
+
+
+def _refuse_never(cadence: Cadence, event: Event, where: str) -> None:
+    """Refuse a cadence that never comes round at this event: epochs are counted after the batch."""
+    counted = {TimeUnit.EPOCH: Event.EPOCH_END, TimeUnit.ITERATION: Event.ITERATION_END}.get(cadence.interval.unit)
+    if counted is not None and event in (Event.BATCH_END, Event.BATCH_CHECKPOINT):
+        raise ArgumentError(
+            f"{where} would never run: {cadence} comes round at {counted.name}, after {event.name}. Bind it to "
+            f"{counted.name}, or count in batches."
+        )
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.metrics import accuracy, is_classification, weighted_mean
+from pure_loop.metrics import Metric, default_metrics
 from pure_loop.sources import Source
 from pure_loop.stages import Stages
 from pure_loop.state import State
@@ -274,43 +274,45 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
     """One evaluator. It runs on a branch of the State: only metrics and algorithms' memory come back."""
     label = evaluator.label
     branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
-    accumulated: dict[str, Any] | None = None
-    losses: tuple[Any, Any] = (0.0, 0.0)
     metrics = evaluator.metrics
+    accumulated: dict[str, Any] = {}
     batches = evaluator.source.epoch(0)
     try:
         for number, loaded in enumerate(batches):
             whole = to_device(loaded, branch.device)
-            branch = yield Event.EVAL_BATCH_START, branch.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            branch = branch.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            branch = yield Event.EVAL_BATCH_START, branch
             size = evaluator.microbatch_size
             pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
             for index, piece in enumerate(pieces):
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
-                if evaluator.metrics is None:
-                    weight = stages.task.weigh(branch.microbatch)
-                    losses = losses[0] + stages.validation_loss(branch).float() * weight, losses[1] + weight
                 if metrics is None:
-                    classes = is_classification(branch.outputs, branch.microbatch)
-                    metrics = (accuracy(),) if classes else ()
-                if accumulated is None:
-                    accumulated = {metric.name: metric.init() for metric in metrics}
-                accumulated = {
-                    metric.name: metric.update(accumulated[metric.name], branch.outputs, branch.microbatch)
-                    for metric in metrics
-                }
+                    metrics = default_metrics(branch.outputs, branch.microbatch)
+                accumulated = _measure(accumulated, metrics, branch, stages)
             branch = yield Event.EVAL_BATCH_END, branch
     finally:
         batches.close()
-    assert metrics is not None and accumulated is not None
-    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics}
-    if evaluator.metrics is None:
-        values = {"loss": weighted_mean(*losses), **values}
+    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
     measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
     branch = yield Event.EVAL_END, branch
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
+
+
+def _measure(
+    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages
+) -> dict[str, Any]:
+    """The accumulators after one microbatch."""
+    outputs, microbatch, loss = branch.outputs, branch.microbatch, None
+    if any(metric.of_loss for metric in metrics):
+        loss = stages.validation_loss(branch), stages.task.weigh(microbatch)
+    before = accumulated or {metric.name: metric.init() for metric in metrics}
+    return {
+        metric.name: metric.update(before[metric.name], loss if metric.of_loss else outputs, microbatch)
+        for metric in metrics
+    }
 
 
 def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
-__all__ = ["Metric", "accuracy", "as_metrics", "is_classification", "mean"]
+__all__ = ["Metric", "accuracy", "as_metrics", "default_metrics", "is_classification", "loss", "mean"]
 
 
 @attrs.frozen
@@ -27,6 +27,7 @@ class Metric:
         init: ``() -> accumulator``, any pytree.
         update: ``(accumulator, outputs, batch) -> accumulator``; pure.
         compute: ``accumulator -> value``.
+        of_loss: ``update`` is given ``(loss, weight)`` of each microbatch in place of the outputs.
 
     >>> import torch
     >>> worst = Metric("worst", lambda: torch.tensor(-torch.inf),
@@ -40,14 +41,35 @@ class Metric:
     init: Callable[[], Any]
     update: Callable[[Any, Any, Any], Any]
     compute: Callable[[Any], Any]
+    of_loss: bool = False
 
 
 MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
 
 
-def weighted_mean(total: Any, weight: Any) -> Any:
-    """The quotient of two sums, as a tensor."""
-    return total / weight
+def _quotient(accumulator: tuple[Any, Any]) -> Any:
+    return accumulator[0] / accumulator[1]
+
+
+def loss(name: str = "loss") -> Metric:
+    """The loss of the run's task: the mean over microbatches, weighed as in training.
+
+    Evaluators without ``metrics`` measure it by themselves; with ``metrics`` of their own it is listed with them.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
+    >>> both = [loss(), mean(lambda outputs, batch: (outputs - batch[1]).abs(), "mae")]
+    >>> state = pl.run(pl.evaluate(torch.nn.Linear(2, 1), {"test": pl.Evaluator(data, metrics=both)},
+    ...                            loss=torch.nn.functional.mse_loss))
+    >>> list(state.metrics["test"])
+    ['loss', 'mae']
+    """
+
+    def update(accumulator: tuple[Any, Any], measured: Any, batch: Any) -> tuple[Any, Any]:
+        value, weight = measured
+        return accumulator[0] + value.float() * weight, accumulator[1] + weight
+
+    return Metric(name, lambda: (0.0, 0.0), update, _quotient, of_loss=True)
 
 
 def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
@@ -68,7 +90,7 @@ def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
         values = function(outputs, batch)
         return accumulator[0] + values.sum(dtype=torch.float32), accumulator[1] + values.numel()
 
-    return Metric(name, lambda: (0.0, 0), update, lambda accumulator: weighted_mean(*accumulator))
+    return Metric(name, lambda: (0.0, 0), update, _quotient)
 
 
 def is_classification(outputs: Any, batch: Any) -> bool:
@@ -110,6 +132,11 @@ def accuracy(name: str = "accuracy") -> Metric:
         return matches
 
     return mean(right, name)
+
+
+def default_metrics(outputs: Any, batch: Any) -> tuple[Metric, ...]:
+    """What an evaluator without ``metrics`` measures, judging by its first outputs."""
+    return (loss(), accuracy()) if is_classification(outputs, batch) else (loss(),)
 
 
 def as_metrics(given: MetricsLike, label: str) -> tuple[Metric, ...] | None:

@@ -70,6 +70,11 @@ class Stages:
         (dropout) come from the run's seed, the batch and ``index``, the microbatch's number in it.
         """
         microbatch, forward, model = state.microbatch, self.task.forward, state.model
+        if microbatch is None:
+            raise ArgumentError(
+                "state.microbatch is None, and the forward runs on it: in a script, "
+                "stages.forward(state.replace(microbatch=batch))."
+            )
         params = model.leaves(state.params)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:

@@ -78,6 +78,7 @@ class State(Record):
             parameters' device, so that noticing it needs no synchronisation.
 
     Of the batch under way, None outside it:
+        evaluator: the label of the evaluator under way, from its EVAL_START to its EVAL_END.
         batch: the batch, on the parameters' device.
         microbatch: the part of it under way (after the last one: the last one).
         outputs: what the forward of this microbatch returned; without a graph from AFTER_BACKWARD on.

@@ -70,6 +70,14 @@ class Task:
     tokens: Callable[[Any], int] = num_tokens
     split: Callable[[Any, int], list[Any]] = split
 
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Task):
+            value = getattr(self, field.name)
+            if not callable(value) and not (value is None and field.default is None):
+                raise ArgumentTypeError(
+                    f"pl.Task({field.name}={value!r}): give a function; pl.Task's help says of what."
+                )
+
     @property
     def forward_may_draw(self) -> bool:
         """Whether the forward may draw random numbers besides those of the model's layers."""

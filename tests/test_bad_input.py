@@ -342,6 +342,11 @@ def test_what_is_no_loss_is_refused(changes: dict[str, Any], kind: tuple[Any, An
     refused(lambda: fit(**changes), *kind, *says)
 
 
+@pytest.mark.parametrize("name", ["forward", "loss", "validate", "weight", "samples", "tokens", "split"])
+def test_fields_of_a_task_are_functions(name: str) -> None:
+    refused(lambda: pl.Task(**{name: 3}), *TYPE, f"pl.Task({name}=3)", "give a function")
+
+
 EVALUATORS = [
     ([pl.Evaluator(DATA)], TYPE, ["needs a label", '{"val": ...']),
     ([DataLoader(TensorDataset(torch.zeros(4, 4)))], TYPE, ["needs a label"]),

@@ -56,3 +56,10 @@ def test_a_loader_that_cannot_tell_its_length_has_its_fractions_at_the_ends_of_e
 
     assert batches_at(Event.EPOCH_END, "0.25dur", Unsized()) == [4, 8]
     assert batches_at(Event.BATCH_END, "0.25dur", Unsized()) == []
+
+
+@pytest.mark.parametrize("event", [Event.BATCH_END, Event.BATCH_CHECKPOINT])
+def test_a_cadence_that_never_comes_round_at_its_event_is_refused(event: Event) -> None:
+    """Epochs are counted after the batch: this handler would never run, without a word."""
+    with pytest.raises(pl.ArgumentError, match=r"algorithm 'yearly' would never run: every 1ep.*EPOCH_END"):
+        pl.algorithm(event, when="1ep", name="yearly")(lambda state: state)
