@@ -32,9 +32,10 @@ PLACES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)
 WIDTH, NEAR = 0.05, 0.25
 NOISE = 8
 PLAYERS = ("discriminator", "generator")
+OPTIMIZERS = {player: pl.optim.adam(lr=2e-3, betas=(0.5, 0.99)) for player in PLAYERS}
 
 
-def script(state: pl.State, optimizers: dict[str, pl.optim.Optimizer], batch_size: int = 256) -> Script:
+def script(state: pl.State, batch_size: int = 256) -> Script:
     """The loop. It reads how far it is from the State, so it begins anew or goes on, whichever it is given."""
     end = state.timestamp.max_duration
     assert end is not None
@@ -44,8 +45,8 @@ def script(state: pl.State, optimizers: dict[str, pl.optim.Optimizer], batch_siz
         state = yield Event.AFTER_DATALOADER, state.replace(batch=real_points(batch_size, random))
         state = yield Event.BATCH_START, state
         noise = torch.randn(2, batch_size, NOISE, generator=random)
-        state, d = step(state, "discriminator", discriminator_loss, noise[0], optimizers)
-        state, g = step(state, "generator", generator_loss, noise[1], optimizers)
+        state, d = step(state, "discriminator", discriminator_loss, noise[0])
+        state, g = step(state, "generator", generator_loss, noise[1])
         state = state.replace(loss={"total": d + g, "discriminator": d, "generator": g})
         # Count the batch: the script's own loop, cadences and EMA read the two timestamps.
         before, now = state.timestamp, state.timestamp.next_batch(samples=batch_size)
@@ -58,7 +59,6 @@ def step(
     player: str,
     loss: Callable[[Any, Tensor, Tensor], Tensor],
     noise: Tensor,
-    optimizers: dict[str, pl.optim.Optimizer],
 ) -> tuple[pl.State, Tensor]:
     """One step of one player, against the other as it is; and its loss."""
     mine = part(state, player)
@@ -69,7 +69,7 @@ def step(
         return value
 
     value, grads = pl.stages.value_and_grad(loss_at, mine)
-    mine, memory = optimizers[player].update(grads, state.opt_state[player], mine, state.timestamp)
+    mine, memory = OPTIMIZERS[player].update(grads, state.opt_state[player], mine, state.timestamp)
     opt_state = FrozenDict({**state.opt_state, player: memory})
     return state.replace(params={**state.params, **mine}, opt_state=opt_state), value
 
@@ -77,6 +77,16 @@ def step(
 def part(state: pl.State, player: str) -> FrozenDict[str, Tensor]:
     """The parameters of one player."""
     return FrozenDict((name, tensor) for name, tensor in state.params.items() if name.startswith(player))
+
+
+def fresh_state(seed: int, batches: int) -> pl.State:
+    """What ``fit`` would make of a module: a State with the optimizers' memory and the time at which to stop."""
+    with pl.random.seeded(seed):
+        state = pl.State.create(GAN(), seed=seed)
+    return state.replace(
+        opt_state=FrozenDict((player, OPTIMIZERS[player].init(part(state, player))) for player in PLAYERS),
+        timestamp=state.timestamp.replace(max_duration=pl.Time(batches, "ba")),
+    )
 
 
 class GAN(nn.Module):
@@ -137,18 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # The networks are tiny: more threads would only wait for each other.
     batches = 200 if options.quick else options.batches
 
-    optimizers = {player: pl.optim.adam(lr=2e-3, betas=(0.5, 0.99)) for player in PLAYERS}
     algorithms = [pl.algorithms.ema(half_life="20ba")]
-    with pl.random.seeded(options.seed):
-        start = pl.State.create(GAN(), seed=options.seed)
-    start = start.replace(
-        opt_state=FrozenDict((player, optimizers[player].init(part(start, player))) for player in PLAYERS),
-        timestamp=start.timestamp.replace(max_duration=pl.Time(batches, "ba")),
-    )
 
     shown = [round(batches * fraction) for fraction in (0.02, 0.1, 0.25, 0.5, 1.0)]
     kept: list[pl.State] = []
-    for event, state in pl.progress(pl.drive(script(start, optimizers), algorithms=algorithms)):
+    for event, state in pl.progress(pl.drive(script(fresh_state(options.seed, batches)), algorithms=algorithms)):
         if event is Event.BATCH_END and state.timestamp.batch in shown:
             kept.append(state)
 
@@ -163,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _pictures.samples(options.output, shots, PLACES, reach=NEAR)
 
     half, last = kept[-2:]
-    again = pl.run(pl.drive(script(half, optimizers), algorithms=algorithms))
+    again = pl.run(pl.drive(script(half), algorithms=algorithms))
     same = all(torch.equal(again.params[name], last.params[name]) for name in last.params)
     print(f"\ngone on a second time from batch {half.timestamp.batch}: the weights at the end are ", end="")
     print("bitwise the same" if same else "NOT THE SAME")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import optree
 import torch
 
+from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Callback, Observer, refuse_return
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
@@ -107,7 +109,7 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
                 f"algorithm {name!r} at {event.name} returned a State of {new.event.name}: it returned a State that it "
                 "had kept, or changed state.event. Return state.replace(...) of the State it is given."
             )
-        _set_event(new, event)
+        new = new.replace(event=event)
     if new.timestamp is not old.timestamp and new.timestamp != old.timestamp:
         _refuse_field("timestamp", name, event, "only the loop counts")
     if new.previous_timestamp is not old.previous_timestamp or new.position is not old.position:
@@ -118,7 +120,7 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
         if event is not Event.INIT and new.model != old.model:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
         refuse_misfit(new)
-        return new
+        return new  # type: ignore[no-any-return]
     if new.params is not old.params:
         if hasattr(old.params, "origin"):
             raise AlgorithmStructureError(
@@ -129,6 +131,8 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
         new = _same_tensors("params", new, new.params, old.params, name, event)
     if new.buffers is not old.buffers:
         new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
+    if new.opt_state is not old.opt_state:
+        _same_structure("opt_state", new.opt_state, old.opt_state, name, event)
     grads = new._grads
     if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
         _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
@@ -167,6 +171,24 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
         detached = FrozenDict((key, t if t is None else t.detach()) for key, t in new.items())
         state = state.replace(**{field: detached})
     return state
+
+
+def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> None:
+    """Refuse another tree, or leaves of other shapes."""
+    before, spec = optree.tree_flatten(old, namespace=NAMESPACE)
+    after, given = optree.tree_flatten(new, namespace=NAMESPACE)
+    if given != spec:
+        raise AlgorithmStructureError(
+            f"algorithm {name!r} at {event.name} changed the structure of {field}, in which the optimizer would not find "
+            "its memory again; map its leaves and keep the tree: optree.tree_map(function, state.opt_state, "
+            f"namespace={NAMESPACE!r})."
+        )
+    for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
+        if getattr(a, "shape", None) != getattr(b, "shape", None) or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+            where = "".join(f"[{key!r}]" for key in path)
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; they stay as they are."
+            )
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -92,7 +92,9 @@ def gradients(state: State, stages: Stages) -> Script:
         state = yield Event.BEFORE_LOSS, state
         state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
         state = yield Event.BEFORE_BACKWARD, state
-        state = yield Event.AFTER_BACKWARD, stages.backward(state, weight=weights.shares[index])
+        # Not in one line: while it waited, the script would keep the graph alive in the State before.
+        state = stages.backward(state, weight=weights.shares[index])
+        state = yield Event.AFTER_BACKWARD, state
         if len(pieces) > 1:
             mean = _accumulate(mean, state.loss, weights.fractions[index])
     return stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
@@ -107,7 +109,8 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     state = yield Event.AFTER_TRAIN_BATCH, state
     before = state.timestamp
     now = before.next_batch(samples, tokens, stopwatch.lap())
-    return (yield Event.BATCH_END, stages.update(state, timestamp=now, previous_timestamp=before))
+    state = stages.update(state, timestamp=now, previous_timestamp=before)
+    return (yield Event.BATCH_END, state)
 
 
 def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:

@@ -7,7 +7,7 @@ scripts of your own and algorithms call the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
 from pure_loop._grad_mode import GradMode
 from pure_loop._pytree import NAMESPACE
-from pure_loop.errors import AlgorithmStructureError, ArgumentError, LossError
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, map_present
 from pure_loop.optim import Optimizer
@@ -181,7 +181,7 @@ class Stages:
         whole = len(names) == len(params)
         trained = params if whole else FrozenDict((name, params[name]) for name in names)
         with GradMode(False):
-            new, opt_state = optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
+            new, opt_state = _updated(optimizer, state, trained)
             # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
             fresh = [tensor for name, tensor in new.items() if tensor is not trained[name]]
             found = find_nonfinite(total_loss(state.loss), fresh)
@@ -202,7 +202,9 @@ class Stages:
                 if self.nonfinite == "error":
                     wrong = ~torch.isfinite(total_loss(state.loss)) if skips else bad
                     first = wrong & (state.nonfinite < 0)
-                    counted["nonfinite"] = torch.where(first, state.timestamp.batch, state.nonfinite)
+                    # full_like, because a Python number would be copied to the device, which waits for it.
+                    batch = torch.full_like(state.nonfinite, state.timestamp.batch)
+                    counted["nonfinite"] = torch.where(first, batch, state.nonfinite)
         return state.replace(
             params=new if whole else FrozenDict({**params, **new}), opt_state=opt_state, event=None, **counted
         )
@@ -253,6 +255,10 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
     if isinstance(loss, dict):
         if "total" not in loss:
             raise LossError(f"the loss {where} is a dict with keys {sorted(map(str, loss))}; it needs the key 'total'.")
+        for key, part in loss.items():
+            if not isinstance(part, Tensor | int | float) or (isinstance(part, Tensor) and part.ndim):
+                what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise LossError(f"the part {key!r} of the loss {where} is {what}; parts are numbers or scalar tensors.")
         loss = loss["total"]
     if not isinstance(loss, Tensor):
         raise LossError(
@@ -265,6 +271,23 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
         )
     if not loss.is_floating_point():
         raise LossError(f"the loss {where} has dtype {loss.dtype}, which can't be differentiated.")
+
+
+def _updated(
+    optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]
+) -> tuple[FrozenDict[str, Tensor], Any]:
+    """What the optimizer makes of the parameters; its author may be the user."""
+    updated: Any = optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
+    if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
+        raise ArgumentTypeError(
+            f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
+            "name, and the new opt_state: (params, opt_state)."
+        )
+    new, opt_state = updated
+    if new.keys() != trained.keys():
+        odd = sorted(new.keys() ^ trained.keys())[:3]
+        raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
+    return (new if type(new) is FrozenDict else FrozenDict((name, new[name]) for name in trained)), opt_state
 
 
 def _detached_loss(state: State) -> LossError:

@@ -80,7 +80,8 @@ def test_memory_stays_flat_while_losses_and_metrics_are_kept(precision: str, ste
                 gc.collect()  # empties the free lists of tuples, which autograd fills
                 blocks.append(sys.getallocatedblocks())
     assert len(kept) >= steps
-    assert max(tensors[2:]) - min(tensors[2:]) <= 2, f"tensors besides those that were kept: {tensors}"
+    # Fewer where a step was skipped: two States then share their tensors.
+    assert max(tensors[5:]) <= max(tensors[:5]) + 2, f"tensors besides those that were kept: {tensors}"
     # In the first stretch caches fill. A kept loss is a tensor in a list; kept metrics are some mappings more.
     growth = [b - a for a, b in itertools.pairwise(blocks[2:])]
     assert max(growth) <= steps // 10 + 250, f"Python objects a stretch: {growth}"

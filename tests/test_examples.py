@@ -1,0 +1,189 @@
+"""The examples run, do what they say, and would notice if it weren't so."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import pure_loop as pl
+from pure_loop import Event
+
+# What `pip install pure_loop[docs,plot]` brings.
+matplotlib_image = pytest.importorskip("matplotlib.image")
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import an example by name, as a script sees it: with its own folder first."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == EXAMPLES:
+            del sys.modules[name]
+
+
+def assert_picture(path: Path, *, width: int, colors: int) -> None:
+    """A PNG of this width or more that shows something: several colours, on a background that isn't all there is."""
+    pixels = (255 * matplotlib_image.imread(path)[..., :3]).round().astype(int)
+    assert pixels.shape[1] >= width
+    assert len({tuple(pixel) for pixel in pixels[::7, ::7].reshape(-1, 3)}) >= colors
+    assert 0.005 < (pixels < 250).any(axis=-1).mean() < 0.9
+
+
+def percentages(text: str, label: str) -> list[float]:
+    found = re.findall(rf"^{re.escape(label)} .*?([\d.]+)%", text, re.MULTILINE)
+    assert found, f"no line of {label!r} in:\n{text}"
+    return [float(value) for value in found]
+
+
+def test_digits_as_a_script(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "digits.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert percentages(done.stdout, "held-out")[0] >= 80
+    compared = re.search(r"compared +([\d,]+) events and ([\d,]+) tensors: all bitwise equal", done.stdout)
+    assert compared is not None, done.stdout
+    # Half of three epochs of 23 batches, each of two microbatches and so of 18 events or more.
+    events, tensors = (int(number.replace(",", "")) for number in compared.groups())
+    assert events >= 34 * 18
+    assert tensors >= 34 * 80
+    assert "epoch 3/3" in done.stderr
+    assert_picture(tmp_path / "digits.png", width=1200, colors=20)
+
+
+def test_digits_fails_below_its_goal(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digits = load("digits")
+    assert digits.main(["--epochs", "1", "--output", str(tmp_path / "digits.png")]) == 1
+    output = capsys.readouterr().out
+    assert "failed" in output
+    assert "all bitwise equal" in output
+
+
+def test_digits_notices_a_replay_that_differs(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits = load("digits")
+    record = digits.record
+
+    def off_by_one_bit(stream: Any, description: str) -> Any:
+        history = record(stream, description)
+        if description == "replay":
+            at = max(index for index, (event, _) in enumerate(history) if event is Event.BATCH_END)
+            event, state = history[at]
+            name = next(iter(state.buffers))
+            changed = torch.nextafter(state.buffers[name], torch.tensor(torch.inf))
+            history[at] = (event, state.replace(buffers={**state.buffers, name: changed}))
+        return history
+
+    monkeypatch.setattr(digits, "record", off_by_one_bit)
+    assert digits.main(["--quick", "--output", str(tmp_path / "digits.png")]) == 1
+    assert "1 DIFFER, first buffers." in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(5))
+def test_digits_reaches_its_goal(seed: int, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("digits").main(["--seed", str(seed), "--output", str(tmp_path / "digits.png")]) == 0
+    output = capsys.readouterr().out
+    assert percentages(output, "held-out")[0] >= 98
+    assert percentages(output, "shifted")[0] >= 96
+
+
+def test_gan(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("gan").main(["--quick", "--output", str(tmp_path / "gan.png")]) == 0
+    output = capsys.readouterr().out
+    assert len(re.findall(r"^ +\d+ .* of 8 .*%$", output, re.MULTILINE)) == 5
+    assert "bitwise the same" in output
+    assert_picture(tmp_path / "gan.png", width=1600, colors=20)
+
+
+def test_gan_trains_both_players_and_averages(load: Any) -> None:
+    gan = load("gan")
+    start = gan.fresh_state(seed=3, batches=3)
+    pairs = list(pl.drive(gan.script(start), algorithms=[pl.algorithms.ema(smoothing=0.5)], strict=True))
+    batch = [Event.AFTER_DATALOADER, Event.BATCH_START, Event.BATCH_END]
+    assert [event for event, _ in pairs] == [Event.FIT_START, *batch * 3, Event.FIT_END]
+    end = pairs[-1][1]
+    assert all(not torch.equal(end.params[name], start.params[name]) for name in start.params)
+    assert {player: int(memory["step"]) for player, memory in end.opt_state.items()} == dict.fromkeys(gan.PLAYERS, 3)
+    weights = [state.params for event, state in pairs if event is Event.BATCH_END]
+    average = start.params["generator.0.weight"]
+    for each in weights:
+        average = (average + each["generator.0.weight"]) / 2
+    torch.testing.assert_close(pl.algorithms.averaged(end).params["generator.0.weight"], average)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(3))
+def test_gan_finds_all_places(seed: int, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("gan").main(["--seed", str(seed), "--output", str(tmp_path / "gan.png")]) == 0
+    last = [line for line in capsys.readouterr().out.splitlines() if line.endswith("%")][-1]
+    assert "8 of 8" in last
+    assert float(last.split()[-1].rstrip("%")) >= 80
+
+
+def test_fork(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("fork").main(["--quick", "--output", str(tmp_path / "fork.png")]) == 0
+    output = capsys.readouterr().out
+    assert "the kept State is unchanged" in output
+    assert "the first fork repeats the run: 40 States" in output
+    rows = re.findall(
+        r"^(as before|a tenth.*?|three times.*?|another seed) {2,}.* ([\d.]+) +[\d.]+%$", output, re.MULTILINE
+    )
+    assert len({loss for _, loss in rows}) == 4, output
+    assert_picture(tmp_path / "fork.png", width=1200, colors=20)
+
+
+def test_own_algorithm(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("own_algorithm").main(["--quick"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"AFTER_TRAIN_BATCH +algorithm +spike_guard$", output, re.MULTILINE)
+    assert re.search(r"BATCH_END +algorithm +ema$", output, re.MULTILINE)
+    (nothing,) = percentages(output, "nothing")
+    alone, with_ema = percentages(output, "spike_guard") + percentages(output, "spike_guard, EMA")[-1:]
+    assert alone >= nothing + 30
+    assert with_ema >= nothing + 30
+    assert "3 gradients cut" in output
+
+
+@pytest.mark.parametrize("fault", ["memory outside the State", "changes a gradient in place", "cuts too much"])
+def test_own_algorithm_would_notice(fault: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("own_algorithm")
+    broken_by(fault, example, monkeypatch)
+    with pytest.raises((AssertionError, pl.ImpurityError)):
+        example.check(examples=2)
+
+
+def broken_by(fault: str, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(deviations: float = 3.0, decay: float = 0.95) -> pl.Algorithm:
+        calls: list[int] = []
+
+        def guard(state: pl.State) -> pl.State:
+            calls.append(1)
+            assert state.grads is not None
+            if fault == "changes a gradient in place":
+                next(iter(state.grads.values())).mul_(0.5)
+                return state
+            factor = 1.0 / len(calls) if fault == "memory outside the State" and deviations < 10 else 1.0
+            if fault == "cuts too much":
+                factor = 0.5
+            return state.replace(grads={name: factor * gradient for name, gradient in state.grads.items()})
+
+        return pl.Algorithm("spike_guard", {Event.AFTER_TRAIN_BATCH: guard})
+
+    monkeypatch.setattr(example, "spike_guard", make)
