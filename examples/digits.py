@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # Images of 8x8 pixels: more threads would only wait for each other.
     train, evaluators = load()
-    optimizer = pl.optim.adamw(lr=pl.schedules.cosine(f"{epochs * len(train)}ba", peak=1e-2, warmup="30ba"))
+    optimizer = pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2, warmup="0.1dur"))
 
     def fit(start: nn.Module | pl.State) -> Iterable[tuple[Event, pl.State]]:
         return pl.fit(

@@ -179,15 +179,16 @@ def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> 
     after, given = optree.tree_flatten(new, namespace=NAMESPACE)
     if given != spec:
         raise AlgorithmStructureError(
-            f"algorithm {name!r} at {event.name} changed the structure of {field}, in which the optimizer would not find "
-            "its memory again; map its leaves and keep the tree: optree.tree_map(function, state.opt_state, "
+            f"algorithm {name!r} at {event.name} changed the structure of {field}, in which the optimizer would not "
+            "find its memory again; map its leaves and keep the tree: optree.tree_map(function, state.opt_state, "
             f"namespace={NAMESPACE!r})."
         )
     for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
-        if getattr(a, "shape", None) != getattr(b, "shape", None) or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+        if any(getattr(a, kind, None) != getattr(b, kind, None) for kind in ("shape", "dtype")):
             where = "".join(f"[{key!r}]" for key in path)
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; they stay as they are."
+                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; both stay as they "
+                "are."
             )
 
 

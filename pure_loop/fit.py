@@ -7,31 +7,37 @@ what comes back is a generator of ``(event, state)`` that the driver feeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pure_loop import loop, optim
-from pure_loop._signature import accepts, name_of
+from pure_loop import loop
+from pure_loop._arguments import (
+    read_clip,
+    read_duration,
+    read_iteration_length,
+    read_watch,
+    refuse_auto,
+    refuse_no_optimizer,
+)
+from pure_loop._start import any_state, first_memory, first_state, preparation, refuse_other_optimizer
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
-from pure_loop.driver import POSITIONS, run_script
-from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
+from pure_loop.driver import run_script
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import _positive, bind_evaluators, refuse_empty
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import LoopStages, Script
-from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
-from pure_loop.precision import LossScale, Precision
+from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
 from pure_loop.sources import Source, source
 from pure_loop.stages import Stages
-from pure_loop.state import State, refuse_misfit
+from pure_loop.state import State
 from pure_loop.strict import Strict
 from pure_loop.task import Task, make_task
 from pure_loop.time import Time, TimeUnit
@@ -210,24 +216,23 @@ def prepare(
         raise ArgumentError(f'nonfinite={nonfinite!r}: write "error" or "skip".')
     if not callable(clock):
         raise ArgumentTypeError(f"clock={clock!r}: give a function that returns seconds, such as time.monotonic.")
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(_about_optimizer(optimizer))
-    duration = _duration(max_duration)
-    length = _iteration_length(iteration_length, duration)
+    refuse_no_optimizer(optimizer)
+    duration = read_duration(max_duration)
+    length = read_iteration_length(iteration_length, duration)
     if length is not None and order == "2021":
         raise ArgumentError('order="2021" has no events for iterations; leave iteration_length out.')
     listed = flatten(algorithms)
     observed, objects, group = observers(callbacks, loggers, Recorder(optimizer))
-    watched = _watched(watch)
+    watched = read_watch(watch)
     mode = Precision.parse(precision)
-    state, fresh = _first_state(model_or_state, seed, device)
+    state, fresh = first_state(model_or_state, seed, device)
     module = state.model._skeleton
     stages = LoopStages(
         task=make_task(module, loss, task),
         optimizer=optimizer,
         precision=mode,
-        microbatch_size=_positive(_not_auto(microbatch_size), "microbatch_size"),
-        clip_grad=_checked_clip(clip_grad),
+        microbatch_size=_positive(refuse_auto(microbatch_size), "microbatch_size"),
+        clip_grad=read_clip(clip_grad),
         nonfinite=nonfinite,
         handlers=bind(listed),
     )
@@ -248,7 +253,7 @@ def prepare(
     state = state.replace(
         timestamp=state.timestamp.replace(**known), previous_timestamp=state.previous_timestamp.replace(**known)
     )
-    _refuse_other_optimizer(state, optimizer)
+    refuse_other_optimizer(state, optimizer)
     return Prepared(
         state=state,
         fit=loop.Fit(
@@ -258,7 +263,7 @@ def prepare(
             iteration_length=length,
             clock=clock,
             fresh=fresh,
-            prepare=_preparation(optimizer, mode, listed),
+            prepare=preparation(optimizer, mode, listed),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
         ),
         algorithms=listed,
@@ -269,275 +274,6 @@ def prepare(
         strict=bool(strict),
         order=order,
     )
-
-
-def _first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
-    """The State to start from, and whether it is a fresh start."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
-    wanted = _device(device)
-    if not isinstance(model_or_state, State):
-        refuse_untrainable(model_or_state)
-        return State.create(model_or_state, seed=seed, device=wanted), True
-    state = model_or_state
-    _refuse_between_boundaries(state)
-    refuse_misfit(state)
-    if seed not in (0, state.seed):
-        raise ArgumentError(
-            f"seed={seed}, and the State given has seed {state.seed}, with which it goes on. To fork it with other "
-            f"random numbers write fit(state.replace(seed={seed}), ...)."
-        )
-    if wanted is not None and (wanted.type != state.device.type or wanted.index not in (None, state.device.index)):
-        state = _moved(state, wanted)
-    return state, state.position is None and state.event is None
-
-
-def _device(given: Any) -> torch.device | None:
-    if given is None:
-        return None
-    if not isinstance(given, str | torch.device):
-        raise ArgumentTypeError(f'device={given!r}: write "cpu", "cuda" or "cuda:0".')
-    try:
-        device = torch.device(given)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ArgumentError(f"device={str(given)!r} can't be used here: {str(error).splitlines()[0]}") from error
-    return device
-
-
-def _moved(state: State, device: torch.device) -> State:
-    import optree
-
-    return optree.tree_map(  # type: ignore[return-value]
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-        state,  # type: ignore[arg-type]
-        namespace="pure_loop",
-    )
-
-
-_KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
-
-
-# Where training ended, the evaluation before FIT_END has no boundary after it.
-_AFTER_EVALUATION: dict[Event | None, Event] = {
-    Event.BATCH_END: Event.BATCH_CHECKPOINT,
-    Event.EPOCH_END: Event.EPOCH_CHECKPOINT,
-    Event.BATCH_CHECKPOINT: Event.FIT_END,
-    Event.EPOCH_CHECKPOINT: Event.FIT_END,
-    Event.ITERATION_CHECKPOINT: Event.FIT_END,
-}
-
-
-def _refuse_between_boundaries(state: State) -> None:
-    event = state.event
-    if event in _KEEPABLE:
-        return
-    from pure_loop.order import BOUNDARIES, nearest_boundary  # only on the way to an error
-
-    assert event is not None
-    if event.is_predict:
-        nearest = "the State that you predicted from"
-    elif event is Event.EVAL_STANDALONE_START:
-        nearest = "the State that you evaluated, or the one at EVAL_STANDALONE_END"
-    elif event.is_eval and state.position in _AFTER_EVALUATION:
-        nearest = f"the one at {_AFTER_EVALUATION[state.position].name}, which follows this evaluation"
-    else:
-        nearest = f"the one at {nearest_boundary(event).name}, the next boundary after it"
-    raise ResumeError(
-        f"this State was kept at {event.name}, in the middle of a computation, from which training can't go on. Keep "
-        f"{nearest}. Boundaries are {', '.join(e.name for e in Event if e in BOUNDARIES)}."
-    )
-
-
-def _refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
-    """Refuse a State whose optimizer memory another optimizer made."""
-    import optree
-
-    if state.opt_state is None:
-        return
-    wanted = optimizer.init(_trained(state, meta=True))
-    given_spec = optree.tree_structure(state.opt_state, namespace="pure_loop")
-    wanted_spec = optree.tree_structure(cast(Any, wanted), namespace="pure_loop")
-    afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
-    # An optimizer of somebody's own may fill an empty memory as it goes; ours never do.
-    if given_spec != wanted_spec and wanted_spec.num_leaves:
-        if _keys(state.opt_state) == _keys(wanted):
-            raise ResumeError(
-                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
-                f"Give the State that was made with this model, or {afresh}"
-            )
-        raise ResumeError(
-            f"opt_state was made by another optimizer than {optimizer.name}: it holds {_keys(state.opt_state)}, and "
-            f"{optimizer.name} needs {_keys(wanted)}. Go on with the optimizer that made it, or {afresh}"
-        )
-    if given_spec != wanted_spec:
-        return
-    paths: Any = optree.tree_paths(state.opt_state, namespace="pure_loop")
-    leaves: Any = optree.tree_leaves(state.opt_state, namespace="pure_loop")
-    needed: Any = optree.tree_leaves(wanted, namespace="pure_loop")  # type: ignore[arg-type]
-    for path, given, leaf in zip(paths, leaves, needed, strict=True):
-        shape = next((state.params[each].shape for each in path if each in state.params), None)
-        if isinstance(leaf, Tensor) and leaf.shape == shape != given.shape:
-            raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
-                f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
-            )
-
-
-def _keys(opt_state: Any) -> str:
-    if not isinstance(opt_state, dict):
-        return type(opt_state).__name__
-    return ", ".join(map(str, opt_state)) or "nothing"
-
-
-def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
-    return FrozenDict(
-        (name, torch.empty_like(state.params[name], device="meta") if meta else state.params[name])
-        for name in state.model.trainable
-    )
-
-
-def _preparation(
-    optimizer: Optimizer, precision: Precision, algorithms: tuple[Algorithm, ...]
-) -> Callable[[State], State]:
-    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms."""
-
-    def prepare(state: State) -> State:
-        if state.opt_state is None:
-            state = state.replace(opt_state=optimizer.init(_trained(state)))
-        if precision.scaled and state.loss_scale is None:
-            state = state.replace(loss_scale=LossScale.initial(state.device))
-        elif not precision.scaled and state.loss_scale is not None:
-            state = state.replace(loss_scale=None)
-        for algorithm in algorithms:
-            if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-                state = state.remember(algorithm.name, _first_memory(algorithm, state))
-        return state
-
-    return prepare
-
-
-def _first_memory(algorithm: Algorithm, state: State) -> Any:
-    assert algorithm.init is not None
-    try:
-        return algorithm.init(state)
-    except Exception as error:
-        error.add_note(f"raised by init of algorithm {algorithm.name!r}")
-        raise
-
-
-def _duration(given: Any) -> Time:
-    try:
-        duration = Time.parse(given)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise type(error)(f"max_duration={given!r}: {error}") from None
-    if duration.unit is TimeUnit.DURATION:
-        raise ArgumentError(f'max_duration={given!r} is a fraction of itself; write "3ep", "1000ba" or "90m".')
-    return duration
-
-
-def _iteration_length(given: Any, duration: Time) -> Time | None:
-    if given is None:
-        if duration.unit is TimeUnit.ITERATION:
-            raise ArgumentError(f"max_duration={str(duration)!r} counts iterations, and iteration_length is not given.")
-        return None
-    try:
-        length = Time.parse(given)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise type(error)(f"iteration_length={given!r}: {error}") from None
-    if length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or not length:
-        raise ArgumentError(
-            f'iteration_length={given!r}: an iteration lasts epochs or tokens, such as "2ep" or "1e6tok".'
-        )
-    return length
-
-
-def _not_auto(microbatch_size: Any) -> Any:
-    if microbatch_size == "auto":
-        raise ArgumentError(
-            'microbatch_size="auto": this version of pure_loop can\'t do that yet; give a number, or None.'
-        )
-    return microbatch_size
-
-
-def _watched(given: Any) -> frozenset[Event] | None:
-    if given is None:
-        return None
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentTypeError(f"watch={given!r}: give a set of events, such as watch={{Event.BATCH_END}}.")
-    return frozenset(_event(event) for event in given)
-
-
-def _event(given: Any) -> Event:
-    try:
-        return Event(given)
-    except ValueError as error:
-        raise ArgumentError(f"watch: {error}") from None
-
-
-def _checked_clip(clip_grad: Any) -> Any:
-    if clip_grad is None:
-        return None
-    if callable(clip_grad):
-        if not accepts(clip_grad, 2):
-            raise ArgumentTypeError(
-                f"clip_grad is the function {name_of(clip_grad)}, which can't be called with two arguments: it is "
-                f"called as {name_of(clip_grad)}(grads, params)."
-            )
-        return _Clip(clip_grad)
-    if isinstance(clip_grad, bool) or not isinstance(clip_grad, int | float):
-        raise ArgumentTypeError(
-            f"clip_grad={clip_grad!r}: give a norm such as 1.0, or a function (grads, params) -> grads."
-        )
-    if not clip_grad > 0:
-        raise ArgumentError(f"clip_grad={clip_grad!r}: a norm is above 0; None switches clipping off.")
-    return clip_grad
-
-
-@attrs.frozen
-class _Clip:
-    """A user's clipping function, held to what it must return."""
-
-    function: Callable[[Any, Any], Any]
-
-    def __call__(self, grads: FrozenDict[str, Any], params: FrozenDict[str, Tensor]) -> FrozenDict[str, Any]:
-        clipped = self.function(grads, params)
-        name = name_of(self.function)
-        if not isinstance(clipped, Mapping):
-            raise ArgumentTypeError(
-                f"clip_grad={name} returned {type(clipped).__name__}; it returns the clipped gradients by name: "
-                "{name: gradient for each of grads}."
-            )
-        if clipped.keys() != grads.keys():
-            missing, unknown = sorted(grads.keys() - clipped.keys())[:3], sorted(clipped.keys() - grads.keys())[:3]
-            raise ArgumentError(
-                f"clip_grad={name} returned gradients of other names: missing {missing}, unknown {unknown}."
-            )
-        return FrozenDict((key, clipped[key]) for key in grads)
-
-
-def _about_optimizer(given: Any) -> str:
-    if isinstance(given, torch.optim.Optimizer):
-        cls = type(given)
-        return f"optimizer= is a torch.optim.{cls.__name__}, which changes a module in place. {_ours(cls)}"
-    if isinstance(given, type):
-        return f"optimizer= is the class {given.__name__}. {_ours(given)}"
-    if isinstance(given, list | tuple | dict):
-        return (
-            f"optimizer= is a {type(given).__name__}; give one optimizer. pl.optim.partition gives groups of "
-            "parameters optimizers of their own; a GAN's two optimizers belong into a script of your own (pl.drive)."
-        )
-    if callable(given):
-        name = name_of(given)
-        ours = name if hasattr(optim, name) else "adamw"
-        return f"optimizer= is the function {name!r}; call it: pl.optim.{ours}(lr=3e-4)."
-    return f"optimizer={given!r}: give one of pl.optim, such as pl.optim.adamw(lr=3e-4)."
-
-
-def _ours(cls: type) -> str:
-    name = cls.__name__
-    same = f"pl.optim.{name.lower()}(lr=...) or " if hasattr(optim, name.lower()) else ""
-    return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
 
 
 def evaluate(
@@ -569,7 +305,7 @@ def evaluate(
     >>> list(state.metrics["test"])
     ['loss']
     """
-    state = _any_state(model_or_state, seed, device)
+    state = any_state(model_or_state, seed, device)
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
     bound = bind_evaluators(evaluators, "1ep", state.seed)
@@ -604,7 +340,7 @@ def predict(
     >>> [state.outputs.shape for event, state in stream if event is pl.Event.PREDICT_BATCH_END]
     [torch.Size([4, 1])]
     """
-    state = _any_state(model_or_state, seed, device)
+    state = any_state(model_or_state, seed, device)
     data = source(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
     build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
@@ -618,16 +354,6 @@ def predict(
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
     raise AssertionError("prediction computes no loss")
-
-
-def _any_state(model_or_state: Any, seed: int, device: Any) -> State:
-    if isinstance(model_or_state, State):
-        state = model_or_state
-        refuse_misfit(state)
-        wanted = _device(device)
-        return state if wanted is None else _moved(state, wanted)
-    refuse_untrainable(model_or_state)
-    return State.create(model_or_state, seed=seed, device=_device(device))
 
 
 def _outside_fit(
@@ -650,7 +376,7 @@ def _outside_fit(
     observed, objects, _ = observers(callbacks, loggers, Recorder())
     chosen = task if checked and task is not None else make_task(state.model._skeleton, loss, task)
     stages = LoopStages(task=chosen, precision=Precision.parse(precision), handlers=handlers)
-    watched = _watched(watch)
+    watched = read_watch(watch)
     checker = Strict.of_order("current") if strict else None
 
     def stream() -> Stream:
@@ -701,7 +427,7 @@ def drive(
         )
     listed = flatten(algorithms)
     observed, objects, _ = observers(callbacks, loggers)
-    watched = _watched(watch)
+    watched = read_watch(watch)
     return run_script(
         _with_memory(script, listed),
         bind(listed),
@@ -721,7 +447,7 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
         return stop.value  # type: ignore[no-any-return]
     for algorithm in algorithms:
         if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-            state = state.remember(algorithm.name, _first_memory(algorithm, state))
+            state = state.remember(algorithm.name, first_memory(algorithm, state))
     try:
         while True:
             state = yield event, state

@@ -44,9 +44,7 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
 
 
 @torch.no_grad()
-def clip_by_norm(
-    grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0
-) -> FrozenDict[str, Any]:
+def clip_by_norm(grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0) -> FrozenDict[str, Any]:
     """Scale all gradients so that their global norm is at most ``max_norm`` (https://arxiv.org/abs/1211.5063).
 
     >>> clip_by_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["a"]

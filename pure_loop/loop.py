@@ -203,9 +203,7 @@ def fit(state: State, fit: Fit) -> Script:
 
 
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
-_AFTER_EPOCH = frozenset(
-    {Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT}
-)
+_AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
 
 
 def fit_2021(state: State, fit: Fit) -> Script:
@@ -304,9 +302,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
 
 
-def _measure(
-    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages
-) -> dict[str, Any]:
+def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages) -> dict[str, Any]:
     """The accumulators after one microbatch."""
     outputs, microbatch, loss = branch.outputs, branch.microbatch, None
     if any(metric.of_loss for metric in metrics):

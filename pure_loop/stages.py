@@ -258,7 +258,7 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
         for key, part in loss.items():
             if not isinstance(part, Tensor | int | float) or (isinstance(part, Tensor) and part.ndim):
                 what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                raise LossError(f"the part {key!r} of the loss {where} is {what}; parts are numbers or scalar tensors.")
+                raise LossError(f"the part {key!r} of the loss {where} is {what}; write numbers or scalar tensors.")
         loss = loss["total"]
     if not isinstance(loss, Tensor):
         raise LossError(
@@ -345,5 +345,3 @@ def value_and_grad(
         value: Any = result[0] if isinstance(result, tuple) else result
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     return _detach(result), FrozenDict(zip(leaves, found, strict=True))
-
-

@@ -195,7 +195,7 @@ def cases(
         optimizer=st.sampled_from(["adamw", "sgd"]),
         precision=st.sampled_from(["fp32", "fp32", "amp_bf16"]),
         clip_grad=st.none() | st.just(0.5),
-    ).filter(lambda case: case.model != "mlp" or min(case.plan.batches) > 1 and _no_single(case.plan))
+    ).filter(lambda case: case.model != "mlp" or (min(case.plan.batches) > 1 and _no_single(case.plan)))
 
 
 def _no_single(plan: Plan) -> bool:

@@ -54,7 +54,11 @@ def assert_same_stream(given: Pairs, wanted: Pairs, where: str) -> None:
 
 def global_random_state() -> tuple[bytes, Any, Any]:
     numpy_state = np.random.get_state()
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), (numpy_state[0], tuple(numpy_state[1]), numpy_state[2:])
+    return (
+        bytes(torch.get_rng_state().numpy()),
+        random.getstate(),
+        (numpy_state[0], tuple(numpy_state[1]), numpy_state[2:]),
+    )
 
 
 def law_order(case: Case, fit: Fit = pl.fit) -> None:
@@ -201,7 +205,7 @@ def tracer(name: str, trace: list[tuple[Event, str]]) -> pl.Algorithm:
         trace.append((state.event, name))
         return state
 
-    return pl.Algorithm(name, {event: note for event in Event})
+    return pl.Algorithm(name, dict.fromkeys(Event, note))
 
 
 def law_algorithm_order(case: Case, fit: Fit = pl.fit) -> None:

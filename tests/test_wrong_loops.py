@@ -143,8 +143,16 @@ def test_strict_names_an_algorithm_that_writes_in_place(how: str) -> None:
             tensor.data[0] = 7.0
         else:
             torch._fused_sgd_(
-                [tensor], [torch.ones_like(tensor)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
-                nesterov=False, maximize=False, is_first_step=True,
+                [tensor],
+                [torch.ones_like(tensor)],
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
             )
         return state
 

@@ -1,0 +1,184 @@
+"""Where a call starts: the State that it begins or goes on from, and what it must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
+from pure_loop.algorithm import Algorithm
+from pure_loop.driver import POSITIONS
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.model import refuse_untrainable
+from pure_loop.optim import Optimizer
+from pure_loop.precision import LossScale, Precision
+from pure_loop.state import State, refuse_misfit
+
+__all__ = ["any_state", "first_memory", "first_state", "preparation", "refuse_other_optimizer"]
+
+
+def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
+    """The State to start from, and whether it is a fresh start."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
+    wanted = _device(device)
+    if not isinstance(model_or_state, State):
+        refuse_untrainable(model_or_state)
+        return State.create(model_or_state, seed=seed, device=wanted), True
+    state = model_or_state
+    _refuse_between_boundaries(state)
+    refuse_misfit(state)
+    if seed not in (0, state.seed):
+        raise ArgumentError(
+            f"seed={seed}, and the State given has seed {state.seed}, with which it goes on. To fork it with other "
+            f"random numbers write fit(state.replace(seed={seed}), ...)."
+        )
+    if wanted is not None and (wanted.type != state.device.type or wanted.index not in (None, state.device.index)):
+        state = _moved(state, wanted)
+    return state, state.position is None and state.event is None
+
+
+def any_state(model_or_state: Any, seed: int, device: Any) -> State:
+    if isinstance(model_or_state, State):
+        state = model_or_state
+        refuse_misfit(state)
+        wanted = _device(device)
+        return state if wanted is None else _moved(state, wanted)
+    refuse_untrainable(model_or_state)
+    return State.create(model_or_state, seed=seed, device=_device(device))
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    if not isinstance(given, str | torch.device):
+        raise ArgumentTypeError(f'device={given!r}: write "cpu", "cuda" or "cuda:0".')
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentError(f"device={str(given)!r} can't be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _moved(state: State, device: torch.device) -> State:
+    return optree.tree_map(  # type: ignore[return-value]
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+        state,  # type: ignore[arg-type]
+        namespace=NAMESPACE,
+    )
+
+
+_KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
+
+
+# Where training ended, the evaluation before FIT_END has no boundary after it.
+_AFTER_EVALUATION: dict[Event | None, Event] = {
+    Event.BATCH_END: Event.BATCH_CHECKPOINT,
+    Event.EPOCH_END: Event.EPOCH_CHECKPOINT,
+    Event.BATCH_CHECKPOINT: Event.FIT_END,
+    Event.EPOCH_CHECKPOINT: Event.FIT_END,
+    Event.ITERATION_CHECKPOINT: Event.FIT_END,
+}
+
+
+def _refuse_between_boundaries(state: State) -> None:
+    event = state.event
+    if event in _KEEPABLE:
+        return
+    from pure_loop.order import BOUNDARIES, nearest_boundary  # only on the way to an error
+
+    assert event is not None
+    if event.is_predict:
+        nearest = "the State that you predicted from"
+    elif event is Event.EVAL_STANDALONE_START:
+        nearest = "the State that you evaluated, or the one at EVAL_STANDALONE_END"
+    elif event.is_eval and state.position in _AFTER_EVALUATION:
+        nearest = f"the one at {_AFTER_EVALUATION[state.position].name}, which follows this evaluation"
+    else:
+        nearest = f"the one at {nearest_boundary(event).name}, the next boundary after it"
+    raise ResumeError(
+        f"this State was kept at {event.name}, in the middle of a computation, from which training can't go on. Keep "
+        f"{nearest}. Boundaries are {', '.join(e.name for e in Event if e in BOUNDARIES)}."
+    )
+
+
+def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
+    """Refuse a State whose optimizer memory another optimizer made."""
+    if state.opt_state is None:
+        return
+    wanted: Any = optimizer.init(_trained(state, meta=True))
+    given_spec = optree.tree_structure(state.opt_state, namespace=NAMESPACE)
+    wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
+    afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
+    # An optimizer of somebody's own may fill an empty memory as it goes; ours never do.
+    if given_spec != wanted_spec and wanted_spec.num_leaves:
+        if _keys(state.opt_state) == _keys(wanted):
+            raise ResumeError(
+                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
+                f"Give the State that was made with this model, or {afresh}"
+            )
+        raise ResumeError(
+            f"opt_state was made by another optimizer than {optimizer.name}: it holds {_keys(state.opt_state)}, and "
+            f"{optimizer.name} needs {_keys(wanted)}. Go on with the optimizer that made it, or {afresh}"
+        )
+    if given_spec != wanted_spec:
+        return
+    paths: Any = optree.tree_paths(state.opt_state, namespace=NAMESPACE)
+    leaves: Any = optree.tree_leaves(state.opt_state, namespace=NAMESPACE)
+    needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
+    for path, given, leaf in zip(paths, leaves, needed, strict=True):
+        shape = next((state.params[each].shape for each in path if each in state.params), None)
+        if isinstance(leaf, Tensor) and leaf.shape == shape != given.shape:
+            raise ResumeError(
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
+                f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
+            )
+
+
+def _keys(opt_state: Any) -> str:
+    if not isinstance(opt_state, dict):
+        return type(opt_state).__name__
+    return ", ".join(map(str, opt_state)) or "nothing"
+
+
+def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
+    return FrozenDict(
+        (name, torch.empty_like(state.params[name], device="meta") if meta else state.params[name])
+        for name in state.model.trainable
+    )
+
+
+def preparation(
+    optimizer: Optimizer, precision: Precision, algorithms: tuple[Algorithm, ...]
+) -> Callable[[State], State]:
+    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms."""
+
+    def prepare(state: State) -> State:
+        if state.opt_state is None:
+            state = state.replace(opt_state=optimizer.init(_trained(state)))
+        if precision.scaled and state.loss_scale is None:
+            state = state.replace(loss_scale=LossScale.initial(state.device))
+        elif not precision.scaled and state.loss_scale is not None:
+            state = state.replace(loss_scale=None)
+        for algorithm in algorithms:
+            if algorithm.init is not None and algorithm.name not in state.algorithm_state:
+                state = state.remember(algorithm.name, first_memory(algorithm, state))
+        return state
+
+    return prepare
+
+
+def first_memory(algorithm: Algorithm, state: State) -> Any:
+    assert algorithm.init is not None
+    try:
+        return algorithm.init(state)
+    except Exception as error:
+        error.add_note(f"raised by init of algorithm {algorithm.name!r}")
+        raise
