@@ -53,7 +53,7 @@ def training(
     bottom.set_ylim(bottom=0)
     bottom.set_xlim(0, end)
     bottom.set_xlabel("Batch")
-    ends = [(found["loss"][-1][1], f"{label} {found['loss'][-1][1]:.2f}") for label, found in evaluations.items()]
+    ends = [(found["loss"][-1][1], f"{label} {found['loss'][-1][1]:.3f}") for label, found in evaluations.items()]
     label_ends(top, end, [*ends, (loss[-1][1], "training, with\nsmoothed labels")], [*COLORS[: len(ends)], GRAY])
     ends = [(100 * f["accuracy"][-1][1], f"{label} {f['accuracy'][-1][1]:.1%}") for label, f in evaluations.items()]
     label_ends(middle, end, ends, COLORS)
@@ -63,7 +63,8 @@ def training(
 
 def samples(path: str, shots: Sequence[tuple[str, str, Any]], places: Any, *, reach: float) -> None:
     """Points in the plane, one panel for each (title, subtitle, points); circles around the places."""
-    figure = Figure(figsize=(2.6 * len(shots), 3.3), layout="constrained")
+    figure = Figure(figsize=(2.6 * len(shots), 3.2))
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.84, wspace=0.06)
     for panel, (title, subtitle, points) in zip(figure.subplots(1, len(shots)), shots, strict=True):
         panel.scatter(*points.T, s=2, color=COLORS[0], alpha=0.35, lw=0)
         panel.scatter(*places.T, s=(reach * 47) ** 2, facecolors="none", edgecolors=COLORS[1], lw=1.2)

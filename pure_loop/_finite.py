@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def loss_is_finite(loss: Any) -> bool:
     return math.isfinite(total_loss(loss).item())
 
 
+_dtype = attrgetter("dtype")
+
+
 @lru_cache
 def _one(device: torch.device) -> Tensor:
     """A constant; the kernel only reads it."""
@@ -42,7 +46,7 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     found = torch.zeros(1, dtype=torch.float32, device=device)
     one = _one(device)
     tensors = list(fresh)
-    if len({tensor.dtype for tensor in tensors}) == 1 and not tensors[0].is_complex():
+    if len(set(map(_dtype, tensors))) == 1 and not tensors[0].is_complex():
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     else:
         for tensor in tensors:

@@ -25,11 +25,12 @@ class Record:
     __slots__ = ("__weakref__",)
 
 
-def drafter(cls: type) -> Callable[[Any], Any]:
+def drafter(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """A function that copies a ``cls`` into a draft: assign to its fields, then set ``draft.__class__ = cls``.
 
     Args:
         cls: a frozen attrs class that derives from :class:`Record`, with ``weakref_slot=False``.
+        without: fields that are None in the draft, whatever they are in the record.
 
     >>> @attrs.frozen(weakref_slot=False)
     ... class Point(Record):
@@ -44,7 +45,7 @@ def drafter(cls: type) -> Callable[[Any], Any]:
     draft = _draft_class(cls)
     names = [field.name for field in attrs.fields(cls)]
     lines = ["def copy(record):", "    draft = new(cls)"]
-    lines += [f"    draft.{name} = record.{name}" for name in names]
+    lines += [f"    draft.{name} = {'None' if name in without else f'record.{name}'}" for name in names]
     scope: dict[str, Any] = {"new": object.__new__, "cls": draft}
     exec("\n".join([*lines, "    return draft"]), scope)
     copy: Callable[[Any], Any] = scope["copy"]

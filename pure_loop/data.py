@@ -40,6 +40,12 @@ def num_samples(batch: Any) -> int:
     >>> num_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8), "temperature": 0.5})
     8
     """
+    kind = type(batch)
+    if (kind is tuple or kind is list) and len(batch) == 2:
+        # By far the commonest batch, asked for several times in every step.
+        one, other = batch
+        if type(one) is Tensor is type(other) and one.ndim and other.ndim and one.shape[0] == other.shape[0]:
+            return one.shape[0]
     size = _flat_size(batch)
     if size >= 0:
         return size
@@ -124,9 +130,9 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
     True
     """
     device = torch.device(device)
-    if _flat_size(batch) >= 0:
-        for leaf in batch.values() if type(batch) is dict else batch:
-            if leaf.device != device:
+    if type(batch) in (tuple, list):
+        for leaf in batch:
+            if type(leaf) is not Tensor or leaf.device != device:
                 break
         else:
             return batch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import optree
@@ -10,7 +11,7 @@ import torch
 
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
-from pure_loop.callback import Callback, Observer, refuse_return
+from pure_loop.callback import Observer, refuse_return
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -45,17 +46,17 @@ _set_grads = vars(State)["_grads"].__set__
 
 def seal(state: State, event: Event) -> State:
     """The State of an event. One that no event has had yet is nobody else's, and is written to in place."""
-    if state.event is not None:
-        draft = draft_of(state)
-        draft.event = event
+    if state.event is None:
+        _set_event(state, event)
         if event in POSITIONS:
-            draft.position = event
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
-    _set_event(state, event)
+            _set_position(state, event)
+        return state
+    draft = draft_of(state)
+    draft.event = event
     if event in POSITIONS:
-        _set_position(state, event)
-    return state
+        draft.position = event
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
 
 
 def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
@@ -220,48 +221,56 @@ def run_script(
     script: Generator[tuple[Event, State], State, State],
     handlers: Handlers,
     observers: Mapping[Event, tuple[Observer, ...]],
-    callbacks: Sequence[Callback] = (),
+    closing: Sequence[Callable[[], None]] = (),
     *,
     stages: Any = None,
     watch: Collection[Event] | None = None,
     strict: Strict | None = None,
 ) -> Generator[tuple[Event, State], None, None]:
-    """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it."""
-    state: State | None = None
+    """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it.
+
+    However the stream ends, the functions in ``closing`` are called then.
+    """
+    attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
+    send, last = script.send, Event.INIT
     given: Any = None  # what a generator that has not begun takes
     try:
         while True:
             try:
-                event, state = script.send(given)
+                event, state = send(given)
             except StopIteration:
                 # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
                 return
             if strict is not None:
-                if given is not None:
-                    strict.take_back(given, "the computation that followed (the forward, the loss, ...)", given.event)
+                strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
                 strict.advance(event)
-            given = seal(state, event)
-            found = handlers.get(event)
-            if found is not None:
-                given = apply(event, given, found, stages, strict)
-            seen = observers.get(event)
-            if seen is not None:
-                _observe(event, given, seen, strict)
+                last = event
+            if state.event is None and event not in POSITIONS:
+                _set_event(state, event)
+                given = state
+            else:
+                given = seal(state, event)
+            if event in attached:
+                handling, observing = attached[event]
+                if handling is not None:
+                    given = apply(event, given, handling, stages, strict)
+                if observing is not None:
+                    _observe(event, given, observing, strict)
             if watch is None or event in watch:
-                if strict is None:
-                    yield event, given
-                else:
+                if strict is not None:
                     strict.hand_over(given)
-                    yield event, given
+                yield event, given
+                if strict is not None:
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
                 strict.hand_over(given)
     finally:
         script.close()
-        if state is not None:
-            state.model.release()
-        for callback in callbacks:
-            callback.close()
+        if given is not None:
+            given.model.release()
+        with ExitStack() as stack:  # one that raises keeps none of the others from being called
+            for close in reversed(closing):
+                stack.callback(close)
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:

@@ -7,7 +7,7 @@ what comes back is a generator of ``(event, state)`` that the driver feeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -35,7 +35,7 @@ from pure_loop.loop import LoopStages, Script
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
-from pure_loop.sources import Source, source
+from pure_loop.sources import source
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.strict import Strict
@@ -149,31 +149,17 @@ def fit(
 def _start(prepared: Prepared) -> Stream:
     handlers = bind(prepared.algorithms)
     stages = prepared.fit.stages
-    strict = Strict.of_order(prepared.order) if prepared.strict else None
-    observed = dict(prepared.observers)
-    return _closing(
-        run_script(
-            prepared.script(),
-            handlers,
-            observed,
-            prepared.callbacks,
-            stages=stages,
-            watch=prepared.watch,
-            strict=strict,
-        ),
-        # Not `prepared` itself: it would keep the first State's tensors alive as long as the stream.
-        [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)],
+    sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
+    to_close: list[Any] = [*prepared.callbacks, *sources]
+    return run_script(
+        prepared.script(),
+        handlers,
+        prepared.observers,
+        [each.close for each in to_close],
+        stages=stages,
+        watch=prepared.watch,
+        strict=Strict.of_order(prepared.order) if prepared.strict else None,
     )
-
-
-def _closing(stream: Stream, sources: Sequence[Source]) -> Stream:
-    """The stream, and the data's workers ended with it, however it ends."""
-    try:
-        yield from stream
-    finally:
-        stream.close()
-        for each in sources:
-            each.close()
 
 
 def prepare(
@@ -377,18 +363,15 @@ def _outside_fit(
     chosen = task if checked and task is not None else make_task(state.model._skeleton, loss, task)
     stages = LoopStages(task=chosen, precision=Precision.parse(precision), handlers=handlers)
     watched = read_watch(watch)
-    checker = Strict.of_order("current") if strict else None
-
-    def stream() -> Stream:
-        inner = run_script(build(stages), handlers, observed, objects, stages=stages, watch=watched, strict=checker)
-        try:
-            yield from inner
-        finally:
-            inner.close()
-            for each in sources:
-                each.close()
-
-    return stream()
+    return run_script(
+        build(stages),
+        handlers,
+        observed,
+        [each.close for each in (*objects, *sources)],
+        stages=stages,
+        watch=watched,
+        strict=Strict.of_order("current") if strict else None,
+    )
 
 
 def drive(
@@ -432,7 +415,7 @@ def drive(
         _with_memory(script, listed),
         bind(listed),
         observed,
-        objects,
+        [each.close for each in objects],
         stages=stages,
         watch=watched,
         strict=Strict(None) if strict else None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
 import attrs
+from torch import Tensor
 
 from pure_loop._weights import Weights
 from pure_loop.algorithm import Handler
@@ -25,7 +26,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric, default_metrics
 from pure_loop.sources import Source
 from pure_loop.stages import Stages
-from pure_loop.state import State
+from pure_loop.state import State, fresh_draft_of, outside_batch
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predict"]
@@ -87,7 +88,10 @@ def gradients(state: State, stages: Stages) -> Script:
     weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
     mean: Any = None
     for index, piece in enumerate(pieces):
-        state = yield Event.BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, loss=None, event=None)
+        draft = fresh_draft_of(state)
+        draft.microbatch, draft.outputs, draft.loss = piece, None, None
+        draft.__class__ = state.__class__
+        state = yield Event.BEFORE_FORWARD, draft
         state = yield Event.AFTER_FORWARD, stages.forward(state, index=index)
         state = yield Event.BEFORE_LOSS, state
         state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
@@ -131,7 +135,7 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
                 state = yield from batch(state, fit, samples, tokens, stopwatch)
                 at = Event.BATCH_END
             if at is Event.BATCH_END:
-                state = _outside_batch(state)
+                state = outside_batch(state)
                 if fit.evaluators:
                     state = yield from evaluations(state, fit, Event.BATCH_END)
                 state = yield Event.BATCH_CHECKPOINT, state
@@ -185,7 +189,7 @@ def fit(state: State, fit: Fit) -> Script:
         state = yield Event.BEFORE_LOAD, state
         state = yield Event.AFTER_LOAD, state
     else:
-        state = fit.prepare(_outside_batch(state))
+        state = fit.prepare(outside_batch(state))
     at = state.position
     state = yield Event.FIT_START, state
     if not _over(state, at):
@@ -211,7 +215,7 @@ def fit_2021(state: State, fit: Fit) -> Script:
     if fit.fresh:
         state = fit.prepare((yield Event.INIT, state))
     else:
-        state = fit.prepare(_outside_batch(state))
+        state = fit.prepare(outside_batch(state))
     at = state.position
     state = yield Event.FIT_START, state
     stopwatch = Stopwatch(fit.clock)
@@ -235,7 +239,7 @@ def epoch_2021(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -
                 state, samples, tokens = _load(state, fit, loaded)
                 state = yield Event.AFTER_DATALOADER, state
                 state = yield from batch(state, fit, samples, tokens, stopwatch)
-            state = yield from evaluations(_outside_batch(state), fit, Event.BATCH_END, around=False)
+            state = yield from evaluations(outside_batch(state), fit, Event.BATCH_END, around=False)
             at = None
     finally:
         batches.close()
@@ -316,7 +320,7 @@ def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: Sta
 
 def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
     """Evaluation by itself."""
-    state = yield Event.EVAL_STANDALONE_START, _outside_batch(state)
+    state = yield Event.EVAL_STANDALONE_START, outside_batch(state)
     for evaluator in evaluators:
         state = yield from evaluation(state, stages, evaluator)
     return (yield Event.EVAL_STANDALONE_END, state)
@@ -324,7 +328,7 @@ def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator])
 
 def predict(state: State, stages: Stages, source: Source) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    state = yield Event.PREDICT_START, _outside_batch(state)
+    state = yield Event.PREDICT_START, outside_batch(state)
     batches = source.epoch(0)
     try:
         for number, loaded in enumerate(batches):
@@ -336,7 +340,7 @@ def predict(state: State, stages: Stages, source: Source) -> Script:
             state = yield Event.PREDICT_BATCH_END, state
     finally:
         batches.close()
-    return (yield Event.PREDICT_END, _outside_batch(state))
+    return (yield Event.PREDICT_END, outside_batch(state))
 
 
 def reached(state: State) -> bool:
@@ -358,10 +362,6 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
     return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
 
 
-def _outside_batch(state: State) -> State:
-    return state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None, evaluator=None, event=None)
-
-
 def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
     t = state.timestamp
     return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
@@ -376,12 +376,17 @@ def _load(state: State, fit: Fit, loaded: Any) -> tuple[State, int, int]:
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
             "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
         )
-    return state.replace(batch=whole, event=None), samples, tokens
+    draft = fresh_draft_of(state)
+    draft.batch = whole
+    draft.__class__ = state.__class__
+    return draft, samples, tokens
 
 
 def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
     if isinstance(loss, dict):
         before = mean or dict.fromkeys(loss)
         return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
+    if not isinstance(fraction, Tensor) and fraction == 0:
+        return mean  # the loss of a microbatch that counts nothing may be NaN
     part = loss * fraction
     return part if mean is None else mean + part

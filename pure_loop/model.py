@@ -125,7 +125,7 @@ class ModelDef:
                 return bound
         trainable = self.trainable
         if len(trainable) == len(params):
-            leaves = FrozenDict((name, tensor.detach().requires_grad_()) for name, tensor in params.items())
+            leaves = FrozenDict(zip(params, [t.detach().requires_grad_() for t in params.values()], strict=True))
         else:
             wanted = frozenset(trainable)
             leaves = FrozenDict(
@@ -138,14 +138,14 @@ class ModelDef:
         """A plain, independent ``nn.Module`` with copies of these tensors; yours to change."""
         module = copy.deepcopy(self._skeleton)
         wanted = frozenset(self.trainable)
-        for name, slots in _slots(module, self.parameter_names, "_parameters"):
-            parameter = nn.Parameter(params[name].detach().clone(), requires_grad=name in wanted)
-            for tensors, key in slots:
-                tensors[key] = parameter
-        for name, slots in _slots(module, self.buffer_names, "_buffers"):
-            buffer = buffers[name].detach().clone()
-            for tensors, key in slots:
-                tensors[key] = buffer
+        parameters = {
+            name: nn.Parameter(tensor.detach().clone(), requires_grad=name in wanted) for name, tensor in params.items()
+        }
+        for name, tensors, key in _places(module, self.parameter_names, "_parameters"):
+            tensors[key] = parameters[name]
+        copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        for name, tensors, key in _places(module, self.buffer_names, "_buffers"):
+            tensors[key] = copies[name]
         return module
 
     def release(self) -> None:
@@ -193,12 +193,13 @@ class ModelDef:
 class _Instance:
     """A private module and the places where tensors go, found once."""
 
-    __slots__ = ("_buffer_slots", "_parameter_slots", "module", "params", "training")
+    __slots__ = ("_buffers", "_parameters", "module", "params", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
-        self._parameter_slots = list(_slots(self.module, model.parameter_names, "_parameters"))
-        self._buffer_slots = list(_slots(self.module, model.buffer_names, "_buffers"))
+        # A tied tensor has several places, which stand here one by one.
+        self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))
+        self._buffers = list(_places(self.module, model.buffer_names, "_buffers"))
         self.params: FrozenDict[str, Tensor] | None = None
         self.training: bool | None = None
 
@@ -207,21 +208,20 @@ class _Instance:
             self.module.train(training)
             self.training = training
         if self.params is not params:
-            for name, slots in self._parameter_slots:
-                tensor = params[name]
-                for tensors, key in slots:
-                    tensors[key] = tensor
+            for name, tensors, key in self._parameters:
+                tensors[key] = params[name]
             self.params = params
-        for name, slots in self._buffer_slots:
+        if self._buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
-            tensor = buffers[name].clone()
-            for tensors, key in slots:
-                tensors[key] = tensor
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            for name, tensors, key in self._buffers:
+                tensors[key] = copies[name]
 
     def read_buffers(self, before: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
-        if not self._buffer_slots:
+        if not self._buffers:
             return before
-        return FrozenDict((name, slots[0][0][slots[0][1]].detach()) for name, slots in self._buffer_slots)
+        after = {name: tensors[key] for name, tensors, key in self._buffers}
+        return FrozenDict((name, after[name].detach()) for name in before)
 
 
 _NEVER_DRAW = frozenset(
@@ -241,17 +241,19 @@ def _may_draw(module: nn.Module) -> bool:
     return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
 
 
-def _slots(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
-    """For each name, every place in the module that holds this tensor: several where weights are tied."""
-    places: dict[int, list[tuple[Any, str]]] = {}
+def _places(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, dict, key) for every place in the module that holds a tensor: several where weights are tied."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     first: dict[str, int] = {}
     for prefix, submodule in module.named_modules():
-        for key, tensor in getattr(submodule, kind).items():
+        tensors = getattr(submodule, kind)
+        for key, tensor in tensors.items():
             if tensor is not None:
-                places.setdefault(id(tensor), []).append((getattr(submodule, kind), key))
+                places.setdefault(id(tensor), []).append((tensors, key))
                 first[f"{prefix}.{key}" if prefix else key] = id(tensor)
     for name in names:
-        yield name, places[first[name]]
+        for tensors, key in places[first[name]]:
+            yield name, tensors, key
 
 
 def _copy(tensor: Tensor, device: torch.device | str | None) -> Tensor:

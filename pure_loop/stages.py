@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -16,8 +17,8 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._autograd import GradMode, gradient_of
 from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
-from pure_loop._grad_mode import GradMode
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
@@ -25,7 +26,7 @@ from pure_loop.gradients import clip_by_norm, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
-from pure_loop.state import State
+from pure_loop.state import State, fresh_draft_of
 from pure_loop.task import Task
 
 __all__ = ["Stages", "value_and_grad"]
@@ -82,7 +83,9 @@ class Stages:
 
         draws = model.may_draw or self.task.forward_may_draw
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
-        return state.replace(params=params, outputs=outputs, buffers=buffers, event=None)
+        draft = fresh_draft_of(state)
+        draft.params, draft.outputs, draft.buffers = params, outputs, buffers
+        return _frozen(draft, state)
 
     def loss(self, state: State, *, index: int = 0) -> State:
         """``loss`` of ``outputs``: the mean over this microbatch.
@@ -96,7 +99,9 @@ class Stages:
 
         loss = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
         _check_loss(loss, state, "AFTER_LOSS")
-        return state.replace(loss=loss, event=None)
+        draft = fresh_draft_of(state)
+        draft.loss = loss
+        return _frozen(draft, state)
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         """Add ``weight`` times the gradient of ``loss`` to ``grads``, and drop the graph.
@@ -126,40 +131,44 @@ class Stages:
             seed = weight.to(loss)
         elif weight != 1.0:
             seed = torch.full_like(loss, weight)
-        found = torch.autograd.grad(loss, inputs, seed, allow_unused=True)
-        if all(gradient is None for gradient in found):
-            raise _detached_loss(state)
+        found: Any
+        if not isinstance(weight, Tensor) and weight == 0:
+            # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
+            found = tuple(torch.zeros_like(tensor) for tensor in inputs)
+        else:
+            found = gradient_of(loss, inputs, seed)
+            if found[0] is None and all(gradient is None for gradient in found):
+                raise _detached_loss(state)
         before = state._grads
         if before is not None:
             found = _add([before[name] for name in names], found)
-        return state.replace(
-            params=origin,
-            outputs=_detach(state.outputs),
-            loss=_detach(state.loss),
-            grads=FrozenDict(zip(names, found, strict=True)),
-            event=None,
-        )
+        draft = fresh_draft_of(state)
+        draft.params, draft._grads = origin, FrozenDict(zip(names, found, strict=True))
+        draft.outputs, draft.loss = _detach(state.outputs), _detach(state.loss)
+        return _frozen(draft, state)
 
     def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them.
 
         ``loss``, if given, becomes the State's loss: that of the whole batch.
         """
-        changes: dict[str, Any] = {} if loss is None else {"loss": loss}
+        draft = fresh_draft_of(state)
+        if loss is not None:
+            draft.loss = loss
         clip = self.clip_grad
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
         scaled = isinstance(divisor, Tensor) or divisor != 1.0
         if not scaled and clip is None:
-            return state.replace(event=None, **changes)
+            return _frozen(draft, state)
         with GradMode(False):
             if scaled:
-                changes["grads"] = map_present(lambda present: list(torch._foreach_div(present, divisor)), state._grads)
-            if clip is not None:
-                grads = changes.get("grads", state._grads)
-                by_norm = isinstance(clip, int | float)
-                changes["grads"] = clip_by_norm(grads, clip) if by_norm else clip(grads, state.params)  # type: ignore[arg-type, operator]
-        return state.replace(event=None, **changes)
+                draft._grads = map_present(lambda present: list(torch._foreach_div(present, divisor)), draft._grads)
+            if isinstance(clip, int | float):
+                draft._grads = clip_by_norm(draft._grads, clip)
+            elif clip is not None:
+                draft._grads = clip(draft._grads, state.params)
+        return _frozen(draft, state)
 
     def update(self, state: State, **counted: Any) -> State:
         """One step of the optimizer; skipped (and counted) where a gradient overflowed its loss scale.
@@ -180,34 +189,46 @@ class Stages:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
         whole = len(names) == len(params)
         trained = params if whole else FrozenDict((name, params[name]) for name in names)
+        draft = fresh_draft_of(state)
         with GradMode(False):
             new, opt_state = _updated(optimizer, state, trained)
             # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
-            fresh = [tensor for name, tensor in new.items() if tensor is not trained[name]]
+            fresh = list(new.values())
+            if any(map(is_, fresh, trained.values())):
+                fresh = [tensor for tensor, old in zip(fresh, trained.values(), strict=True) if tensor is not old]
             found = find_nonfinite(total_loss(state.loss), fresh)
-            if state.loss_scale is not None:
-                counted["loss_scale"] = state.loss_scale.update(found)
-            skips = self.nonfinite == "skip" or state.loss_scale is not None
-            if found.device.type == "cpu":
-                if found.item():
-                    if not skips or (self.nonfinite == "error" and not loss_is_finite(state.loss)):
-                        raise nonfinite_error(state)
-                    new, opt_state = trained, state.opt_state
-                    counted["skipped"] = state.skipped + 1
-            else:
-                bad = found[0].bool()
-                if skips:
-                    new, opt_state = _where(bad, trained, new), _where(bad, state.opt_state, opt_state)
-                    counted["skipped"] = state.skipped + bad
-                if self.nonfinite == "error":
-                    wrong = ~torch.isfinite(total_loss(state.loss)) if skips else bad
-                    first = wrong & (state.nonfinite < 0)
-                    # full_like, because a Python number would be copied to the device, which waits for it.
-                    batch = torch.full_like(state.nonfinite, state.timestamp.batch)
-                    counted["nonfinite"] = torch.where(first, batch, state.nonfinite)
-        return state.replace(
-            params=new if whole else FrozenDict({**params, **new}), opt_state=opt_state, event=None, **counted
-        )
+            scale = state.loss_scale
+            if scale is not None:
+                draft.loss_scale = scale.update(found)
+            skips = self.nonfinite == "skip" or scale is not None
+            if not found.is_cpu:
+                new, opt_state = self._skip_on_device(draft, state, found, skips, (trained, new), opt_state)
+            elif found.item():
+                if not skips or (self.nonfinite == "error" and not loss_is_finite(state.loss)):
+                    raise nonfinite_error(state)
+                new, opt_state = trained, state.opt_state
+                draft.skipped = state.skipped + 1
+        draft.params = new if whole else FrozenDict({**params, **new})
+        draft.opt_state = opt_state
+        for name, value in counted.items():
+            setattr(draft, name, value)
+        return _frozen(draft, state)
+
+    def _skip_on_device(
+        self, draft: Any, state: State, found: Tensor, skips: bool, params: tuple[Any, Any], opt_state: Any
+    ) -> tuple[Any, Any]:
+        """Decide on the device, without waiting for it, whether the step counts, and note the batch."""
+        old, new = params
+        bad = found[0].bool()
+        if skips:
+            new, opt_state = _where(bad, old, new), _where(bad, state.opt_state, opt_state)
+            draft.skipped = state.skipped + bad
+        if self.nonfinite == "error":
+            wrong = ~torch.isfinite(total_loss(state.loss)) if skips else bad
+            # full_like, because a Python number would be copied to the device, which waits for it.
+            batch = torch.full_like(state.nonfinite, state.timestamp.batch)
+            draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), batch, state.nonfinite)
+        return new, opt_state
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
@@ -217,7 +238,9 @@ class Stages:
             outputs, buffers = state.model.apply(
                 lambda module: task.evaluate(module, microbatch), state.params, state.buffers, training=False
             )
-        return state.replace(outputs=outputs, buffers=buffers, event=None)
+        draft = fresh_draft_of(state)
+        draft.outputs, draft.buffers = outputs, buffers
+        return _frozen(draft, state)
 
     def validation_loss(self, state: State) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape ()."""
@@ -246,6 +269,12 @@ class Stages:
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
         return _NOTHING if self.precision.dtype is None else self.precision.autocast(state.device)
+
+
+def _frozen(draft: Any, state: State) -> State:
+    """A State again; nobody else has seen the draft."""
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
 
 
 def _check_loss(loss: Any, state: State, event: str) -> None:
@@ -284,10 +313,13 @@ def _updated(
             "name, and the new opt_state: (params, opt_state)."
         )
     new, opt_state = updated
+    names = list(trained)
+    if list(new) == names and type(new) is FrozenDict:
+        return new, opt_state
     if new.keys() != trained.keys():
         odd = sorted(new.keys() ^ trained.keys())[:3]
         raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
-    return (new if type(new) is FrozenDict else FrozenDict((name, new[name]) for name in trained)), opt_state
+    return FrozenDict((name, new[name]) for name in names), opt_state
 
 
 def _detached_loss(state: State) -> LossError:
@@ -311,7 +343,7 @@ def _detach(tree: Any) -> Any:
 
 
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:
-    """``yes`` where the condition holds, else ``no``; waits for the device only if leaves that are no tensors differ."""
+    """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
     others = optree.tree_leaves(yes, namespace=NAMESPACE)
     plain = [(a, b) for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)]
@@ -336,6 +368,9 @@ def value_and_grad(
     Returns:
         What the function gave, without a graph, and the gradient by name (None where it has no part).
 
+    Raises:
+        LossError: the value is not a scalar tensor that depends on the parameters.
+
     >>> value_and_grad(lambda p: p["x"] ** 2, FrozenDict(x=torch.tensor(3.0)))
     (tensor(9.), FrozenDict({'x': tensor(6.)}))
     """
@@ -343,5 +378,10 @@ def value_and_grad(
     with GradMode(True):
         result = function(leaves)
         value: Any = result[0] if isinstance(result, tuple) else result
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+            raise LossError(
+                f"value_and_grad: the function gave {value!r}, and what is differentiated is a tensor of shape () that "
+                "depends on the parameters it was given: return loss, or (loss, anything)."
+            )
+        found = gradient_of(value, list(leaves.values()))
     return _detach(result), FrozenDict(zip(leaves, found, strict=True))

@@ -9,7 +9,7 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import attrs
 import torch
@@ -33,6 +33,8 @@ from pure_loop.time import Timestamp
 __all__ = ["State"]
 
 S = TypeVar("S", bound="State")
+Drafter: TypeAlias = Callable[[Any], Any]
+Drafters: TypeAlias = tuple[Drafter, Drafter, Drafter]
 
 GRADIENT_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -293,19 +295,37 @@ def _as_mapping(name: str, value: Any) -> Any:
 
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
-_DRAFTERS: dict[type, Callable[[Any], Any]] = {}
+_OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads")
+_DRAFTERS: dict[type, Drafters] = {}
 _NAMES: dict[type, frozenset[str]] = {}
 _FIELDS: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
+def _drafters(cls: type) -> Drafters:
+    _NAMES[cls] = frozenset(public for _, public in _fields(cls))
+    found = drafter(cls), drafter(cls, without=("event",)), drafter(cls, without=_OF_A_BATCH)
+    _DRAFTERS[cls] = found
+    return found
+
+
 def draft_of(state: State) -> Any:
-    """A copy that takes assignments until its class is set back to the State's."""
+    """A copy that takes assignments until its class is set back: ``draft.__class__ = state.__class__``."""
     cls = state.__class__
-    make = _DRAFTERS.get(cls)
-    if make is None:
-        _NAMES[cls] = frozenset(public for _, public in _fields(cls))
-        make = _DRAFTERS[cls] = drafter(cls)
-    return make(state)
+    return (_DRAFTERS.get(cls) or _drafters(cls))[0](state)
+
+
+def fresh_draft_of(state: State) -> Any:
+    """A draft without an event: the driver gives it the one at which it is yielded, and needs no further copy."""
+    cls = state.__class__
+    return (_DRAFTERS.get(cls) or _drafters(cls))[1](state)
+
+
+def outside_batch(state: State) -> State:
+    """The State without an event and without what belongs to a batch."""
+    cls = state.__class__
+    draft = (_DRAFTERS.get(cls) or _drafters(cls))[2](state)
+    draft.__class__ = cls
+    return draft  # type: ignore[no-any-return]
 
 
 def _fields(cls: type) -> tuple[tuple[str, str], ...]:

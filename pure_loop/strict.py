@@ -60,7 +60,8 @@ class Strict:
         Raises:
             ImpurityError: a tensor of the State changed; names the leaf and who had it.
         """
-        for index, (leaf, before) in enumerate(self._given):
+        given, self._given = self._given, []
+        for index, (leaf, before) in enumerate(given):
             if isinstance(leaf, Tensor) and not same(leaf, before):
                 path = _path(state, index)
                 raise ImpurityError(

@@ -113,7 +113,7 @@ def test_cadences_are_in_words():
 
     algorithms = [
         pl.Algorithm("a", {E.BATCH_END: same}, when="10ba"),
-        pl.Algorithm("b", {E.BATCH_END: same}, when="1ep"),
+        pl.Algorithm("b", {E.EPOCH_END: same}, when="1ep"),
         pl.Algorithm("c", {E.BATCH_END: same}, when=on_mondays),
         pl.Algorithm("d", {E.BATCH_END: same}, when=lambda state: True),
     ]

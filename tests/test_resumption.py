@@ -93,7 +93,7 @@ def test_from_every_boundary_with_everything_at_once(precision: str) -> None:
 
 def test_through_a_pickle_in_the_middle_of_a_later_epoch() -> None:
     whole = go(model())
-    index = [i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 5][0]
+    index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 5)
     again = go(pickle.loads(pickle.dumps(whole[index][1])))
     laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from a pickle")
 
@@ -102,7 +102,7 @@ def test_with_workers_that_draw_random_numbers() -> None:
     alone = go(model(), max_duration="2ep")
     whole = go(model(), workers=2, max_duration="2ep")
     laws.assert_same_stream(whole, alone, "with workers")
-    index = [i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 4][0]
+    index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 4)
     again = go(whole[index][1], workers=2, max_duration="2ep")
     laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from the middle, with workers")
 

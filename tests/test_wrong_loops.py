@@ -167,10 +167,14 @@ def test_strict_names_a_callback_the_body_and_the_model() -> None:
 
     with pytest.raises(pl.ImpurityError, match="callback nosy changed"):
         CASE.run(strict=True, callbacks=[nosy])
-    with pytest.raises(pl.ImpurityError, match="the loop's body changed"):
+
+    def meddling_body() -> None:
         for event, state in CASE.stream(strict=True):
             if event is Event.BATCH_END:
                 state.params["0.bias"].add_(1)
+
+    with pytest.raises(pl.ImpurityError, match="the loop's body changed"):
+        meddling_body()
 
     class InPlace(torch.nn.Module):
         def __init__(self) -> None:

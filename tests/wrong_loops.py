@@ -98,9 +98,8 @@ def lends_its_buffers_to_batchnorm() -> Fit:
 
     def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
         real(self, params, buffers, training)
-        for name, slots in self._buffer_slots:
-            for tensors, key in slots:
-                tensors[key] = buffers[name]
+        for name, tensors, key in self._buffers:
+            tensors[key] = buffers[name]
 
     real = _Instance.bind
     return while_patched(lambda: patch.object(_Instance, "bind", bind))

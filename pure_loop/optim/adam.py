@@ -16,14 +16,14 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._grad_mode import GradMode
+from pure_loop._autograd import GradMode
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -107,6 +107,12 @@ def adam(
     return _Adam.make("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
 
 
+@lru_cache
+def _one(device: torch.device) -> Tensor:
+    """A constant: adding a tensor takes half as long as wrapping a number first."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
 @attrs.frozen
 class _Adam:
     name: str
@@ -162,8 +168,11 @@ class _Adam:
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
+        lr = rate_at(self.name, self.lr, timestamp)
+        if not torch.is_grad_enabled():
+            return self._update(grads, opt_state, params, lr)
         with GradMode(False):
-            return self._update(grads, opt_state, params, rate_at(self.name, self.lr, timestamp))
+            return self._update(grads, opt_state, params, lr)
 
     def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
         keys, names = self.memories, list(params)
@@ -172,11 +181,12 @@ class _Adam:
         memories = [memory_of(opt_state, key, names) for key in keys]
         counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
-        step = opt_state["step"] + 1
+        step = opt_state["step"]
+        step = torch.add(step, _one(step.device))
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
         new, new_memories = run_kernel(partial(self.kernel, lr), names, [*params.values()], gradients, memories, steps)
-        if any(gradient is None for gradient in gradients):
+        if [None for gradient in gradients if gradient is None]:
             more = [n + (g is None) for n, g in zip(skipped, gradients, strict=True)]
             counts = FrozenDict(zip(names, more, strict=True))
         new_state = {"step": step, "skipped": counts}

@@ -251,7 +251,7 @@ def _flat_alike(params: list[Tensor], grads: list[Tensor], memories: list[list[T
     """Whether all tensors lie in memory in the order of their indices, with the sizes of the parameters."""
     if not all(map(_is_contiguous, itertools.chain(params, grads, *memories))):
         return False
-    if any(param.shape != grad.shape for param, grad in zip(params, grads, strict=True)):
+    if list(map(_size, params)) != list(map(_size, grads)):
         return False
     # The memories come from init or from the last update. That they are as large, so that the kernel stays
     # within them, is all that another model's could lack; it costs half of what comparing sizes does.
@@ -261,6 +261,7 @@ def _flat_alike(params: list[Tensor], grads: list[Tensor], memories: list[list[T
 
 _is_contiguous = Tensor.is_contiguous
 _numel = Tensor.numel
+_size = Tensor.size
 
 
 def _run_in_groups(

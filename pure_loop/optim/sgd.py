@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._grad_mode import GradMode
+from pure_loop._autograd import GradMode
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
