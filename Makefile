@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
-	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
+	$(BIN)/python examples/digits.py
 
 test: $(STAMP)  ## the fast tier: about five minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"

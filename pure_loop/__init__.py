@@ -24,8 +24,9 @@ from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
 from pure_loop.explain import explain
-from pure_loop.fit import drive, evaluate, fit, predict, run
+from pure_loop.fit import Stream, drive, evaluate, fit, predict, run
 from pure_loop.frozendict import FrozenDict
+from pure_loop.loop import Script
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
 from pure_loop.progress import progress
@@ -48,8 +49,10 @@ __all__ = [
     "Logger",
     "Metric",
     "Optimizer",
+    "Script",
     "Stages",
     "State",
+    "Stream",
     "Task",
     "Time",
     "TimeUnit",

@@ -37,7 +37,10 @@ class FrozenDict(dict[K, V]):
     """
 
     # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
-    __slots__ = ("__weakref__", "origin")
+    # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py).
+    __slots__ = ("__weakref__", "layout", "origin")
+
+    layout: list[Any]
 
     origin: FrozenDict[K, V]
 

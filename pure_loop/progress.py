@@ -235,7 +235,7 @@ class _Tracker:
 
     def _values(self, *labels: str, loss: bool = True) -> dict[str, Any]:
         """The loss and what these evaluators measured."""
-        total = self._loss["total"] if isinstance(self._loss, Mapping) else self._loss
+        total = self._loss.get("total") if isinstance(self._loss, Mapping) else self._loss
         values = {"loss": total} if loss else {}
         for label in labels:
             values |= {f"{label}/{name}": value for name, value in self._metrics[label].items()}

@@ -86,7 +86,8 @@ class State(Record):
         outputs: what the forward of this microbatch returned; without a graph from AFTER_BACKWARD on.
         loss: the microbatch's loss from AFTER_LOSS to AFTER_BACKWARD, the whole batch's at
             AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
-        grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH.
+        grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH. Before, at
+            AFTER_BACKWARD, they are sums whose factors (weights, loss scale) are still to be divided by.
 
     From AFTER_FORWARD to BEFORE_BACKWARD ``params`` are autograd leaves, so that a penalty such as
     ``state.loss + 0.1 * state.params["weight"].square().sum()`` has a gradient.
@@ -191,6 +192,20 @@ class State(Record):
     def remember(self: S, name: str, memory: Any) -> S:
         """A State in which the algorithm ``name`` has this memory, any pytree."""
         return self.replace(algorithm_state={**self.algorithm_state, name: memory})
+
+    def count_batch(self: S, samples: int, tokens: int = 0, seconds: float = 0.0) -> S:
+        """A State that has finished one batch more: both timestamps move, so that cadences see it.
+
+        The loop counts for itself; this is for scripts of your own, before they yield BATCH_END.
+
+        >>> import torch
+        >>> state = State.create(torch.nn.Linear(1, 1)).count_batch(samples=8)
+        >>> state.timestamp.batch, state.timestamp.sample, state.previous_timestamp.batch
+        (1, 8, 0)
+        """
+        return self.replace(
+            timestamp=self.timestamp.next_batch(samples, tokens, seconds), previous_timestamp=self.timestamp
+        )
 
     def module(self) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change."""

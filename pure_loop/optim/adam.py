@@ -39,6 +39,8 @@ from pure_loop.optim.optimizer import (
     check_number,
     check_state,
     gradients_of,
+    laid_out,
+    layout_of,
     memory_of,
     rate_at,
     run_kernel,
@@ -179,20 +181,23 @@ class _Adam:
         check_state(self.name, opt_state, ("step", "skipped", *keys))
         gradients = gradients_of(grads, names)
         memories = [memory_of(opt_state, key, names) for key in keys]
+        layout = layout_of(params, [opt_state[key] for key in keys])
         counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"]
         step = torch.add(step, _one(step.device))
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
-        new, new_memories = run_kernel(partial(self.kernel, lr), names, [*params.values()], gradients, memories, steps)
+        kernel = partial(self.kernel, lr)
+        values = list(params.values())
+        new, new_memories, layout = run_kernel(kernel, names, values, gradients, memories, steps, layout)
         if [None for gradient in gradients if gradient is None]:
             more = [n + (g is None) for n, g in zip(skipped, gradients, strict=True)]
             counts = FrozenDict(zip(names, more, strict=True))
         new_state = {"step": step, "skipped": counts}
         for key, memory in zip(keys, new_memories, strict=True):
-            new_state[key] = FrozenDict(zip(names, memory, strict=True))
-        return FrozenDict(zip(names, new, strict=True)), FrozenDict(new_state)
+            new_state[key] = laid_out(names, memory, layout)
+        return laid_out(names, new, layout), FrozenDict(new_state)
 
     def kernel(
         self,

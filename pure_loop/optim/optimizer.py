@@ -35,6 +35,7 @@ Grads: TypeAlias = Mapping[str, Tensor | None]
 OptState: TypeAlias = FrozenDict[str, Any]
 LearningRate: TypeAlias = "float | RateFunction"
 RateFunction: TypeAlias = "Callable[[Timestamp], float]"
+Layout: TypeAlias = list[torch.Size]
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu"})
@@ -191,27 +192,52 @@ def run_kernel(
     grads: list[Tensor | None],
     memories: list[list[Tensor]],
     steps: list[Tensor],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+    layout: Layout | None = None,
+) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
     """Let an in-place kernel update copies of ``params`` and ``memories``, where there is a gradient.
 
     Args:
         kernel: writes to its first and third argument. It serves tensors of one device and dtype.
         names: for error messages.
         steps: one step count a parameter, 0-d; empty for a kernel that counts nothing.
+        layout: what :func:`layout_of` says of params and memories.
+
+    Returns:
+        New params, new memories, and their layout where it is known.
     """
     if not [None for grad in grads if grad is None]:
-        return _run(kernel, names, params, grads, memories, steps)  # type: ignore[arg-type]
+        return _run(kernel, names, params, grads, memories, steps, layout)  # type: ignore[arg-type]
     used = [i for i, grad in enumerate(grads) if grad is not None]
-    new, new_memories = _run(
+    new, new_memories, _ = _run(
         kernel,
         only(names, used),
         only(params, used),
         only(grads, used),
         [only(memory, used) for memory in memories],
         only(steps, used),
+        None,
     )
     merged = [_put(old, used, some) for old, some in zip((params, *memories), (new, *new_memories), strict=True)]
-    return merged[0], merged[1:]
+    return merged[0], merged[1:], None
+
+
+def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:
+    """The sizes of tensors that one update has laid out, contiguously and alike; None where that isn't known.
+
+    Clones and kernels keep a layout, so it is looked at once and handed on with the mappings of the update.
+    """
+    layout: Layout | None = getattr(params, "layout", None)
+    if layout is None or any(getattr(memory, "layout", None) is not layout for memory in memories):
+        return None
+    return layout
+
+
+def laid_out(names: list[str], tensors: list[Tensor], layout: Layout | None) -> FrozenDict[str, Tensor]:
+    """A mapping that says how its tensors lie in memory."""
+    mapping = FrozenDict(zip(names, tensors, strict=True))
+    if layout is not None:
+        mapping.layout = layout
+    return mapping
 
 
 def _put(values: list[Tensor], used: list[int], new: list[Tensor]) -> list[Tensor]:
@@ -228,39 +254,40 @@ def _run(
     grads: list[Tensor],
     memories: list[list[Tensor]],
     steps: list[Tensor],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+    layout: Layout | None,
+) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
     if not params:
-        return [], [[] for _ in memories]
+        return [], [[] for _ in memories], None
     first = params[0]
-    if _flat_alike(params, grads, memories) if first.is_cpu else first.device.type in FUSED_DEVICES:
+    if first.is_cpu:
+        layout = _look_at(params, memories) if layout is None else layout
+        serves = layout is not None and all(map(_is_contiguous, grads)) and list(map(_size, grads)) == layout
+    else:
+        serves = first.device.type in FUSED_DEVICES
+    if serves:
         size = len(params)
         copies = clone_all([*params, *itertools.chain.from_iterable(memories)])
         new = copies[:size]
         new_memories = [copies[i : i + size] for i in range(size, len(copies), size)]
         try:
             kernel(new, grads, new_memories, steps)
-            return new, new_memories
+            return new, new_memories, layout
         except RuntimeError:
             # Several devices, dtypes or layouts, or complex numbers: the kernel says so, and what it may
             # have written to so far is thrown away.
             del copies, new, new_memories
-    return _run_in_groups(kernel, names, params, grads, memories, steps)
+    return *_run_in_groups(kernel, names, params, grads, memories, steps), None
 
 
-def _flat_alike(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]]) -> bool:
-    """Whether all tensors lie in memory in the order of their indices, with the sizes of the parameters."""
-    if not all(map(_is_contiguous, itertools.chain(params, grads, *memories))):
-        return False
-    if list(map(_size, params)) != list(map(_size, grads)):
-        return False
-    # The memories come from init or from the last update. That they are as large, so that the kernel stays
-    # within them, is all that another model's could lack; it costs half of what comparing sizes does.
-    counts = list(map(_numel, params)) if memories else []
-    return all(list(map(_numel, memory)) == counts for memory in memories)
+def _look_at(params: list[Tensor], memories: list[list[Tensor]]) -> Layout | None:
+    """The sizes of the parameters, if all these tensors lie in memory in the order of their indices, and fit."""
+    if not all(map(_is_contiguous, itertools.chain(params, *memories))):
+        return None
+    sizes = list(map(_size, params))
+    return sizes if all(list(map(_size, memory)) == sizes for memory in memories) else None
 
 
 _is_contiguous = Tensor.is_contiguous
-_numel = Tensor.numel
 _size = Tensor.size
 
 

@@ -36,6 +36,8 @@ from pure_loop.optim.optimizer import (
     check_number,
     check_state,
     gradients_of,
+    laid_out,
+    layout_of,
     memory_of,
     rate_at,
     run_kernel,
@@ -133,19 +135,21 @@ class _SGD:
         names, values = list(params), list(params.values())
         gradients = gradients_of(grads, names)
         buffers = [memory_of(opt_state, "momentum_buffer", names)] if self.momentum else []
+        layout = layout_of(params, [opt_state["momentum_buffer"]] if self.momentum else [])
         new_state = dict(opt_state)
         if self.dampening and self.momentum:
             started = memory_of(opt_state, "started", names)
             if not all(started):
                 first = [None if old else g for old, g in zip(started, gradients, strict=True)]
                 gradients = [g if old else None for old, g in zip(started, gradients, strict=True)]
-                values, buffers = run_kernel(self.kernel(lr, first=True), names, values, first, buffers, [])
+                layout = None
+                values, buffers, _ = run_kernel(self.kernel(lr, first=True), names, values, first, buffers, [])
                 now = [old or g is not None for old, g in zip(started, first, strict=True)]
                 new_state["started"] = FrozenDict(zip(names, now, strict=True))
-        values, buffers = run_kernel(self.kernel(lr), names, values, gradients, buffers, [])
+        values, buffers, layout = run_kernel(self.kernel(lr), names, values, gradients, buffers, [], layout)
         if self.momentum:
-            new_state["momentum_buffer"] = FrozenDict(zip(names, buffers[0], strict=True))
-        return FrozenDict(zip(names, values, strict=True)), FrozenDict(new_state)
+            new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
+        return laid_out(names, values, layout), FrozenDict(new_state)
 
     def kernel(self, lr: float, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
