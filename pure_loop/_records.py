@@ -54,7 +54,7 @@ def drafter(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[Any], Any]
 
 def _draft_class(cls: type) -> type:
     """A class of the same layout whose instances take assignments."""
-    namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__doc__": None, "IS_DRAFT": True}
+    namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__doc__": None}
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
     return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)

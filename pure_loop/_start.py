@@ -25,8 +25,7 @@ __all__ = ["any_state", "first_memory", "first_state", "preparation", "refuse_ot
 
 def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
+    _refuse_no_seed(seed)
     wanted = _device(device)
     if not isinstance(model_or_state, State):
         refuse_untrainable(model_or_state)
@@ -41,10 +40,14 @@ def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, boo
         )
     if wanted is not None and (wanted.type != state.device.type or wanted.index not in (None, state.device.index)):
         state = _moved(state, wanted)
-    return state, state.position is None and state.event is None
+    # Evaluating a model comes before INIT, not in its place: surgery that is bound there is still to be done.
+    untrained = state.event is None or (state.event is Event.EVAL_STANDALONE_END and state.opt_state is None)
+    return state, state.position is None and untrained
 
 
-def any_state(model_or_state: Any, seed: int, device: Any) -> State:
+def any_state(model_or_state: Any, seed: Any, device: Any) -> State:
+    """The State to evaluate or predict with, kept anywhere."""
+    _refuse_no_seed(seed)
     if isinstance(model_or_state, State):
         state = model_or_state
         refuse_misfit(state)
@@ -52,6 +55,11 @@ def any_state(model_or_state: Any, seed: int, device: Any) -> State:
         return state if wanted is None else _moved(state, wanted)
     refuse_untrainable(model_or_state)
     return State.create(model_or_state, seed=seed, device=_device(device))
+
+
+def _refuse_no_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
 
 
 def _device(given: Any) -> torch.device | None:

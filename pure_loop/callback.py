@@ -192,8 +192,9 @@ def observers(
             for event, observer in _of_callback(callback, group).items():
                 table.setdefault(event, []).append(observer)
         else:
+            observer = _of_function(callback)
             for event in Event:
-                table.setdefault(event, []).append(_of_function(callback))
+                table.setdefault(event, []).append(observer)
     return {event: tuple(found) for event, found in table.items()}, tuple(objects), group
 
 

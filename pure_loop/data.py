@@ -136,7 +136,30 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
                 break
         else:
             return batch
-    return _to_device(batch, device, {})
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            # A copy to the host must end before it is read, and nothing would wait for it.
+            apart = device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
+            moved[id(tensor)] = tensor.to(device, non_blocking=apart)
+        return moved[id(tensor)]
+
+    return map_tensors(move, batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nesting with every tensor in it mapped; the same object where all stay the same."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, _WHOLE) or _is_strings(value):
+        return value
+    node = _open(value)
+    if node is None:
+        return value
+    children, _, build = node
+    new = [map_tensors(function, child) for child in children]
+    return value if all(a is b for a, b in zip(new, children, strict=True)) else build(new)
 
 
 def _flat_size(batch: Any) -> int:
@@ -181,23 +204,6 @@ def _split(value: Any, n: int, size: int, path: str) -> list[Any]:
         return [value] * -(-n // size)
     columns = [_split(child, n, size, path + name) for child, name in zip(children, names, strict=True)]
     return [build(row) for row in zip(*columns, strict=True)]
-
-
-def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in moved:
-            # A copy to the host must end before it is read, and nothing would wait for it.
-            apart = device.type != "cpu" and value.device.type == "cpu" and value.is_pinned()
-            moved[id(value)] = value.to(device, non_blocking=apart)
-        return moved[id(value)]
-    if isinstance(value, _WHOLE) or _is_strings(value):
-        return value
-    node = _open(value)
-    if node is None:
-        return value
-    children, _, build = node
-    new = [_to_device(child, device, moved) for child in children]
-    return value if all(a is b for a, b in zip(new, children, strict=True)) else build(new)
 
 
 def _open(value: Any) -> Node | None:

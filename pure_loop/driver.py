@@ -265,12 +265,12 @@ def run_script(
             if strict is not None:
                 strict.hand_over(given)
     finally:
-        script.close()
-        if given is not None:
-            given.model.release()
-        with ExitStack() as stack:  # one that raises keeps none of the others from being called
+        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
             for close in reversed(closing):
                 stack.callback(close)
+            if given is not None:
+                stack.callback(given.model.release)
+            stack.callback(script.close)
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:

@@ -117,8 +117,9 @@ def fit(
         callbacks: read-only observers: :class:`pure_loop.Callback`, or functions of ``(event, state)``.
         loggers: where recorded values go.
         clip_grad: a global norm that gradients are scaled down to, or ``(grads, params) -> grads``.
-        nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch;
-            ``"skip"``: its step is left out and counted in ``state.skipped``.
+        nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch, on an
+            accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: its step is left out
+            and counted in ``state.skipped``; what its forward wrote to buffers stays.
         device: where to train; None: where the model is. Batches are moved there once.
         load_path: a checkpoint to start from (not in this version).
         batches_per_epoch: cut epochs to so many batches; gives endless data epochs.
@@ -425,7 +426,7 @@ def drive(
 def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
     """The script, whose first State has the initial memory of the algorithms."""
     try:
-        event, state = next(script)
+        event, state = _pair(next(script))
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
     for algorithm in algorithms:
@@ -434,15 +435,27 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
     try:
         while True:
             state = yield event, state
-            event, state = script.send(state)
+            event, state = _pair(script.send(state))
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
     finally:
         script.close()
 
 
+def _pair(yielded: Any) -> tuple[Event, State]:
+    """What a user's script yielded; a State without an event is copied, because the driver writes the event into it."""
+    if isinstance(yielded, tuple) and len(yielded) == 2 and isinstance(yielded[1], State):
+        event, state = yielded
+        if isinstance(event, Event):
+            return event, state if state.event is not None else state.replace()
+    raise ArgumentTypeError(
+        f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
+        "algorithms left it: state = yield Event.BATCH_START, state."
+    )
+
+
 def run(stream: Iterable[tuple[Event, State]]) -> State:
-    """Run a stream to its end and give its last State.
+    """Run a stream to its end and give its last State: with ``watch=``, that of the last event that is watched.
 
     Raises:
         ArgumentError: the stream yields nothing.

@@ -47,6 +47,11 @@ class Metric:
 MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
 
 
+def _wide(values: Tensor) -> torch.dtype:
+    """What sums are kept in: half precision would lose small numbers, and float64 is not to be rounded."""
+    return torch.float64 if values.dtype is torch.float64 else torch.float32
+
+
 def _quotient(accumulator: tuple[Any, Any]) -> Any:
     return accumulator[0] / accumulator[1]
 
@@ -67,7 +72,7 @@ def loss(name: str = "loss") -> Metric:
 
     def update(accumulator: tuple[Any, Any], measured: Any, batch: Any) -> tuple[Any, Any]:
         value, weight = measured
-        return accumulator[0] + value.float() * weight, accumulator[1] + weight
+        return accumulator[0] + value.to(_wide(value)) * weight, accumulator[1] + weight
 
     return Metric(name, lambda: (0.0, 0.0), update, _quotient, of_loss=True)
 
@@ -88,7 +93,7 @@ def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
 
     def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
         values = function(outputs, batch)
-        return accumulator[0] + values.sum(dtype=torch.float32), accumulator[1] + values.numel()
+        return accumulator[0] + values.sum(dtype=_wide(values)), accumulator[1] + values.numel()
 
     return Metric(name, lambda: (0.0, 0), update, _quotient)
 

@@ -71,7 +71,8 @@ class ModelDef:
         reaches a State.
 
         Raises:
-            ModelError: the module holds tensors that can't be copied (results of a computation).
+            ModelError: the module holds tensors that can't be copied (results of a computation), or has a parameter
+                or buffer in a plain attribute as well.
         """
         meta: dict[int, Any] = {}
         for parameter in module.parameters():
@@ -88,6 +89,7 @@ class ModelDef:
                 "computation in its attributes (the old torch.nn.utils.weight_norm and spectral_norm do); use "
                 "torch.nn.utils.parametrizations instead, or compute them in forward."
             ) from error
+        _refuse_aliases(skeleton)
         params = FrozenDict((name, _copy(p, device)) for name, p in module.named_parameters())
         buffers = FrozenDict((name, _copy(b, device)) for name, b in module.named_buffers())
         return cls(skeleton), params, buffers
@@ -254,6 +256,34 @@ def _places(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tu
     for name in names:
         for tensors, key in places[first[name]]:
             yield name, tensors, key
+
+
+def _refuse_aliases(skeleton: nn.Module) -> None:
+    """Refuse a registered tensor that also stands in a plain attribute, where no call would put its numbers."""
+    tensors = [*skeleton.named_parameters(), *skeleton.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors}
+    for prefix, module in skeleton.named_modules():
+        if isinstance(module, nn.RNNBase):
+            continue  # its list of weights is made anew where they have changed
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            name = next((names[id(each)] for each in _plain_tensors(value) if id(each) in names), None)
+            if name is not None:
+                where = ".".join(filter(None, ("model", prefix, attribute)))
+                raise ModelError(
+                    f"{where} holds {name!r} a second time, in a plain attribute, and a call with the State's numbers "
+                    "can't reach it there. Read it where it is registered, or make the attribute a property: "
+                    f"@property, def {attribute}(self): return ..."
+                )
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _plain_tensors(each)
 
 
 def _copy(tensor: Tensor, device: torch.device | str | None) -> Tensor:

@@ -3,7 +3,8 @@
 A seed is a hash of where it is used, ``derive(seed, "train", epoch, batch)``, so any batch of any
 epoch can be made again on its own, in any process, without replaying what came before it. Code that
 can't be handed a generator (a dropout layer, a dataset that augments) runs inside :class:`seeded` or
-:class:`seeded_all`, which seed the global generators and put them back as they were.
+:class:`seeded_all`, which seed the global generators and put them back as they were. All threads of a
+process share those, so runs that draw random numbers belong into processes of their own, not threads.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch import Tensor
 from pure_loop._autograd import GradMode, gradient_of
 from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
 from pure_loop._pytree import NAMESPACE
+from pure_loop.data import map_tensors
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, map_present
@@ -323,6 +324,11 @@ def _updated(
 
 
 def _detached_loss(state: State) -> LossError:
+    if torch.is_inference_mode_enabled():
+        return LossError(
+            f"the loss of batch {state.timestamp.batch} has no graph, because the stream is run inside "
+            "torch.inference_mode(), which nothing can undo from within: run it outside."
+        )
     return LossError(
         f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
         "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"
@@ -336,10 +342,12 @@ def _add(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _detach(tree: Any) -> Any:
-    """A tree of tensors without their graph."""
+    """A nesting of tensors, of the kinds that batches may be, without their graph."""
     if type(tree) is Tensor:
         return tree.detach()
-    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
+    if type(tree) is dict and all(type(value) is Tensor for value in tree.values()):
+        return {name: value.detach() for name, value in tree.items()}  # losses are, and opening a tree is slow
+    return map_tensors(Tensor.detach, tree)
 
 
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:

@@ -3,13 +3,15 @@
 The order of events is held against the specification; every tensor of a State is compared, by value,
 before and after an algorithm, a callback, the loop's body or the loop's own computation had it (the
 version counters of tensors miss what fused kernels, ``.data`` and BatchNorm write); and algorithms
-may not draw from the global random generators. It copies every State, so it is for tests and for
-the first steps of a new algorithm.
+may not draw from the global random generators of torch (the CPU's), Python and NumPy. It copies every
+State, so it is for tests and for the first steps of a new algorithm.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import optree
@@ -33,7 +35,7 @@ class Strict:
     def __init__(self, checker: Checker | None) -> None:
         self._checker = checker
         self._given: list[tuple[Any, Any]] = []
-        self._random: tuple[Tensor, Any] | None = None
+        self._random: tuple[Tensor, Any, bytes] | None = None
 
     @classmethod
     def of_order(cls, order: Literal["current", "2021"]) -> Strict:
@@ -72,7 +74,7 @@ class Strict:
 
     def before_handler(self, state: State) -> None:
         self.hand_over(state)
-        self._random = (torch.get_rng_state(), random.getstate())
+        self._random = _random_state()
 
     def after_handler(self, state: State, name: str, event: Event) -> None:
         """
@@ -81,11 +83,18 @@ class Strict:
         """
         self.take_back(state, f"algorithm {name!r}", event)
         assert self._random is not None
-        if not torch.equal(self._random[0], torch.get_rng_state()) or self._random[1] != random.getstate():
+        now = _random_state()
+        if not torch.equal(self._random[0], now[0]) or self._random[1:] != now[1:]:
             raise ImpurityError(
                 f"algorithm {name!r} drew from a global random generator at {event.name}, so it can't be replayed: "
                 "draw from pl.random.generator(state.seed, name, state.timestamp.batch)."
             )
+
+
+def _random_state() -> tuple[Tensor, Any, bytes]:
+    numpy_random: Any = sys.modules.get("numpy.random")
+    drawn = b"" if numpy_random is None else pickle.dumps(numpy_random.get_state(legacy=False))
+    return torch.get_rng_state(), random.getstate(), drawn
 
 
 def same(a: Any, b: Any) -> bool:

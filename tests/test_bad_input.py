@@ -87,6 +87,15 @@ class Bare(nn.Module):
         self.layers = [nn.Linear(4, 3)]
 
 
+class Twice(nn.Module):
+    """Its weight stands in a plain list too, where no other tensor is put in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.decayed = {"weights": [self.layer.weight]}
+
+
 class DistributedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -145,6 +154,9 @@ MODELS = [
     pytest.param(lambda: nn.Linear(4, 3, device="meta"), *MODEL, ["meta device", "to_empty"], id="meta"),
     pytest.param(lambda: nn.Embedding(3, 3, max_norm=1.0), *MODEL, ["max_norm=1.0", "torch.renorm"], id="max_norm"),
     pytest.param(old_weight_norm, *MODEL, ["can't be copied", "parametrizations"], id="old weight norm"),
+    pytest.param(
+        lambda: nn.Sequential(Twice()), *MODEL, ["model.0.decayed holds '0.layer.weight'", "property"], id="twice"
+    ),
     pytest.param(lambda: DistributedDataParallel(net()), *WRAPPED, ["DistributedData", "model.module"], id="DDP"),
     pytest.param(
         lambda: nn.Sequential(DistributedDataParallel(net())), *WRAPPED, ["model.0 is replicated"], id="DDP inside"

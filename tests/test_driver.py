@@ -114,3 +114,100 @@ def test_closing_calls_everybody_even_if_one_raises() -> None:
     with pytest.raises(OSError, match="disk full"):
         pl.run(fit(callbacks=[Closes("first"), Closes("second")]))
     assert closed == ["first", "second"]
+
+
+def test_what_a_loader_raises_when_it_is_closed_keeps_no_callback_open() -> None:
+    closed = []
+
+    class Loader:
+        def __iter__(self) -> Any:
+            def batches() -> Any:
+                try:
+                    yield from DATA
+                finally:
+                    raise OSError("connection lost")
+
+            return batches()
+
+    class Closes(pl.Callback):
+        def batch_end(self, state: pl.State, logger: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(self)
+
+    stream = pl.fit(
+        nn.Linear(3, 2), Loader(), loss=cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
+        callbacks=[Closes()],
+    )  # fmt: skip
+    next(state for event, state in stream if event is Event.BATCH_START)
+    with pytest.raises(OSError, match="connection lost"):
+        stream.close()
+    assert len(closed) == 1
+
+
+def test_a_script_of_ones_own_does_not_write_to_the_state_it_was_given() -> None:
+    def script(state: pl.State) -> Any:
+        state = yield Event.BATCH_START, state
+        state = yield Event.BATCH_END, state
+        return state
+
+    start = pl.State.create(nn.Linear(3, 2))
+    assert pl.run(pl.drive(script(start))).event is Event.BATCH_END
+    assert (start.event, start.position) == (None, None)
+
+
+@pytest.mark.parametrize("what", [Event.BATCH_START, (Event.BATCH_START, None), ("batch_start", "state"), None])
+def test_what_a_script_yields_is_an_event_and_a_state(what: Any) -> None:
+    def script() -> Any:
+        yield what
+
+    with pytest.raises(pl.ArgumentTypeError, match=r"state = yield Event\.BATCH_START, state"):
+        pl.run(pl.drive(script()))
+
+
+def test_a_run_that_starts_from_an_evaluation_begins_with_init() -> None:
+    evaluated = pl.run(pl.evaluate(nn.Linear(3, 2), {"val": DATA}, loss=cross_entropy))
+    settings: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    assert next(pl.fit(evaluated, DATA, **settings))[0] is Event.INIT
+    trained = pl.run(pl.fit(evaluated, DATA, **settings))
+    again = pl.run(pl.evaluate(trained, {"val": DATA}, loss=cross_entropy))
+    assert next(pl.fit(again, DATA, **(settings | {"max_duration": "2ep"})))[0] is Event.FIT_START
+
+
+def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
+    class Output(dict[str, Any]):
+        pass
+
+    torch.utils._pytree.register_pytree_node(
+        Output, lambda out: (list(out.values()), list(out)), lambda values, keys: Output(zip(keys, values, strict=True))
+    )
+
+    class Model(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return Output(logits=super().forward(inputs))
+
+    def loss(outputs: Any, targets: Any) -> torch.Tensor:
+        return cross_entropy(outputs["logits"], targets)
+
+    stream = pl.fit(Model(3, 2), DATA, loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba")
+    after = next(state for event, state in stream if event is Event.AFTER_BACKWARD)
+    assert type(after.outputs) is Output
+    assert after.outputs["logits"].grad_fn is None
+
+
+def test_strict_notices_draws_from_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    @pl.algorithm(Event.BATCH_START)
+    def draw(state: pl.State) -> pl.State:
+        numpy.random.rand()
+        return state
+
+    with pytest.raises(pl.ImpurityError, match="algorithm 'draw' drew from a global random generator"):
+        pl.run(fit(algorithms=[draw], strict=True))
+
+
+def test_inference_mode_around_training_is_named() -> None:
+    with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
+        pl.run(fit())
