@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from pure_loop.errors import ModelError
 
 try:  # private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13
     from torch.autograd.graph import _engine_run_backward as _run_engine
 except ImportError:
     _run_engine = None  # type: ignore[assignment, unused-ignore]
 
-__all__ = ["GradMode", "gradient_of"]
+__all__ = ["GradMode", "gradient_of", "refuse_strangers"]
 
 
 class GradMode:
@@ -53,3 +55,35 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
         (loss,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+def refuse_strangers(loss: Tensor) -> None:
+    """Refuse a loss whose graph goes where gradients would be lost without an error.
+
+    Raises:
+        ModelError: it depends on a parameter that the model was not called with, or goes through a reentrant
+            checkpoint.
+    """
+    seen: set[Any] = set()
+    open_nodes: list[Any] = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [function for function, _ in node.next_functions]
+        kind = type(node).__name__
+        if kind == "CheckpointFunctionBackward":
+            raise ModelError(
+                "the forward uses torch.utils.checkpoint with use_reentrant=True, which writes gradients to .grad and "
+                "would lose them here: write use_reentrant=False, as PyTorch recommends."
+            )
+        stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
+        if isinstance(stranger, nn.Parameter):
+            raise ModelError(
+                f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "
+                "so it would get no gradient: a loss, lambda or hook that holds on to a module uses that module's own "
+                "weights. Use the module that the forward is given; for a penalty on weights use state.params in "
+                "an algorithm at AFTER_LOSS. If it belongs to another network that is not trained, freeze it with "
+                "requires_grad_(False)."
+            )

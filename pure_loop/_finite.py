@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from pure_loop.errors import NonFiniteError
 from pure_loop.state import NON_FINITE_ADVICE, State
 
-__all__ = ["find_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
+__all__ = ["find_nonfinite", "gradients_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
 
 
 def total_loss(loss: Any) -> Tensor:
@@ -55,6 +55,13 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     if device.type == "cpu":
         return found if math.isfinite(loss.item()) else one
     return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
+
+
+def gradients_nonfinite(grads: Mapping[str, Tensor | None]) -> Tensor:
+    """The same of gradients, which are somebody else's: nothing is written. For optimizers that hide them (signs)."""
+    present = [g._values() if g.is_sparse else g for g in grads.values() if g is not None]
+    bad = torch.stack([(~torch.isfinite(gradient)).any() for gradient in present]).any()
+    return bad.float().reshape(1)
 
 
 def nonfinite_error(state: State) -> NonFiniteError:

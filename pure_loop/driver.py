@@ -118,7 +118,7 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
     if new.seed != old.seed:
         _refuse_field("seed", name, event, "derive seeds of your own: pl.random.derive(state.seed, ...)")
     if new.model is not old.model:
-        if event is not Event.INIT and new.model != old.model:
+        if event is not Event.INIT:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
         refuse_misfit(new)
         return new  # type: ignore[no-any-return]
@@ -233,6 +233,7 @@ def run_script(
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last = script.send, Event.INIT
+    plain = watch is None and strict is None
     given: Any = None  # what a generator that has not begun takes
     try:
         while True:
@@ -256,6 +257,9 @@ def run_script(
                     given = apply(event, given, handling, stages, strict)
                 if observing is not None:
                     _observe(event, given, observing, strict)
+            if plain:
+                yield event, given
+                continue
             if watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)

@@ -38,7 +38,10 @@ class FrozenDict(dict[K, V]):
 
     # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
     # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py).
-    __slots__ = ("__weakref__", "layout", "origin")
+    # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
+    __slots__ = ("__weakref__", "holder", "layout", "origin")
+
+    holder: Any
 
     layout: list[Any]
 

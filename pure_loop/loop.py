@@ -19,7 +19,7 @@ from pure_loop._weights import Weights
 from pure_loop.algorithm import Handler
 from pure_loop.data import to_device
 from pure_loop.driver import run_silently
-from pure_loop.errors import DataError
+from pure_loop.errors import ArgumentError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -34,6 +34,10 @@ __all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predic
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _EXHAUSTED = object()
+_OF_A_MICROBATCH = (
+    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
+    *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+)
 
 
 class Stopwatch:
@@ -65,6 +69,11 @@ class LoopStages(Stages):
 
     def gradients(self, state: State) -> State:
         """``state`` with the ``grads`` (and ``loss``) of its batch at its parameters."""
+        if state.event in _OF_A_MICROBATCH:
+            raise ArgumentError(
+                f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
+                "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
+            )
         return run_silently(gradients(state.replace(grads=None), self), self.handlers, self)
 
 
@@ -109,11 +118,12 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     stages = fit.stages
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
+    buffers = state.buffers
     state = yield from gradients(state, stages)
     state = yield Event.AFTER_TRAIN_BATCH, state
     before = state.timestamp
     now = before.next_batch(samples, tokens, stopwatch.lap())
-    state = stages.update(state, timestamp=now, previous_timestamp=before)
+    state = stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
     return (yield Event.BATCH_END, state)
 
 
@@ -148,6 +158,7 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
                 return state
     finally:
         batches.close()
+    _look(state)
     state = yield Event.EPOCH_END, state.replace(timestamp=state.timestamp.next_epoch(), event=None)
     return (yield from epoch_end(state, fit, Event.EPOCH_END))
 
@@ -202,6 +213,7 @@ def fit(state: State, fit: Fit) -> Script:
         while not (reached(state) and at not in _INSIDE_BATCH):
             state = yield from epoch(state, fit, stopwatch, at)
             at = None
+        _look(state)
         state = yield from evaluations(state, fit, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
@@ -341,6 +353,12 @@ def predict(state: State, stages: Stages, source: Source) -> Script:
     finally:
         batches.close()
     return (yield Event.PREDICT_END, outside_batch(state))
+
+
+def _look(state: State) -> None:
+    """Raise if a batch was not finite, at the few places where waiting for a device costs nothing that counts."""
+    if state.device.type != "cpu":  # where it was raised at once
+        state.check_finite()
 
 
 def reached(state: State) -> bool:

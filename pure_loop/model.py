@@ -101,26 +101,49 @@ class ModelDef:
         buffers: FrozenDict[str, Tensor],
         *,
         training: bool,
+        hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor]]:
         """Call ``function(module)`` on a module that holds these tensors, and return the buffers after it.
 
         What the module writes to its buffers (BatchNorm's statistics) goes to copies, which come back as
         the second value; ``buffers`` itself never changes.
+
+        Args:
+            function: of the module.
+            params: parameters, or the leaves of them that the gradient is to be taken by.
+            buffers: buffers.
+            training: train mode, or eval mode.
+            hold: keep the instance with ``params`` until :meth:`give_back`: activation checkpointing goes through
+                it again in the backward, and a module's own ``loss`` may read what its forward left there.
         """
-        instance = self._take()
+        held = getattr(params, "holder", None)
+        instance = self._take() if held is None else held
         instance.bind(params, buffers, training)
         result = function(instance.module)
-        after = instance.read_buffers(buffers)
-        self._idle.append(instance)
+        # While it is held, a recomputation may write to its buffers again, and never to those of a State.
+        after = instance.read_buffers(buffers, copy=hold or held is not None)
+        if hold:
+            params.holder = instance
+        elif held is None:
+            self._idle.append(instance)
         return result, after
+
+    def give_back(self, leaves: FrozenDict[str, Tensor]) -> None:
+        """The graph of these leaves is gone: their instance is free for other calls."""
+        instance = getattr(leaves, "holder", None)
+        if instance is not None:
+            leaves.holder = None
+            self._idle.append(instance)
 
     def leaves(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
         """The parameters as autograd leaves that share their memory: what a forward differentiates by.
 
-        ``leaves.origin`` is ``params``. Parameters that are leaves already are returned as they are.
+        ``leaves.origin`` is ``params``. Leaves are returned as they are, unless a graph goes through them still.
         """
         if hasattr(params, "origin"):
-            return params
+            if getattr(params, "holder", None) is None:
+                return params
+            params = params.origin
         for instance in self._idle:
             bound = instance.params
             if bound is not None and getattr(bound, "origin", None) is params:
@@ -219,11 +242,16 @@ class _Instance:
             for name, tensors, key in self._buffers:
                 tensors[key] = copies[name]
 
-    def read_buffers(self, before: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
+    def read_buffers(self, before: FrozenDict[str, Tensor], *, copy: bool) -> FrozenDict[str, Tensor]:
         if not self._buffers:
             return before
         after = {name: tensors[key] for name, tensors, key in self._buffers}
-        return FrozenDict((name, after[name].detach()) for name in before)
+        for name, buffer in after.items():
+            if not isinstance(buffer, Tensor):
+                raise ModelError(
+                    f"the forward set buffer {name!r} to {buffer!r}; a buffer stays a tensor, because a State holds it."
+                )
+        return FrozenDict((name, after[name].detach().clone() if copy else after[name].detach()) for name in before)
 
 
 _NEVER_DRAW = frozenset(
@@ -344,6 +372,13 @@ def refuse_untrainable(module: object) -> None:
         raise ModelError(
             f"parameter {uninitialized[0]!r} of a lazy module has no shape yet: call the model on one batch first."
         )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"parameter {name!r} has a hook on its gradient, which would never be called, because gradients are "
+                "taken by copies of the parameters. Change gradients with clip_grad=function, or with an algorithm at "
+                "AFTER_TRAIN_BATCH."
+            )
     parameters = list(module.parameters())
     if not parameters:
         raise ModelError(

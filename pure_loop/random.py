@@ -4,13 +4,14 @@ A seed is a hash of where it is used, ``derive(seed, "train", epoch, batch)``, s
 epoch can be made again on its own, in any process, without replaying what came before it. Code that
 can't be handed a generator (a dropout layer, a dataset that augments) runs inside :class:`seeded` or
 :class:`seeded_all`, which seed the global generators and put them back as they were. All threads of a
-process share those, so runs that draw random numbers belong into processes of their own, not threads.
+process share those, so threads take turns there.
 """
 
 from __future__ import annotations
 
 import random as _python
 import sys
+import threading
 from hashlib import blake2b
 from operator import index
 from types import TracebackType
@@ -104,6 +105,10 @@ def _awake() -> tuple[torch.Generator, ...]:
     return ()
 
 
+# The global generators can serve one thread at a time; the lock is the thread's own inside a nested `seeded`.
+_turn = threading.RLock()
+
+
 class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     """Seeds torch's global generator inside a ``with``, and puts it back as it was, whatever happens inside.
 
@@ -128,6 +133,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
         self._accelerators = () if device in _HOST else _generators(device)
 
     def __enter__(self) -> None:
+        _turn.acquire()
         self._cpu = _get_cpu()
         _seed_cpu(self._seed)
         if self._accelerators:
@@ -142,6 +148,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
         if self._accelerators:
             for each, state in zip(self._accelerators, self._saved, strict=True):
                 each.set_state(state)
+        _turn.release()
 
 
 class seeded_all(seeded):  # noqa: N801 - as above
@@ -167,6 +174,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
     def __enter__(self) -> None:
         # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,
         # because the code inside may, and would then find it seeded by the operating system.
+        _turn.acquire()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random
         self._python_state = _python.getstate()
@@ -182,6 +190,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
         _python.setstate(self._python_state)
         if self._numpy is not None:
             put_back(self._numpy, self._numpy_state)
+        _turn.release()
 
 
 def _reseed_hosts(seed: int, numpy_random: Any) -> None:

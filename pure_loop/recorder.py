@@ -23,7 +23,8 @@ class Recorder(Callback):
     """Records the settings, the training loss, the learning rate and the results of evaluations.
 
     ``train/loss`` (and ``train/loss/<part>`` for the other parts of a dict) and ``train/learning_rate`` at
-    BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END. Nothing is read from the device.
+    BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END (``eval/train/<metric>`` for the
+    label ``train``). Nothing is read from the device.
 
     ``fit`` with loggers has one already; give one yourself to :func:`pure_loop.drive`, where a script of your own
     should be recorded the same way.
@@ -69,7 +70,8 @@ class Recorder(Callback):
         label = state.evaluator
         if label is not None:
             measured = state.metrics.get(label, {})
-            values = {f"{label}/{name}": value for name, value in measured.items() if is_scalar(value)}
+            place = "eval/train" if label == "train" else label  # "train/loss" is that of training
+            values = {f"{place}/{name}": value for name, value in measured.items() if is_scalar(value)}
             logger.log_metrics(values, state)
 
 

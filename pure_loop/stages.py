@@ -17,8 +17,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._autograd import GradMode, gradient_of
-from pure_loop._finite import find_nonfinite, loss_is_finite, nonfinite_error, total_loss
+from pure_loop._autograd import GradMode, gradient_of, refuse_strangers
+from pure_loop._finite import find_nonfinite, gradients_nonfinite, loss_is_finite, nonfinite_error, total_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import map_tensors
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
@@ -36,6 +36,7 @@ T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 @attrs.frozen(kw_only=True)
@@ -80,7 +81,9 @@ class Stages:
         params = model.leaves(state.params)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
-            return model.apply(lambda module: forward(module, microbatch), params, state.buffers, training=True)
+            return model.apply(
+                lambda module: forward(module, microbatch), params, state.buffers, training=True, hold=True
+            )
 
         draws = model.may_draw or self.task.forward_may_draw
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
@@ -98,10 +101,10 @@ class Stages:
         def call() -> Any:
             return self._loss(state, training=True)
 
-        loss = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
+        loss, buffers = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
         _check_loss(loss, state, "AFTER_LOSS")
         draft = fresh_draft_of(state)
-        draft.loss = loss
+        draft.loss, draft.buffers = loss, buffers
         return _frozen(draft, state)
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
@@ -137,9 +140,18 @@ class Stages:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
             found = tuple(torch.zeros_like(tensor) for tensor in inputs)
         else:
-            found = gradient_of(loss, inputs, seed)
-            if found[0] is None and all(gradient is None for gradient in found):
-                raise _detached_loss(state)
+            if state.timestamp.batch == 0 and state._grads is None:
+                refuse_strangers(loss)  # once a run: it walks the whole graph
+            # A checkpoint draws its dropout masks again here, and restores the global generator around that.
+            draws = state.model.may_draw or self.task.forward_may_draw
+            if not draws and not _any_autocast():
+                found = gradient_of(loss, inputs, seed)
+            else:
+                with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
+                    found = gradient_of(loss, inputs, seed)
+        state.model.give_back(leaves)
+        if found[0] is None and all(gradient is None for gradient in found):
+            raise _detached_loss(state)
         before = state._grads
         if before is not None:
             found = _add([before[name] for name in names], found)
@@ -171,7 +183,7 @@ class Stages:
                 draft._grads = clip(draft._grads, state.params)
         return _frozen(draft, state)
 
-    def update(self, state: State, **counted: Any) -> State:
+    def update(self, state: State, *, buffers: FrozenDict[str, Tensor] | None = None, **counted: Any) -> State:
         """One step of the optimizer; skipped (and counted) where a gradient overflowed its loss scale.
 
         The new parameters are looked at for NaN and infinity: they show those of the gradients, whatever
@@ -179,6 +191,7 @@ class Stages:
 
         Args:
             state: with gradients.
+            buffers: those before the batch, which a batch that ``nonfinite="skip"`` leaves out must not change.
             **counted: further fields to set, such as the timestamp after the batch.
 
         Raises:
@@ -198,17 +211,23 @@ class Stages:
             if any(map(is_, fresh, trained.values())):
                 fresh = [tensor for tensor, old in zip(fresh, trained.values(), strict=True) if tensor is not old]
             found = find_nonfinite(total_loss(state.loss), fresh)
+            if not optimizer.spreads_nonfinite:
+                found = torch.maximum(found, gradients_nonfinite(state._grads))
             scale = state.loss_scale
             if scale is not None:
                 draft.loss_scale = scale.update(found)
             skips = self.nonfinite == "skip" or scale is not None
             if not found.is_cpu:
                 new, opt_state = self._skip_on_device(draft, state, found, skips, (trained, new), opt_state)
+                if buffers is not None and self.nonfinite == "skip":
+                    draft.buffers = _where(found[0].bool(), buffers, state.buffers)
             elif found.item():
                 if not skips or (self.nonfinite == "error" and not loss_is_finite(state.loss)):
                     raise nonfinite_error(state)
                 new, opt_state = trained, state.opt_state
                 draft.skipped = state.skipped + 1
+                if buffers is not None and self.nonfinite == "skip":
+                    draft.buffers = buffers
         draft.params = new if whole else FrozenDict({**params, **new})
         draft.opt_state = opt_state
         for name, value in counted.items():
@@ -235,9 +254,11 @@ class Stages:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.rank)
+        # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
+        params = state.model.leaves(state.params)
         with seeded(seed, state.device), GradMode(False), self._autocast(state):
             outputs, buffers = state.model.apply(
-                lambda module: task.evaluate(module, microbatch), state.params, state.buffers, training=False
+                lambda module: task.evaluate(module, microbatch), params, state.buffers, training=False
             )
         draft = fresh_draft_of(state)
         draft.outputs, draft.buffers = outputs, buffers
@@ -246,30 +267,43 @@ class Stages:
     def validation_loss(self, state: State) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape ()."""
         with seeded(derive(state.seed, "validation loss"), state.device), GradMode(False), self._autocast(state):
-            return total_loss(self._loss(state, training=False))
+            return total_loss(self._loss(state, training=False)[0])
 
-    def _loss(self, state: State, *, training: bool) -> Any:
+    def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor]]:
+        """The loss, and the buffers after it: a module's own loss may write to them."""
         outputs, microbatch = state.outputs, state.microbatch
         if self.task.loss is not None:
-            return self.task.loss(outputs, microbatch)
+            return self.task.loss(outputs, microbatch), state.buffers
 
         def method(module: Any) -> Any:
             return module.loss(outputs, microbatch)
 
-        return state.model.apply(method, state.params, state.buffers, training=training)[0]
+        return state.model.apply(method, state.params, state.buffers, training=training)
 
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
         with GradMode(True):
-            if not draws and self.precision.dtype is None:
+            if not draws and self.precision.dtype is None and not _any_autocast():
                 return call()
-            t = state.timestamp
-            seed = derive(state.seed, stage, t.epoch, t.batch, index, self.rank) if draws else 0
-            with seeded(seed, state.device) if draws else _NOTHING, self._autocast(state):
+            with self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
                 return call()
 
+    def _seeded(self, state: State, stage: str, index: int) -> seeded:
+        t = state.timestamp
+        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.rank), state.device)
+
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
-        return _NOTHING if self.precision.dtype is None else self.precision.autocast(state.device)
+        if self.precision.dtype is not None:
+            context: AbstractContextManager[Any] = self.precision.autocast(state.device)
+            return context
+        return self._without_autocast(state)
+
+    def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
+        if not _any_autocast():
+            return _NOTHING
+        kind = state.device.type
+        # What is around the loop must not change what it computes.
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def _frozen(draft: Any, state: State) -> State:

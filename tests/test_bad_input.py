@@ -719,11 +719,15 @@ def closed_over() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"loss": lambda outputs, targets: torch.tensor(1.0, requires_grad=True)}, {"model": closed_over()}]
+    ("changes", "error"),
+    [
+        ({"loss": lambda outputs, targets: torch.tensor(1.0, requires_grad=True)}, pl.LossError),
+        ({"model": closed_over()}, pl.ModelError),
+    ],
 )
-def test_a_loss_that_reaches_no_parameter_is_an_error(changes: dict[str, Any]) -> None:
+def test_a_loss_that_reaches_no_parameter_is_an_error(changes: dict[str, Any], error: type[Exception]) -> None:
     """It has a graph, but of other tensors: training would go on and change nothing."""
-    breaks(fit(**changes), pl.LossError, ValueError, "batch 0", "parameter")
+    breaks(fit(**changes), error, ValueError, "parameter")
 
 
 @pytest.mark.parametrize("event", [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])

@@ -140,10 +140,19 @@ def test_resumption_is_exact_around_a_skipped_batch(precision: str) -> None:
         assert_same_stream(list(fit(whole[index][1], **changes))[1:], whole[index + 1 :], f"from {index}")
 
 
-def test_batch_statistics_of_a_skipped_batch_are_not_hidden() -> None:
-    """Only the step is left out: what the forward wrote to buffers is what it wrote."""
+def test_a_skipped_batch_leaves_no_trace_in_batch_statistics() -> None:
+    """A batch that is NaN makes running means NaN for good, in which every evaluation would end."""
     state = pl.run(fit(module(mlp), nonfinite="skip", algorithms=[SPOILERS["nan loss"][0]]))
-    assert int(state.buffers["1.num_batches_tracked"]) == 6
+    assert int(state.buffers["1.num_batches_tracked"]) == 5
+
+
+def test_a_gradient_that_the_optimizer_hides_is_found() -> None:
+    """Rprop looks at signs: an infinite gradient makes a finite step."""
+    explode = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="explode")(
+        lambda state: state.replace(grads={name: gradient * math.inf for name, gradient in state.grads.items()})
+    )
+    with pytest.raises(pl.NonFiniteError, match="batch 0 "):
+        pl.run(fit(optimizer=pl.optim.from_torch(torch.optim.Rprop, lr=0.1), algorithms=[explode]))
 
 
 def test_an_update_that_overflows_is_found() -> None:

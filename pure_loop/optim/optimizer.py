@@ -58,6 +58,8 @@ class Optimizer:
             keys of ``params``; None stands for a parameter that this batch didn't use, which stays as it is.
         lr: the learning rate at a timestamp, for whoever wants to log it.
         options: the other hyperparameters, for the repr.
+        spreads_nonfinite: whether a gradient that is NaN or infinite makes its parameter so, where it is then found;
+            if not, the loop looks at the gradients themselves.
         parts: the optimizers this one is made of, by label (see :func:`partition`).
 
     An optimizer of one's own needs nothing else:
@@ -78,6 +80,7 @@ class Optimizer:
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
+    spreads_nonfinite: bool = False
     parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
 
     def __repr__(self) -> str:

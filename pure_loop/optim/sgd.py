@@ -102,7 +102,9 @@ def sgd(
         maximize=check_flag("sgd", "maximize", maximize),
     )
     options = FrozenDict(attrs.asdict(rule, filter=attrs.filters.exclude("lr")))
-    return Optimizer(name="sgd", init=rule.init, update=rule.update, lr=rule.lr, options=options)
+    return Optimizer(
+        name="sgd", init=rule.init, update=rule.update, lr=rule.lr, options=options, spreads_nonfinite=True
+    )
 
 
 @attrs.frozen
