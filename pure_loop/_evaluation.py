@@ -1,0 +1,87 @@
+"""Evaluation and prediction as scripts: forwards in eval mode, on a branch of the State."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
+
+from pure_loop.data import to_device
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric, default_metrics
+from pure_loop.sources import Source
+from pure_loop.stages import Stages
+from pure_loop.state import State, outside_batch
+
+__all__ = ["Script", "evaluate", "evaluation", "predict"]
+
+Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+
+def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
+    """One evaluator. It runs on a branch of the State: only metrics and algorithms' memory come back."""
+    label = evaluator.label
+    branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
+    metrics = evaluator.metrics
+    accumulated: dict[str, Any] = {}
+    batches = evaluator.source.epoch(0)
+    try:
+        for number, loaded in enumerate(batches):
+            whole = to_device(loaded, branch.device)
+            branch = branch.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            branch = yield Event.EVAL_BATCH_START, branch
+            size = evaluator.microbatch_size
+            pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
+            for index, piece in enumerate(pieces):
+                branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
+                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
+                branch = yield Event.EVAL_AFTER_FORWARD, branch
+                if metrics is None:
+                    metrics = default_metrics(branch.outputs, branch.microbatch)
+                accumulated = _measure(accumulated, metrics, branch, stages)
+            branch = yield Event.EVAL_BATCH_END, branch
+    finally:
+        batches.close()
+    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
+    measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
+    branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
+    branch = yield Event.EVAL_END, branch
+    return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
+
+
+def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages) -> dict[str, Any]:
+    """The accumulators after one microbatch."""
+    outputs, microbatch, loss = branch.outputs, branch.microbatch, None
+    if any(metric.of_loss for metric in metrics):
+        loss = stages.validation_loss(branch), stages.task.weigh(microbatch)
+    before = accumulated or {metric.name: metric.init() for metric in metrics}
+    return {
+        metric.name: metric.update(before[metric.name], loss if metric.of_loss else outputs, microbatch)
+        for metric in metrics
+    }
+
+
+def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
+    """Evaluation by itself."""
+    state = yield Event.EVAL_STANDALONE_START, outside_batch(state)
+    for evaluator in evaluators:
+        state = yield from evaluation(state, stages, evaluator)
+    return (yield Event.EVAL_STANDALONE_END, state)
+
+
+def predict(state: State, stages: Stages, source: Source) -> Script:
+    """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
+    state = yield Event.PREDICT_START, outside_batch(state)
+    batches = source.epoch(0)
+    try:
+        for number, loaded in enumerate(batches):
+            whole = to_device(loaded, state.device)
+            state = state.replace(batch=whole, microbatch=None, outputs=None, event=None)
+            state = yield Event.PREDICT_BATCH_START, state
+            state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
+            state = yield Event.PREDICT_AFTER_FORWARD, stages.validate(state, label="predict", batch=number)
+            state = yield Event.PREDICT_BATCH_END, state
+    finally:
+        batches.close()
+    return (yield Event.PREDICT_END, outside_batch(state))
