@@ -5,13 +5,15 @@
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
-from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that.
+from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
+tables of laws and strategies come from ``pure_loop.testing``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -19,8 +21,9 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -112,8 +115,16 @@ def _excerpt(text: str, *arguments: str) -> str:
         first = next(index for index, line in enumerate(lines) if arguments[1] in line)
         last = next(index for index, line in enumerate(lines) if index >= first and arguments[3] in line)
         lines = textwrap.dedent("\n".join(lines[first : last + 1])).splitlines()
-    wrapped = ["\n".join(textwrap.wrap(line, 95, break_on_hyphens=False)) if len(line) > 95 else line for line in lines]
-    return "\n".join(wrapped)
+    return "\n".join("\n".join(_wrapped(line)) for line in lines)
+
+
+def _wrapped(line: str) -> list[str]:
+    # What is wrapped already, as messages of laws are, stays as it is: again it would have a word or two on every
+    # other line.
+    if len(line) <= (112 if line.startswith("  ") else 95):
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, 95, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _mermaid(which: order.Order) -> str:
@@ -166,12 +177,57 @@ def _boundaries() -> str:
     return ", ".join(f"`{event.name}`" for event in Event if event in order.BOUNDARIES) + "."
 
 
+def _laws() -> str:
+    """The laws in the order in which they are tried, each with some of what was made to break it."""
+    from pure_loop.testing import laws
+    from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
+    from pure_loop.testing.wrong_loops import WRONG_LOOPS
+
+    lines = ["| law | in words | catches one that, for instance, | rests on |", "|---|---|---|---|"]
+    for law in (*laws.OF_ALGORITHMS, *(law for law in laws.OF_LOOPS if law not in laws.OF_ALGORITHMS)):
+        caught = _named(WRONG_ALGORITHMS, law.name) or f"(a loop) {_named(WRONG_LOOPS, law.name)}"
+        words = law.statement + ("" if law.serves_what == "any" else f"; on problems that are {law.serves_what}")
+        lines.append(f"| `{law.name}` | {words} | {caught} | {', '.join(f'`{name}`' for name in law.rests_on)} |")
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
+
+
+def _named(wrong: Mapping[Any, str], law: str) -> str:
+    """What is wrong with the first of those that break a law, in the words of their names."""
+    return "; ".join([make.__name__.replace("_", " ") for make, broken in wrong.items() if broken == law][:3])
+
+
+def _unavailable() -> str:
+    from pure_loop.testing import laws
+
+    return "\n".join(f"* `{name}`: {reason}." for name, reason in laws.UNAVAILABLE.items())
+
+
+def _strategies() -> str:
+    from pure_loop.testing import strategies
+    from pure_loop.testing._types import BY_TYPE
+
+    lines = ["| | draws | keywords |", "|---|---|---|"]
+    for name in strategies.__all__:
+        strategy = getattr(strategies, name)
+        keywords = [each for each in inspect.signature(strategy).parameters.values() if each.kind is each.KEYWORD_ONLY]
+        if not keywords:
+            continue  # what failures show, and nobody draws
+        paragraph = (inspect.getdoc(strategy) or "").partition("\n\n")[0]
+        what = " ".join(paragraph.replace("``", "`").split()).partition(". They shrink")[0].rstrip(".")
+        lines.append(f"| `testing.{name}` | {what} | {', '.join(f'`{keyword.name}`' for keyword in keywords)} |")
+    types = ", ".join(f"`{each.__name__}`" for each in BY_TYPE)
+    return "\n".join([*lines, "", f"`st.from_type` draws {types}."])
+
+
 _PARTS: dict[str, Callable[..., str]] = {
     "mermaid": _mermaid,
     "grammar": _grammar,
     "outline": _outline,
     "fields": _fields,
     "boundaries": _boundaries,
+    "laws": _laws,
+    "unavailable": _unavailable,
+    "strategies": _strategies,
 }
 
 

@@ -12,6 +12,7 @@
 2 ['accuracy', 'loss']
 """
 
+import sys as _sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop import algorithms, callbacks, loggers, order, schedules
+    from pure_loop import algorithms, callbacks, loggers, order, schedules, testing
 
 __version__ = "0.1.0"
 
@@ -77,11 +78,12 @@ __all__ = [
     "run",
     "schedules",
     "stages",
+    "testing",
     *_errors,
 ]
 
 # Imported when first asked for: a third of what importing everything costs.
-_MODULES = frozenset({"algorithms", "callbacks", "loggers", "order", "schedules"})
+_MODULES = frozenset({"algorithms", "callbacks", "loggers", "order", "schedules", "testing"})
 
 
 def __getattr__(name: str) -> Any:
@@ -92,3 +94,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Whichever of the two is imported second introduces them: these lines, or the entry point that Hypothesis calls. While
+# Hypothesis is half imported it has no register_random; it calls the entry point at its end.
+if hasattr(_sys.modules.get("hypothesis"), "register_random"):
+    from pure_loop import _hypothesis
+
+    _hypothesis.register()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.cases import batches
+from tests.models import batches
 
 DATA = batches((4, 4, 4), seed=0)
 SGD = pl.optim.sgd(lr=0.1)

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
-from tests import laws
-from tests.cases import Case, batches, cases, mlp
+from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
+from tests.models import batches, mlp
+from tests.sameness import assert_same_stream, leaves
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ PLAN = Plan(
     microbatch_size=4,
     evaluators={"val": EvaluatorPlan(batches=(2, 3), interval="2ba")},
 )
-CASES = [Case(plan=PLAN, model="mlp", precision=precision) for precision in ("fp32", "amp_bf16", "amp_fp16")]
+CASES = [Case(plan=PLAN, problem="mlp", precision=precision) for precision in ("fp32", "amp_bf16", "amp_fp16")]
 IDS = [case.precision for case in CASES]
 
 
@@ -46,14 +47,23 @@ def deterministic_kernels() -> Any:
 @settings(max_examples=25)
 @given(cases())
 def test_events_are_those_of_the_specification(case: Case) -> None:
-    laws.law_order(case, on_device)
+    laws.order(None, case, fit=on_device)
+
+
+def test_the_loop_keeps_its_laws_on_the_device() -> None:
+    assert check_loop(on_device, max_examples=5).ok
+
+
+@pytest.mark.parametrize("make", [pl.algorithms.sam, lambda: pl.algorithms.ema(half_life="2ba")])
+def test_algorithms_keep_their_laws_on_the_device(make: Any) -> None:
+    assert check_algorithm(make, fit=on_device, max_examples=3).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_everything_of_a_state_is_on_the_device(case: Case) -> None:
-    for event, state in case.run(on_device):
+    for event, state in case.run(fit=on_device):
         if event is Event.BATCH_END:
-            tensors = {path: leaf for path, leaf in laws.leaves(state).items() if isinstance(leaf, torch.Tensor)}
+            tensors = {path: leaf for path, leaf in leaves(state).items() if isinstance(leaf, torch.Tensor)}
             elsewhere = [path for path, leaf in tensors.items() if leaf.device.type != "cuda"]
             assert not elsewhere
 
@@ -64,20 +74,20 @@ def test_streams_are_deterministic_whatever_the_devices_random_state(case: Case)
     for seed in (1, 2):
         torch.cuda.manual_seed(seed)
         before = torch.cuda.get_rng_state()
-        streams.append(case.run(on_device))
+        streams.append(case.run(fit=on_device))
         assert torch.equal(torch.cuda.get_rng_state(), before), "the device's random state changed"
-    laws.assert_same_stream(streams[1], streams[0], "with another random state")
+    assert_same_stream(streams[1], streams[0], "with another random state")
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_going_on_is_exact(case: Case) -> None:
-    laws.law_resumption(case, on_device)
+    laws.resumption(None, case, fit=on_device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_yielded_state_never_changes(case: Case) -> None:
-    laws.law_value(case, on_device)
-    laws.law_observers(case, on_device)
+    laws.value(None, case, fit=on_device)
+    laws.observer_invariance(None, case, fit=on_device)
 
 
 def test_dropout_differs_between_batches_and_is_that_of_the_batch() -> None:
@@ -97,7 +107,7 @@ def test_dropout_differs_between_batches_and_is_that_of_the_batch() -> None:
 def test_a_state_kept_on_the_cpu_goes_on_on_the_device() -> None:
     case = CASES[0]
     kept = next(s for e, s in case.run() if e is Event.BATCH_END and s.timestamp.batch == 2)
-    last = case.run(on_device, kept)[-1][1]
+    last = case.run(fit=on_device, start=kept)[-1][1]
     assert last.device.type == "cuda"
     wanted = case.run()[-1][1]
     assert last.timestamp.batch == wanted.timestamp.batch

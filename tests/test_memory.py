@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.cases import batches, mlp
+from tests.models import batches, mlp
 
 DATA = batches((4, 4, 6, 4), seed=1)
 

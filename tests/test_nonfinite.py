@@ -14,8 +14,8 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.strict import same
-from tests.cases import batches, mlp, plain
-from tests.laws import assert_same, assert_same_stream, leaves
+from tests.models import batches, mlp, plain
+from tests.sameness import assert_same, assert_same_stream, leaves
 
 DATA = batches((4, 4, 4), seed=5)
 BAD = 4  # in the second epoch, batch 1 in it

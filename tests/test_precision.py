@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.cases import batches, plain
-from tests.laws import assert_same, assert_same_stream, leaves
+from tests.models import batches, plain
+from tests.sameness import assert_same, assert_same_stream, leaves
 
 # Batches of 2**k samples: there weighing by samples is exact, so even half precision rounds as the loop by hand does.
 DATA = batches((8, 4, 8, 8), seed=3)

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES
-from tests import laws
-from tests.cases import batches, mlp, plain
+from tests import sameness
+from tests.models import batches, mlp, plain
 
 DATA = batches((6, 6, 5), seed=2)
 
@@ -72,7 +72,7 @@ def test_a_shuffling_loader_and_dropout_go_on_exactly_in_a_later_epoch() -> None
         if e is Event.BATCH_END and (s.timestamp.epoch, s.timestamp.batch_in_epoch) == (1, 2)
     )
     torch.manual_seed(123)  # going on doesn't depend on the global random state either
-    laws.assert_same_stream(list(stream(whole[index][1]))[1:], whole[index + 1 :], "in the middle of epoch 1")
+    sameness.assert_same_stream(list(stream(whole[index][1]))[1:], whole[index + 1 :], "in the middle of epoch 1")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_algorithms_with_a_memory_go_on_exactly(algorithm: pl.Algorithm) -> None
     for index, (event, kept) in enumerate(whole):
         if event in BOUNDARIES:
             again = list(fit(kept, **changes))
-            laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}")
+            sameness.assert_same_stream(
+                again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}"
+            )
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 4])
@@ -127,7 +129,7 @@ def test_a_batch_changed_before_it_is_split_is_the_batch_that_is_split() -> None
     assert torch.equal(torch.cat([inputs for inputs, _ in microbatches[:2]]), DATA[0][0][:3])
     cut = [tuple(part[:3] for part in batch) for batch in DATA]
     wanted = pl.run(fit(data=cut, microbatch_size=2)).params
-    laws.assert_same(dict(pairs[-1][1].params), dict(wanted), "trained on the changed batches")
+    sameness.assert_same(dict(pairs[-1][1].params), dict(wanted), "trained on the changed batches")
 
 
 def test_two_callbacks_of_one_class_are_two() -> None:
@@ -215,7 +217,7 @@ def test_built_in_callbacks_and_loggers_change_no_state(capsys: pytest.CaptureFi
     observed = list(
         fit(module(mlp), callbacks=built_in_callbacks(), loggers=built_in_loggers(), strict=True, **changes)
     )
-    laws.assert_same_stream(observed, alone, "with every built-in callback and logger")
+    sameness.assert_same_stream(observed, alone, "with every built-in callback and logger")
     assert built_in_callbacks()
     assert built_in_loggers()
 
@@ -228,7 +230,7 @@ def test_evaluation_leaves_training_weights_alone_with_ema() -> None:
     alone = fit(module(mlp))
     wanted = [s.params for e, s in alone if e in (Event.BATCH_END, Event.BATCH_CHECKPOINT)]
     for given, params in zip(trained, wanted, strict=True):
-        laws.assert_same(dict(given), dict(params), "weights")
+        sameness.assert_same(dict(given), dict(params), "weights")
 
 
 @pytest.mark.parametrize(("epochs", "sizes", "microbatch_size"), [(2, (6, 6, 6), 2), (1, (8,), 3), (3, (4, 4), 4)])

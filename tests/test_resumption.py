@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES
-from tests import laws
+from tests import sameness
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -72,7 +72,7 @@ def everything(loader: Any, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def go(start: Any, *, workers: int = 0, **overrides: Any) -> laws.Pairs:
+def go(start: Any, *, workers: int = 0, **overrides: Any) -> sameness.Pairs:
     loader = DataLoader(Augmented(14), batch_size=6, shuffle=True, num_workers=workers)
     arguments = everything(loader, **overrides)
     return list(pl.fit(start, **arguments))
@@ -88,23 +88,23 @@ def test_from_every_boundary_with_everything_at_once(precision: str) -> None:
         random.seed(index)
         event, kept = whole[index]
         again = go(kept, precision=precision)
-        laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}")
+        sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}")
 
 
 def test_through_a_pickle_in_the_middle_of_a_later_epoch() -> None:
     whole = go(model())
     index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 5)
     again = go(pickle.loads(pickle.dumps(whole[index][1])))
-    laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from a pickle")
+    sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from a pickle")
 
 
 def test_with_workers_that_draw_random_numbers() -> None:
     alone = go(model(), max_duration="2ep")
     whole = go(model(), workers=2, max_duration="2ep")
-    laws.assert_same_stream(whole, alone, "with workers")
+    sameness.assert_same_stream(whole, alone, "with workers")
     index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 4)
     again = go(whole[index][1], workers=2, max_duration="2ep")
-    laws.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from the middle, with workers")
+    sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from the middle, with workers")
 
 
 def test_what_was_seen_is_not_loaded_again() -> None:
@@ -124,7 +124,7 @@ def test_a_longer_duration_goes_on_where_a_shorter_one_ended() -> None:
     assert short[-1][0] is Event.FIT_END
     longer = go(short[-1][1], max_duration="7ba", **constant)
     assert [event for event, _ in longer[:2]] == [Event.FIT_START, Event.BEFORE_DATALOADER]
-    laws.assert_same(longer[-1][1], whole[-1][1], "after 4 batches and 3 more")
+    sameness.assert_same(longer[-1][1], whole[-1][1], "after 4 batches and 3 more")
 
 
 def test_a_duration_that_is_over_yields_start_and_end() -> None:
@@ -136,11 +136,11 @@ def test_a_duration_that_is_over_yields_start_and_end() -> None:
 def test_forks_of_one_state_do_not_disturb_each_other() -> None:
     whole = go(model())
     kept = next(state for event, state in whole if event is Event.EPOCH_CHECKPOINT)
-    before = laws.frozen_copy(kept)
+    before = sameness.frozen_copy(kept)
     other = go(kept.replace(seed=99), seed=99)
     again = go(kept)
-    laws.assert_same(kept, before, "the parent")
-    laws.assert_same(again[-1][1], whole[-1][1], "the fork with the same seed")
+    sameness.assert_same(kept, before, "the parent")
+    sameness.assert_same(again[-1][1], whole[-1][1], "the fork with the same seed")
     assert not torch.equal(other[-1][1].params["0.weight"], again[-1][1].params["0.weight"])
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.cases import Tied, batches, mlp
-from tests.laws import assert_same, leaves
+from tests.models import Tied, batches, mlp
+from tests.sameness import assert_same, leaves
 
 DATA = batches((4, 4, 4), seed=0)
 

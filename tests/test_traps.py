@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
-from tests import laws
+from tests import sameness
 
 DATA = [(torch.randn(4, 6, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1, 2, 0])) for i in range(4)]
 
@@ -69,7 +69,7 @@ def test_forks_in_turn_recompute_with_their_own_weights() -> None:
     alone = [list(fit(start)), list(fit(start, other))]
     both = list(zip(fit(start), fit(start, other), strict=True))
     for index in (0, 1):
-        laws.assert_same_stream([pair[index] for pair in both], alone[index], "in turn")
+        sameness.assert_same_stream([pair[index] for pair in both], alone[index], "in turn")
 
 
 @pytest.mark.parametrize("make", [Checkpointed, OwnLoss])
@@ -79,7 +79,7 @@ def test_predicting_in_a_callback_changes_nothing(make: Any) -> None:
             forward = pl.Task(forward=lambda model, batch: model(batch if make is OwnLoss else batch[0]))
             pl.run(pl.predict(state, DATA[:1], task=pl.Task(forward=forward.forward, loss=lambda o, b: o.mean())))
 
-    laws.assert_same_stream(list(fit(made(make), callbacks=[predicts])), list(fit(made(make))), "predicting")
+    sameness.assert_same_stream(list(fit(made(make), callbacks=[predicts])), list(fit(made(make))), "predicting")
 
 
 def test_checkpointing_with_batchnorm_keeps_law_2() -> None:
@@ -102,7 +102,7 @@ def test_forks_in_threads_are_what_they_are_alone() -> None:
         thread.join(60)
     assert len(found) == 3
     for state in found:
-        laws.assert_same(state.replace(model=wanted.model), wanted, "in a thread")
+        sameness.assert_same(state.replace(model=wanted.model), wanted, "in a thread")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -133,7 +133,7 @@ def test_a_hook_on_a_parameter_is_refused() -> None:
 def test_autocast_around_the_loop_changes_nothing() -> None:
     wanted = list(fit(made(Checkpointed), evaluators=DATA))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        laws.assert_same_stream(list(fit(made(Checkpointed), evaluators=DATA)), wanted, "inside autocast")
+        sameness.assert_same_stream(list(fit(made(Checkpointed), evaluators=DATA)), wanted, "inside autocast")
 
 
 def test_another_model_outside_init_is_refused() -> None:

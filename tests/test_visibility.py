@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.cases import batches, mlp, plain
-from tests.laws import assert_same
+from tests.models import batches, mlp, plain
+from tests.sameness import assert_same
 
 DATA = batches((4, 4), seed=4)
 OTHER = batches((4, 4), seed=9)

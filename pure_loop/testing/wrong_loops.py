@@ -1,6 +1,7 @@
-"""Loops that are deliberately wrong, each in one way; the law that must catch it stands beside it.
+"""Loops that are deliberately wrong, each in one way, and the law that each breaks.
 
-A wrong loop is the library's own with one part replaced while it runs, so it is wrong in that alone.
+A wrong loop is the library's own with one part replaced while it runs, so it is wrong in that alone. Laws of your own
+can be tried on them: a law that nothing breaks proves nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import attrs
 import torch
 
 import pure_loop as pl
-from pure_loop import Event, driver, loop, stages
+from pure_loop import Event, _evaluation, driver, loop, stages
 from pure_loop._weights import Weights
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.stages import Stages
+from pure_loop.testing.case import Fit
 
-Fit = Callable[..., Any]
-ALGORITHM = sys.modules["pure_loop.algorithm"]  # `pl.algorithm` is the decorator
+__all__ = ["WRONG_LOOPS"]
+
+_ALGORITHM = sys.modules["pure_loop.algorithm"]  # `pl.algorithm` is the decorator
 
 
 def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> Fit:
@@ -46,7 +49,15 @@ def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> F
     return wrong
 
 
-def without(event: Event) -> Fit:
+def forgets_an_after_event() -> Fit:
+    return _without(Event.AFTER_LOSS)
+
+
+def forgets_a_checkpoint_event() -> Fit:
+    return _without(Event.EPOCH_CHECKPOINT)
+
+
+def _without(event: Event) -> Fit:
     def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
         return (pair for pair in pl.fit(*args, **kwargs) if pair[0] is not event)
 
@@ -144,23 +155,38 @@ def takes_the_mean_of_means() -> Fit:
     return while_patched(lambda: patch.object(Weights, "of", equal))
 
 
-def forgets_the_last_microbatch() -> Fit:
+def trains_the_first_microbatch_twice() -> Fit:
     real = Stages.microbatches
 
     def microbatches(self: Stages, batch: Any, size: int | None = None) -> list[Any]:
-        return real(self, batch, size)[:-1] or real(self, batch, size)
+        pieces = real(self, batch, size)
+        alike = size is None and len(pieces) > 1 and len(pieces[-1][0]) == len(pieces[0][0])
+        return [*pieces[:-1], pieces[0]] if alike else pieces
 
     return while_patched(lambda: patch.object(Stages, "microbatches", microbatches))
 
 
 def evaluation_trains_batchnorm() -> Fit:
-    real = loop.evaluation
+    real = _evaluation.evaluation
 
     def evaluation(state: pl.State, given: Stages, evaluator: BoundEvaluator) -> Any:
         after = yield from real(state, given, evaluator)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
     return while_patched(lambda: patch.object(loop, "evaluation", evaluation))
+
+
+def evaluation_changes_the_data() -> Fit:
+    """What comes after an evaluation is trained on in another order of samples."""
+    real = loop._load
+
+    def load(state: pl.State, fit: Any, loaded: Any) -> Any:
+        if state.metrics:
+            loaded = tuple(part.flip(0) for part in loaded)
+            loaded = (loaded[0], loaded[1].roll(1, 0))
+        return real(state, fit, loaded)
+
+    return while_patched(lambda: patch.object(loop, "_load", load))
 
 
 def callbacks_shift_the_seed() -> Fit:
@@ -188,7 +214,7 @@ def the_identity_costs_a_rounding() -> Fit:
 
 def never_reverses() -> Fit:
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(ALGORITHM, "reversed_at", lambda event: False):
+        with patch.object(_ALGORITHM, "reversed_at", lambda event: False):
             return pl.fit(*args, **kwargs)
 
     return wrong
@@ -196,7 +222,7 @@ def never_reverses() -> Fit:
 
 def reverses_the_data_too() -> Fit:
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(ALGORITHM, "reversed_at", lambda event: "after" in event.value):
+        with patch.object(_ALGORITHM, "reversed_at", lambda event: "after" in event.value):
             return pl.fit(*args, **kwargs)
 
     return wrong
@@ -215,7 +241,8 @@ def composes_backwards() -> Fit:
 def leaves_the_module_in_eval_mode() -> Fit:
     def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
         stream = pl.fit(module, *args, **kwargs)
-        module.eval()
+        if isinstance(module, torch.nn.Module):
+            module.eval()
         return stream
 
     return wrong
@@ -223,7 +250,7 @@ def leaves_the_module_in_eval_mode() -> Fit:
 
 def leaks_gradients() -> Fit:
     def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for parameter in module.parameters():
+        for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
             parameter.grad = torch.zeros_like(parameter)
         return pl.fit(module, *args, **kwargs)
 
@@ -232,7 +259,7 @@ def leaks_gradients() -> Fit:
 
 def leaves_a_thread() -> Fit:
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        threading.Thread(target=threading.Event().wait, args=(5,), daemon=True).start()
+        threading.Thread(target=threading.Event().wait, args=(2,), daemon=True).start()
         return pl.fit(*args, **kwargs)
 
     return wrong
@@ -242,8 +269,100 @@ def trains_the_users_module() -> Fit:
     def wrong(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
         for event, state in pl.fit(module, *args, **kwargs):
             with torch.no_grad():
-                for name, parameter in module.named_parameters():
+                for name, parameter in module.named_parameters() if isinstance(module, torch.nn.Module) else ():
                     parameter.copy_(state.params[name] + 1)
             yield event, state
 
     return wrong
+
+
+def ignores_the_batch_of_algorithms() -> Fit:
+    """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
+    real = loop.batch
+
+    def batch(state: pl.State, *rest: Any) -> Any:
+        loaded, script = state.batch, real(state, *rest)
+        given: Any = None
+        while True:
+            try:
+                event, state = script.send(given)
+            except StopIteration as stop:
+                return stop.value
+            given = yield event, state
+            if event is Event.BEFORE_TRAIN_BATCH:
+                given = given.replace(batch=loaded)
+
+    return while_patched(lambda: patch.object(loop, "batch", batch))
+
+
+def evaluates_the_weights_of_training() -> Fit:
+    """What an algorithm puts in at EVAL_START, an average for example, is dropped."""
+    real = Stages.validate
+    trained: dict[str, Any] = {}
+    update = Stages.update
+
+    def updated(self: Stages, state: pl.State, **counted: Any) -> pl.State:
+        after = update(self, state, **counted)
+        trained["params"] = after.params
+        return after
+
+    def validate(self: Stages, state: pl.State, **numbers: Any) -> pl.State:
+        if "params" not in trained:
+            return real(self, state, **numbers)
+        return real(self, state.replace(params=trained["params"]), **numbers).replace(params=state.params)
+
+    return while_patched(
+        lambda: patch.object(Stages, "update", updated), lambda: patch.object(Stages, "validate", validate)
+    )
+
+
+def skips_clipping() -> Fit:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return pl.fit(*args, **{**kwargs, "clip_grad": None})
+
+    return wrong
+
+
+def yields_more_where_more_is_watched() -> Fit:
+    """The parameters are rounded at events that nobody watches."""
+
+    def wrong(*args: Any, watch: Any = None, **kwargs: Any) -> Any:
+        for event, state in pl.fit(*args, watch=watch, **kwargs):
+            if watch is not None:
+                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
+            yield event, state
+
+    return wrong
+
+
+WRONG_LOOPS: dict[Callable[[], Fit], str] = {
+    forgets_an_after_event: "order",
+    forgets_a_checkpoint_event: "order",
+    evaluates_twice_at_the_end: "order",
+    counts_microbatches_as_batches: "order",
+    ignores_the_batch_of_algorithms: "visibility",
+    evaluates_the_weights_of_training: "visibility",
+    skips_clipping: "visibility",
+    the_identity_costs_a_rounding: "visibility",
+    updates_in_place: "value",
+    updates_through_data: "value",
+    lends_its_buffers_to_batchnorm: "value",
+    draws_from_the_global_generator: "determinism",
+    reseeds_the_global_generator: "determinism",
+    never_reverses: "algorithm_order",
+    reverses_the_data_too: "algorithm_order",
+    takes_the_mean_of_means: "microbatch_invariance",
+    trains_the_first_microbatch_twice: "microbatch_invariance",
+    evaluation_trains_batchnorm: "visibility",
+    evaluation_changes_the_data: "evaluation_invariance",
+    callbacks_shift_the_seed: "observer_invariance",
+    composes_backwards: "composition",
+    starts_the_epoch_again: "resumption",
+    forgets_the_optimizer_memory: "resumption",
+    yields_more_where_more_is_watched: "watch_equality",
+    leaves_the_module_in_eval_mode: "closing",
+    leaks_gradients: "closing",
+    leaves_a_thread: "closing",
+    trains_the_users_module: "closing",
+}
+"""Functions that make a wrong loop, and the name of the law that each breaks."""

@@ -1,0 +1,130 @@
+"""What Hypothesis is told of this library: strategies for its types, and that torch has random numbers too.
+
+Neither package imports the other. Whichever is imported second introduces them: the end of ``pure_loop/__init__.py``,
+or the entry point that Hypothesis calls at the end of its own import (``_hypothesis_pure_loop.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, get_origin
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.evaluator import Evaluator
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.optim import Optimizer
+from pure_loop.random import _awake
+from pure_loop.state import State
+from pure_loop.task import Task
+from pure_loop.time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["TorchRandom", "register", "register_types", "show"]
+
+
+class TorchRandom:
+    """torch's default generators, in the words in which Hypothesis speaks to Python's ``random``.
+
+    Before every example Hypothesis seeds it, and afterwards puts it back as it was. An accelerator takes part from its
+    first use on.
+
+    >>> generators = TorchRandom()
+    >>> before = generators.getstate()
+    >>> generators.seed(0)
+    >>> first = torch.rand(2)
+    >>> generators.seed(0)
+    >>> torch.equal(first, torch.rand(2))
+    True
+    >>> generators.setstate(before)
+    """
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them."""
+        # Not torch.manual_seed: for accelerators that nobody uses yet it writes down the call stack, in milliseconds.
+        for generator in (torch.default_generator, *_awake()):
+            generator.manual_seed(seed)
+
+    def getstate(self) -> dict[torch.Generator, Tensor]:
+        """Their states."""
+        return {generator: generator.get_state() for generator in (torch.default_generator, *_awake())}
+
+    def setstate(self, state: dict[torch.Generator, Tensor]) -> None:
+        """Put them back; one whose accelerator was not in use then starts from torch's seed, as it would have."""
+        torch.default_generator.set_state(state[torch.default_generator])
+        for generator in _awake():
+            if generator in state:
+                generator.set_state(state[generator])
+            else:
+                generator.manual_seed(torch.initial_seed())
+
+
+# Hypothesis keeps a weak reference only.
+_generators = TorchRandom()
+_told: set[type] = set()
+
+
+def register() -> None:
+    """Tell Hypothesis of the library's types and of torch's generators; a second call does nothing."""
+    from hypothesis import register_random
+
+    # Here, since the package imports it only when it is asked for.
+    from pure_loop._oracle import EvaluatorPlan, Plan
+
+    if State in _told:
+        return
+    register_types(State, Timestamp, Time, Plan, EvaluatorPlan, FrozenDict)
+    register_types(Algorithm, Composition, Evaluator, Optimizer, Task, Metric)
+    show(Timestamp, Time, Plan, EvaluatorPlan)
+    register_random(_generators)
+
+
+def register_types(*types: type) -> None:
+    """Tell Hypothesis of types for which :mod:`pure_loop.testing` has strategies."""
+    from hypothesis.strategies import register_type_strategy
+
+    for each in types:
+        if each not in _told:
+            register_type_strategy(each, _later(each))
+            _told.add(each)
+
+
+def _later(registered: type) -> Callable[[Any], SearchStrategy[Any]]:
+    """A strategy that is made when it is first asked for."""
+
+    def resolve(asked: Any) -> Any:
+        if registered not in (asked, get_origin(asked)):
+            # Something of a base class is wanted, such as Hashable: this library has nothing to do with that.
+            return NotImplemented
+        from pure_loop.testing._types import BY_TYPE
+
+        return BY_TYPE[registered](asked)
+
+    return resolve
+
+
+def show(*types: type) -> None:
+    """Have Hypothesis show values of these types as the code that makes them."""
+    for each in types:
+        each._repr_pretty_ = _print  # type: ignore[attr-defined]
+
+
+def _print(value: Any, printer: Any, cycle: bool) -> None:
+    """Hypothesis shows records field by field, whatever their repr is, and a plan has many fields."""
+    if isinstance(value, Time):
+        printer.text(repr(value))
+    elif isinstance(value, Timestamp):
+        values = {field.name: getattr(value, field.name) for field in attrs.fields(Timestamp)}
+        first = Timestamp()
+        given = (f"{name}={it!r}" for name, it in values.items() if it != getattr(first, name))
+        printer.text(f"Timestamp({', '.join(given)})")
+    else:
+        from pure_loop.testing._code import code
+
+        printer.text(code(value))

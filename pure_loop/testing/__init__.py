@@ -1,0 +1,75 @@
+"""Property-test your own algorithms, callbacks, scripts and loops: ``pip install 'pure_loop[testing]'``.
+
+>>> import pure_loop as pl
+>>> from pure_loop import testing
+>>> report = testing.check_algorithm(lambda: pl.algorithms.gradient_clipping("norm", 1.0), max_examples=2)
+>>> report["purity"].result
+'passed'
+
+Strategies draw plans, problems, States and more (:mod:`pure_loop.testing.strategies`), laws are tried on them
+(:mod:`pure_loop.testing.laws`), and checks try all the laws that apply.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from pure_loop.errors import MissingExtraError
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise MissingExtraError(
+        "pure_loop.testing draws its examples with Hypothesis, which is not installed: pip install 'pure_loop[testing]'"
+    )
+
+from pure_loop.testing import laws
+from pure_loop.testing.callbacks import check_callback
+from pure_loop.testing.case import Case
+from pure_loop.testing.check import check_algorithm, check_loop, parametrize_with_checks
+from pure_loop.testing.comparison import Difference, differences
+from pure_loop.testing.law import Law
+from pure_loop.testing.laws.composition import Commutation, commutation
+from pure_loop.testing.problems import PROBLEMS, Problem
+from pure_loop.testing.report import CheckFailed, Outcome, Report
+from pure_loop.testing.scripts import check_script
+from pure_loop.testing.strategies import (
+    algorithms,
+    batches,
+    cases,
+    event_streams,
+    plans,
+    problems,
+    states,
+    times,
+    timestamps,
+)
+from pure_loop.testing.violation import LawViolation
+
+__all__ = [
+    "PROBLEMS",
+    "Case",
+    "CheckFailed",
+    "Commutation",
+    "Difference",
+    "Law",
+    "LawViolation",
+    "Outcome",
+    "Problem",
+    "Report",
+    "algorithms",
+    "batches",
+    "cases",
+    "check_algorithm",
+    "check_callback",
+    "check_loop",
+    "check_script",
+    "commutation",
+    "differences",
+    "event_streams",
+    "laws",
+    "parametrize_with_checks",
+    "plans",
+    "problems",
+    "states",
+    "times",
+    "timestamps",
+]

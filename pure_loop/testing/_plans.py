@@ -1,0 +1,267 @@
+"""Plans: what is drawn fits together, so that nothing is drawn in vain."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+
+from pure_loop.algorithms._arguments import check_flag, check_integer
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.order import EvaluatorPlan, Order, Plan, expected
+from pure_loop.testing._arguments import check_choices, check_range
+from pure_loop.testing._counting import count, count_iterations, ends_between, shortened
+from pure_loop.time import Time, TimeUnit
+
+__all__ = ["ORDERS", "UNITS", "plans", "plans_with"]
+
+BATCH, EPOCH, SAMPLE, TOKEN = TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
+SECOND, ITERATION, DURATION = TimeUnit.SECOND, TimeUnit.ITERATION, TimeUnit.DURATION
+
+UNITS = (BATCH, EPOCH, SAMPLE, TOKEN, SECOND, ITERATION, DURATION)
+"""All units of time, the simplest first."""
+
+ORDERS: tuple[Order, ...] = ("current", "2021")
+
+_DURATIONS = UNITS[:-1]
+_INTERVALS = (EPOCH, BATCH, SAMPLE, TOKEN, SECOND, DURATION)
+_FRACTIONS = (1, 0.5, 0.25, 0.1, 0.3, 0.7)
+
+
+def plans(
+    *,
+    units: Sequence[TimeUnit | str] | None = None,
+    interval_units: Sequence[TimeUnit | str] = _INTERVALS,
+    orders: Sequence[Order] = ("current",),
+    min_batches: int = 1,
+    max_batches: int = 9,
+    max_batches_per_epoch: int = 4,
+    max_samples: int = 6,
+    min_evaluators: int = 0,
+    max_evaluators: int = 2,
+    iterations: bool = True,
+) -> st.SearchStrategy[Plan]:
+    """Plans of short runs, with all that makes runs differ.
+
+    Durations in every unit; batches of unequal sizes; whole batches and microbatches; loaders with and without a
+    length; epochs that ``batches_per_epoch`` cuts, or that have fewer batches than it says; iterations; evaluators with
+    intervals in every unit. They shrink to ``Plan(batches=(1,), max_duration="1ba")``; with ``min_batches=0`` to a
+    duration of ``"0ba"``.
+
+    Args:
+        units: what ``max_duration`` counts; None: all that go with the other options.
+        interval_units: what the evaluators' intervals count: all but iterations.
+        orders: of the events; ``["current", "current", "2021"]`` draws the one twice as often as the other.
+        min_batches, max_batches: how many batches the whole run trains on; 0 for runs that have nothing to do.
+        max_batches_per_epoch: how many batches the loader has, at most; never more than ``max_batches``.
+        max_samples: how many samples a batch has, at most; microbatches too.
+        min_evaluators, max_evaluators: how many evaluators.
+        iterations: whether some plans have an ``iteration_length``, in epochs or in tokens.
+
+    Raises:
+        ArgumentError: a number out of range, something that is not known, or options that no plan can meet.
+        ArgumentTypeError: an option of another type.
+
+    >>> from hypothesis import find
+    >>> find(plans(), lambda plan: True) == Plan(batches=(1,), max_duration="1ba")
+    True
+    >>> find(plans(units=["ep"], min_batches=3), lambda plan: True).max_duration
+    Time('3ep')
+    """
+    where = "plans"
+    least = check_integer(where, "min_batches", min_batches, "plans(min_batches=1)", least=0)
+    most = check_integer(where, "max_batches", max_batches, "plans(max_batches=9)", least=0)
+    check_range(where, "min_batches", least, "max_batches", most)
+    example = "plans(max_batches_per_epoch=4)"
+    per_epoch = check_integer(where, "max_batches_per_epoch", max_batches_per_epoch, example, least=1)
+    samples = check_integer(where, "max_samples", max_samples, "plans(max_samples=6)", least=1)
+    fewest = check_integer(where, "min_evaluators", min_evaluators, "plans(min_evaluators=1)", least=0)
+    evaluators = check_integer(where, "max_evaluators", max_evaluators, "plans(max_evaluators=2)", least=0)
+    check_range(where, "min_evaluators", fewest, "max_evaluators", evaluators)
+    check_flag(where, "iterations", iterations)
+    intervals = check_choices(where, "interval_units", interval_units, _INTERVALS)
+    chosen = check_choices(where, "orders", orders, ORDERS)
+    # fit refuses an interval that is a fraction of a duration in iterations.
+    only_fractions = evaluators > 0 and set(intervals) == {DURATION}
+    if units is None:
+        durations = tuple(unit for unit in _DURATIONS if unit is not ITERATION or (iterations and not only_fractions))
+    else:
+        durations = check_choices(where, "units", units, _DURATIONS)
+        if ITERATION in durations:
+            _check_iterations(durations, chosen, iterations, only_fractions)
+    return _plans(
+        units=durations,
+        interval_units=intervals,
+        orders=chosen,
+        batches=(least, most),
+        per_epoch=min(per_epoch, max(most, 1)),
+        samples=samples,
+        evaluators=(fewest, evaluators),
+        iterations=iterations,
+    )
+
+
+def _check_iterations(
+    durations: Sequence[TimeUnit], orders: Sequence[Order], iterations: bool, only_fractions: bool
+) -> None:
+    if not iterations:
+        raise ArgumentError("plans: units holds 'iter', and iterations=False; leave one of the two out.")
+    if only_fractions:
+        raise ArgumentError(
+            "plans: interval_units=['dur'], and units holds 'iter', of which fit takes no fractions; leave 'iter' out, "
+            "or write more interval_units."
+        )
+    if set(durations) == {ITERATION} and "2021" in orders:
+        raise ArgumentError(
+            "plans: units=['iter'], and orders holds '2021', which has no iterations; write orders=['current'], or "
+            "another unit."
+        )
+
+
+# Strategies are kept: making one takes ten times as long as drawing from it.
+_whole = functools.cache(st.integers)
+_one_of = functools.cache(st.sampled_from)
+_SELDOM = st.sampled_from((False, False, True))
+
+
+@functools.cache
+def _none_or(least: int, most: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(least, most)
+
+
+@functools.cache
+def _sizes(samples: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(1, samples), min_size=1, max_size=most).map(tuple)
+
+
+@functools.cache
+def _lengths(samples: int) -> st.SearchStrategy[Time | None]:
+    """Of iterations."""
+    return st.one_of(
+        st.none(),
+        st.builds(Time, st.integers(1, 2), st.just(EPOCH)),
+        st.builds(Time, st.integers(1, 4 * samples), st.just(TOKEN)),
+    )
+
+
+@functools.cache
+def _intervals(units: tuple[TimeUnit, ...], samples: int) -> st.SearchStrategy[Time]:
+    numbers: dict[TimeUnit, st.SearchStrategy[Any]] = {
+        EPOCH: st.sampled_from((1, 2, 0)),
+        BATCH: st.integers(1, 4),
+        SAMPLE: st.integers(1, 2 * samples),
+        TOKEN: st.integers(1, 4 * samples),
+        SECOND: st.sampled_from((1, 0.5, 1.5, 2, 3)),
+        DURATION: st.sampled_from(_FRACTIONS),
+    }
+    return st.one_of([st.builds(Time, numbers[unit], st.just(unit)) for unit in units])
+
+
+@functools.cache
+def _evaluators(
+    numbers: tuple[int, int], units: tuple[TimeUnit, ...], samples: int
+) -> st.SearchStrategy[dict[str, EvaluatorPlan]]:
+    # Not in the order of the alphabet, which a loop could take for that of the mapping.
+    labels = ["val", "test", "train", *(f"val{number}" for number in range(2, numbers[1]))]
+    evaluator = st.builds(
+        EvaluatorPlan,
+        batches=_sizes(samples, 2),
+        interval=st.none() | _intervals(units, samples),
+        microbatch_size=_none_or(1, samples),
+    )
+    evaluators = st.lists(evaluator, min_size=numbers[0], max_size=numbers[1])
+    return evaluators.map(lambda drawn: dict(zip(labels, drawn, strict=False)))
+
+
+@st.composite
+def _plans(
+    draw: st.DrawFn,
+    *,
+    units: tuple[TimeUnit, ...],
+    interval_units: tuple[TimeUnit, ...],
+    orders: tuple[Order, ...],
+    batches: tuple[int, int],
+    per_epoch: int,
+    samples: int,
+    evaluators: tuple[int, int],
+    iterations: bool,
+) -> Plan:
+    # Units are drawn before the numbers, which are then such that something passes in each of them. The other way
+    # round, the choice of units would depend on numbers, and a failure could not shrink the one without the other.
+    order = draw(_one_of(orders))
+    iterating = order != "2021"
+    unit = draw(_one_of(tuple(each for each in units if each is not ITERATION or iterating)))
+    length = draw(_lengths(samples)) if iterations and iterating and unit is not ITERATION else None
+    length_unit = draw(_one_of((EPOCH, TOKEN))) if unit is ITERATION else None if length is None else length.unit
+    counted = tuple(each for each in interval_units if each is not DURATION or unit is not ITERATION)
+    drawn: dict[str, EvaluatorPlan] = {}
+    eval_interval = Time(1, EPOCH)
+    if evaluators[1]:
+        drawn = draw(_evaluators(evaluators, counted, samples))
+        # Drawn whether it is asked for or not: else an interval of an evaluator's own would be simpler than none.
+        common = draw(_intervals(counted, samples))
+        if any(evaluator.interval is None for evaluator in drawn.values()):
+            eval_interval = common
+    used = {unit, length_unit, eval_interval.unit, *(each.interval.unit for each in drawn.values() if each.interval)}
+    tokens = draw(_whole(int(TOKEN in used), 3))
+    seconds = draw(_one_of((1.0, 0.5, 2.0) if SECOND in used else (0.0, 1.0, 0.5, 2.0)))
+
+    sizes = draw(_sizes(samples, per_epoch))
+    # More than there are, too: a loader without a length is then shorter than it is known to be.
+    cut = draw(_none_or(1, len(sizes) + 2))
+    if unit in (EPOCH, ITERATION) and len(fewer := shortened(sizes[:cut], batches)) < len(sizes[:cut]):
+        sizes = fewer
+    counts = count(sizes[:cut], tokens, batches[1])
+    if unit is ITERATION:
+        numbers = range(1, 3 if length_unit is EPOCH else 4 * samples + 1)
+        lengths = (Time(number, length_unit) for number in numbers)
+        fitting = [each for each in lengths if ends_between(count_iterations(each, counts), batches)]
+        length = fitting[draw(_whole(0, len(fitting) - 1))]
+        counts[ITERATION] = count_iterations(length, counts)
+    return Plan(
+        batches=sizes,
+        max_duration=_duration(draw, unit, counts, batches, seconds),
+        microbatch_size=draw(_none_or(1, samples)),
+        evaluators=drawn,
+        eval_interval=eval_interval,
+        tokens_per_sample=tokens,
+        seconds_per_batch=seconds,
+        batches_per_epoch=cut,
+        sized=not draw(_SELDOM),
+        iteration_length=length,
+        order=order,
+    )
+
+
+def _duration(
+    draw: st.DrawFn,
+    unit: TimeUnit,
+    counts: Mapping[TimeUnit, Sequence[int]],
+    batches: tuple[int, int],
+    seconds: float,
+) -> Time:
+    if unit is SECOND:
+        number = draw(_whole(*batches))
+        # In the middle of a batch as well, since a duration overshoots to whole ones.
+        return Time((number - 0.5 if number and draw(_SELDOM) else number) * seconds, unit)
+    range_ = ends_between(counts[unit], batches)
+    assert range_ is not None
+    return Time(draw(_whole(*range_)), unit)
+
+
+@st.composite
+def plans_with(draw: st.DrawFn, events: frozenset[Event]) -> Plan:
+    """Plans whose runs have at least one of these events; each is one that some run of ``fit`` has."""
+    plan = draw(plans())
+    if not events.isdisjoint(expected(plan)):
+        return plan
+    # What the run lacks is added to it, so that no plan is drawn in vain.
+    if any(event.is_eval for event in events):
+        return attrs.evolve(plan, evaluators={"val": EvaluatorPlan((1,), "1ba")})
+    if not events.isdisjoint({Event.EPOCH_END, Event.EPOCH_CHECKPOINT}):
+        return attrs.evolve(plan, max_duration="1ep")
+    return attrs.evolve(plan, iteration_length="1tok", tokens_per_sample=plan.tokens_per_sample or 1)

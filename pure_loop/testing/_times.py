@@ -1,0 +1,123 @@
+"""Amounts of training, and how far training can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.order import Plan, expected
+from pure_loop.testing._arguments import check_choices, check_range, check_strategy
+from pure_loop.testing._plans import UNITS
+from pure_loop.testing._plans import plans as all_plans
+from pure_loop.time import Time, Timestamp, TimeUnit
+
+__all__ = ["times", "timestamps", "timestamps_of"]
+
+
+def times(
+    *, units: Sequence[TimeUnit | str] = UNITS, min_value: float = 0, max_value: float | None = None
+) -> st.SearchStrategy[Time]:
+    """Times in every unit.
+
+    They shrink to the least number of the first unit: ``Time("0ba")``.
+
+    Args:
+        units: in which units.
+        min_value, max_value: how many, at least and at most; None: no bound, and the whole for fractions of the
+            duration. Counts are the whole numbers between them.
+
+    Raises:
+        ArgumentError: a bound that is negative or not finite, no time between them, or a unit that is not known.
+        ArgumentTypeError: an argument of another type.
+
+    >>> from hypothesis import find
+    >>> find(times(), lambda time: True), find(times(units=["s"]), lambda time: time > "1s")
+    (Time('0ba'), Time('2s'))
+    """
+    chosen = check_choices("times", "units", units, UNITS)
+    low = _bound("min_value", min_value)
+    high = None if max_value is None else _bound("max_value", max_value)
+    check_range("times", "min_value", low, "max_value", high)
+    return st.one_of([_times(unit, low, high) for unit in chosen])
+
+
+def _bound(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"times: {name} is a number, got {value!r} of type {type(value).__name__}.")
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"times: {name} is at least 0 and finite, got {value!r}; a time counts from 0.")
+    return value
+
+
+def _times(unit: TimeUnit, low: float, high: float | None) -> st.SearchStrategy[Time]:
+    numbers: st.SearchStrategy[Any]
+    if unit is TimeUnit.DURATION and high is None:
+        high = max(1.0, low)
+    if unit in (TimeUnit.DURATION, TimeUnit.SECOND):
+        numbers = st.floats(low, high, allow_nan=False, allow_infinity=False)
+    else:
+        least, most = math.ceil(low), None if high is None else math.floor(high)
+        if most is not None and least > most:
+            raise ArgumentError(
+                f"times: no whole number lies between min_value={low!r} and max_value={high!r}, and {str(unit)!r} "
+                "counts in whole numbers; leave the unit out, or write other bounds."
+            )
+        numbers = st.integers(least, most)
+    return st.builds(Time, numbers, st.just(unit.value))
+
+
+def timestamps(*, plans: st.SearchStrategy[Plan] | None = None) -> st.SearchStrategy[Timestamp]:
+    """Timestamps that a run can have, so that their counts fit together.
+
+    Some know ``max_duration`` and ``batches_per_epoch``, as inside ``fit``, and some don't. They shrink to
+    ``Timestamp()``.
+
+    Args:
+        plans: of the runs; None: :func:`plans`.
+
+    Raises:
+        ArgumentTypeError: plans that are no strategy.
+
+    >>> from hypothesis import find
+    >>> now = find(timestamps(), lambda now: now.batch_in_epoch == 2)
+    >>> now.batch, now.sample, now.sample_in_epoch
+    (2, 2, 2)
+    """
+    if plans is None:
+        plans = all_plans()
+    return _timestamps(check_strategy("timestamps", "plans", plans, "timestamps(plans=plans(max_batches=100))"))
+
+
+@st.composite
+def _timestamps(draw: st.DrawFn, plans: st.SearchStrategy[Plan]) -> Timestamp:
+    now = draw(st.sampled_from(list(timestamps_of(draw(plans)))))
+    return now if draw(st.booleans()) else now.replace(max_duration=None, batches_per_epoch=None)
+
+
+def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
+    """The timestamps that a run of a plan has, from the first to the last."""
+    lengths = [len(plan.batches)] if plan.sized else []
+    lengths += [] if plan.batches_per_epoch is None else [plan.batches_per_epoch]
+    now = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
+    yield now
+    sizes = iter(plan.batches)
+    for event in expected(plan):
+        if event is Event.EPOCH_START:
+            sizes = iter(plan.batches)
+        elif event is Event.BATCH_END:
+            samples = next(sizes)
+            now = now.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
+            yield now
+        elif event is Event.EPOCH_END:
+            # In the order of 2021 an epoch that max_duration cuts short has this event too, and isn't counted.
+            if now < plan.max_duration or now.batch_in_epoch == now.batches_per_epoch:
+                now = now.next_epoch()
+                yield now
+        elif event is Event.ITERATION_END:
+            now = now.next_iteration()
+            yield now

@@ -1,0 +1,104 @@
+"""What ``hypothesis.strategies.from_type`` draws for the types of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, get_args
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+import pure_loop as pl
+from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.testing import strategies
+from pure_loop.testing.case import Case
+from pure_loop.testing.problems import Problem
+
+__all__ = ["BY_TYPE"]
+
+Drawn: TypeAlias = "st.SearchStrategy[Any]"
+
+
+def _algorithms(asked: Any) -> Drawn:
+    return strategies.algorithms(min_size=1, max_size=1).map(lambda composition: composition.members[0])
+
+
+def _evaluator_plans(asked: Any) -> Drawn:
+    plans = strategies.plans(min_evaluators=1, max_evaluators=1)
+    return plans.map(lambda plan: next(iter(plan.evaluators.values())))
+
+
+def _frozen_dicts(asked: Any) -> Drawn:
+    """Names of parameters to tensors, as a State has them; or what ``FrozenDict[K, V]`` says."""
+    keys, values = get_args(asked) or (str, Tensor)
+    names = st.sampled_from(("weight", "bias", "head.weight", "head.bias"))
+    tensors = strategies.batches(dtypes=[torch.float32], nested=False).map(lambda batch: batch[0])
+    items = st.dictionaries(
+        names if keys is str else st.from_type(keys),
+        tensors if values is Tensor else st.from_type(values),
+        max_size=4,
+    )
+    return st.builds(pl.FrozenDict, items)
+
+
+def _evaluators(asked: Any) -> Drawn:
+    sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+    return st.builds(
+        pl.Evaluator,
+        st.builds(lambda problem, sizes: problem.batches(sizes, seed=7), strategies.problems(), sizes),
+        interval=st.none() | strategies.times(units=["ep", "ba", "sp"], max_value=9).map(str),
+        batches=st.none() | st.integers(1, 3),
+        microbatch_size=st.none() | st.integers(1, 6),
+    )
+
+
+def _optimizers(asked: Any) -> Drawn:
+    rates = st.floats(0.001, 0.5) | st.just(pl.schedules.linear(0.05, 0.01, "12ba"))
+    return st.builds(pl.optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(pl.optim.adamw, lr=rates)
+
+
+def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(outputs, batch[1])
+
+
+def _tokens(batch: Any) -> int:
+    return int(batch[1].numel())
+
+
+def _tasks(asked: Any) -> Drawn:
+    tokens = st.just(_tokens)
+    return st.builds(pl.Task, loss=st.just(_cross_entropy)) | st.builds(
+        pl.Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
+    )
+
+
+def _absolute(outputs: Any, batch: Any) -> Tensor:
+    size: Tensor = outputs.abs()
+    return size
+
+
+def _metrics(asked: Any) -> Drawn:
+    mean = st.builds(pl.metrics.mean, st.just(_absolute), st.just("size"))
+    return st.builds(pl.metrics.loss) | mean | st.builds(pl.metrics.accuracy)
+
+
+BY_TYPE: dict[type, Callable[[Any], Drawn]] = {
+    pl.State: lambda asked: strategies.states(),
+    pl.Timestamp: lambda asked: strategies.timestamps(),
+    pl.Time: lambda asked: strategies.times(),
+    Plan: lambda asked: strategies.plans(),
+    EvaluatorPlan: _evaluator_plans,
+    Case: lambda asked: strategies.cases(),
+    Problem: lambda asked: strategies.problems(),
+    Algorithm: _algorithms,
+    Composition: lambda asked: strategies.algorithms(),
+    pl.FrozenDict: _frozen_dicts,
+    pl.Evaluator: _evaluators,
+    pl.Optimizer: _optimizers,
+    pl.Task: _tasks,
+    pl.Metric: _metrics,
+}
+"""A strategy for each type, made of what was asked for: the type, or ``FrozenDict`` of something."""

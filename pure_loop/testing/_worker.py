@@ -1,0 +1,128 @@
+"""One rank of a pool: a process that runs the programs it is sent, one after the other.
+
+It is started by the path of this file and imports nothing outside the standard library before it has been told what
+``sys.path`` is in the process of the pool. It ends by itself when that process does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+__all__: list[str] = []
+
+# How much longer than the pool a worker waits for anything: the pool knows where all ranks stand, so it should speak.
+_LONGER = 30.0
+
+
+class _Worker:
+    def __init__(self, rank: int, ranks: int, timeout: float) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+        self._dumps: Any = import_module("cloudpickle").dumps
+        self._rank, self._ranks, self._patience = rank, ranks, timeout + _LONGER
+
+    def meet(self, store: str) -> tuple[Any, ...]:
+        """Leave the process group, and enter a new one that the ranks find through a file."""
+        try:
+            self.leave()
+            distributed = self._torch.distributed
+            distributed.init_process_group(
+                "gloo",
+                store=distributed.FileStore(store, self._ranks),
+                rank=self._rank,
+                world_size=self._ranks,
+                timeout=timedelta(seconds=self._patience),
+            )
+            return ("met",)
+        except Exception as error:
+            return "error", time.monotonic(), "could not meet the others:", *self._described(error)
+
+    def run(self, path: list[str], payload: bytes) -> tuple[Any, ...]:
+        """What a program gives.
+
+        Args:
+            path: what ``sys.path`` has to be.
+            payload: the program, pickled.
+        """
+        # Written in C, it also ends a process whose interpreter is stuck while nobody is left to kill it.
+        faulthandler.dump_traceback_later(self._patience, exit=True)
+        doing = "could not load the program:"
+        try:
+            sys.path[:] = path
+            program = pickle.loads(payload)
+            doing = "raised"
+            self._torch.manual_seed(self._rank)
+            value = program(self._rank)
+            if not self._torch.distributed.is_initialized():
+                raise RuntimeError(
+                    "the program destroyed the default process group, which belongs to the pool: leave out "
+                    "destroy_process_group()"
+                )
+            doing = f"returned a {type(value).__name__} that can't be pickled:"
+            return "value", self._dumps(value)
+        except BaseException as error:
+            return "error", time.monotonic(), doing, *self._described(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def leave(self) -> None:
+        """End the process group; ranks that wait for this one in a collective get an error instead of waiting on."""
+        if self._torch.distributed.is_initialized():
+            self._torch.distributed.destroy_process_group()
+
+    def _described(self, error: BaseException) -> tuple[str, str, bytes | None]:
+        """In one line, as a traceback from the program's own first line on, and pickled where that goes."""
+        inside = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        line = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0][:200]
+        text = "".join(traceback.format_exception(type(error), error, inside))
+        try:
+            return line, text, self._dumps(error)
+        except Exception:
+            return line, text, None
+
+
+def _listen(connection: Connection, inbox: SimpleQueue[bytes], directory: str) -> None:
+    try:
+        while True:
+            inbox.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        # The pool is gone without a word, and the main thread may wait in a collective for ever.
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+
+def _serve(connection: Connection, directory: str) -> None:
+    inbox: SimpleQueue[bytes] = SimpleQueue()
+    # A thread of its own, so that the end of the pool is noticed whatever a program does.
+    Thread(target=_listen, args=(connection, inbox, directory), daemon=True).start()
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks with it where a rank stands
+    path, rank, ranks, timeout = pickle.loads(inbox.get())
+    sys.path[:] = path
+    worker = _Worker(rank, ranks, timeout)
+    connection.send_bytes(pickle.dumps(("ready",)))
+    while True:
+        task, *arguments = pickle.loads(inbox.get())
+        answer = worker.meet(*arguments) if task == "meet" else worker.run(*arguments)
+        connection.send_bytes(pickle.dumps(answer))
+        if answer[0] == "error":
+            worker.leave()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,158 @@
+"""Cases: everything that a run of ``fit`` is made from, as a value, so that a law can run it again and again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+from torch import nn
+
+import pure_loop as pl
+from pure_loop.algorithm import AlgorithmLike
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.optim import Optimizer
+from pure_loop.order import Plan
+from pure_loop.precision import Precision
+from pure_loop.state import State
+from pure_loop.testing._code import code
+from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
+
+__all__ = ["OPTIMIZERS", "Case", "Fit", "Pairs"]
+
+Fit: TypeAlias = Callable[..., Any]
+"""``pl.fit``, or a loop that is held against it."""
+
+Pairs: TypeAlias = list[tuple[Event, State]]
+
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: pl.optim.sgd(lr=0.05, momentum=0.9),
+    "adamw": lambda: pl.optim.adamw(lr=pl.schedules.linear(0.05, 0.01, "12ba")),
+}
+"""Optimizers of cases: one with a memory, and one that also has a schedule."""
+
+
+class _Unsized:
+    """Batches in an iterable without a length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _one_of(choices: Any) -> Any:
+    def validate(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in choices:
+            raise ArgumentError(f"{attribute.name}={value!r} is not known; write {' or '.join(map(repr, choices))}.")
+
+    return validate
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Case:
+    """A plan, a problem and settings: what one run of ``fit`` needs besides algorithms and callbacks.
+
+    Args:
+        plan: how long, in which batches, with which evaluators (:class:`pure_loop.order.Plan`).
+        problem: a :class:`Problem`, or the name of one.
+        seed: of the parameters, the data, and the run.
+        optimizer: a name in :data:`OPTIMIZERS`.
+        precision: as in ``fit``.
+        clip_grad: as in ``fit``.
+
+    Raises:
+        ArgumentError: a name that is not known, or a plan that doesn't begin with INIT.
+
+    >>> from pure_loop.order import Plan
+    >>> case = Case(plan=Plan(batches=(4,), max_duration="1ba"))
+    >>> [event.value for event, state in case.run()][:3]
+    ['init', 'before_load', 'after_load']
+    >>> case
+    Case(plan=Plan(batches=(4,), max_duration='1ba'))
+    """
+
+    plan: Plan
+    problem: Problem = attrs.field(default=PROBLEMS["linear"], converter=as_problem)
+    seed: int = 0
+    optimizer: str = attrs.field(default="sgd", validator=_one_of(OPTIMIZERS))
+    precision: str = "fp32"
+    clip_grad: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        Precision.parse(self.precision)
+        if not self.plan.fresh:
+            raise ArgumentError("a case is a whole run: its plan has fresh=True; stream(start=state) goes on.")
+
+    def model(self) -> nn.Module:
+        """A module with this case's first parameters; a new one in every call."""
+        return self.problem.model(self.seed)
+
+    def data(self) -> Any:
+        """The batches of an epoch."""
+        batches = self.problem.batches(self.plan.batches, self.seed + 1)
+        return batches if self.plan.sized else _Unsized(batches)
+
+    def held_out(self) -> dict[str, Any]:
+        """The batches of each evaluator, by its label."""
+        return {label: self.problem.batches(each.batches, seed=7) for label, each in self.plan.evaluators.items()}
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``fit`` is called with, besides the model and the data."""
+        plan, held_out = self.plan, self.held_out()
+        return {
+            "loss": self.problem.loss,
+            "task": pl.Task(tokens=lambda batch: plan.tokens_per_sample * len(batch[0])),
+            "optimizer": OPTIMIZERS[self.optimizer](),
+            "max_duration": plan.max_duration,
+            "microbatch_size": plan.microbatch_size,
+            "seed": self.seed,
+            "precision": self.precision,
+            "clip_grad": self.clip_grad,
+            "evaluators": {
+                label: pl.Evaluator(held_out[label], interval=each.interval, microbatch_size=each.microbatch_size)
+                for label, each in plan.evaluators.items()
+            },
+            "eval_interval": plan.eval_interval,
+            "batches_per_epoch": plan.batches_per_epoch,
+            "iteration_length": plan.iteration_length,
+            "order": plan.order,
+            # A clock that the plan knows: a second, or whatever it says, a batch.
+            "clock": itertools.count(0.0, plan.seconds_per_batch).__next__,
+        }
+
+    def stream(
+        self,
+        algorithms: AlgorithmLike | Sequence[AlgorithmLike] = (),
+        *,
+        fit: Fit = pl.fit,
+        start: State | nn.Module | None = None,
+        **overrides: Any,
+    ) -> Any:
+        """The stream of a run.
+
+        Args:
+            algorithms: what runs in it.
+            fit: the loop that runs it.
+            start: a State to go on from, or a module; None for :meth:`model`.
+            **overrides: further arguments of ``fit``, or others than those of the case.
+        """
+        arguments = {**self.arguments(), "algorithms": algorithms, **overrides}
+        return fit(self.model() if start is None else start, self.data(), **arguments)
+
+    def run(
+        self,
+        algorithms: AlgorithmLike | Sequence[AlgorithmLike] = (),
+        *,
+        fit: Fit = pl.fit,
+        start: State | nn.Module | None = None,
+        **overrides: Any,
+    ) -> Pairs:
+        """All pairs of :meth:`stream`, kept."""
+        return list(self.stream(algorithms, fit=fit, start=start, **overrides))
+
+    def __repr__(self) -> str:
+        return code(self)

@@ -1,0 +1,206 @@
+"""The whole kit in one call: every law that applies, tried on cases that Hypothesis draws."""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.testing.case import Fit
+from pure_loop.testing.law import EXAMPLES
+from pure_loop.testing.laws import OF_ALGORITHMS, OF_LOOPS, UNAVAILABLE
+from pure_loop.testing.problems import Problem
+from pure_loop.testing.report import CheckFailed, Outcome, Report
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.trial import Trial, drawn_from
+
+__all__ = ["check_algorithm", "check_loop", "parametrize_with_checks"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_algorithm(
+    make_algorithm: Any,
+    *,
+    fit: Fit = pl.fit,
+    problems: Problem | str | Iterable[Problem | str] | None = None,
+    plans: st.SearchStrategy[Any] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    max_examples: int = EXAMPLES,
+) -> Report:
+    """Try every law on an algorithm, and raise if one doesn't hold.
+
+    Args:
+        make_algorithm: a function without arguments that makes a fresh algorithm, a composition or a list of such;
+            or an algorithm, which is copied as it is.
+        fit: the loop: ``functools.partial(pl.fit, device="cuda")`` tries it on a GPU.
+        problems: models and data to train on, by name or as :class:`Problem`; None: all that come along.
+        plans: a strategy of :class:`pure_loop.order.Plan`; None: :func:`pure_loop.testing.plans`, short ones.
+        expected_failures: names of laws that it doesn't keep, each with the reason. Strict: one that holds fails.
+        skip: names of laws that are not to be tried, each with the reason.
+        max_examples: how many cases a law is tried on.
+
+    Returns:
+        What was tried: ``print(report)`` is a table.
+
+    Raises:
+        CheckFailed: an AssertionError: a law doesn't hold, one holds that was expected to fail, or no handler ever ran.
+        ArgumentError: the name of a law that is not known, or a reason that is empty.
+        ArgumentTypeError: ``make_algorithm`` makes something else.
+
+    >>> import pure_loop as pl
+    >>> report = check_algorithm(lambda: pl.algorithms.sam(rho=0.1), problems="linear", max_examples=2)
+    >>> report.ok
+    True
+    """
+    subject, draw = Subject(_not_none(make_algorithm)), drawn_from(problems, plans)
+    trial = Trial(subject, OF_ALGORITHMS, UNAVAILABLE, draw, fit, expected_failures, skip, max_examples)
+    return trial.report()
+
+
+def check_loop(
+    fit: Fit = pl.fit,
+    *,
+    problems: Problem | str | Iterable[Problem | str] | None = None,
+    plans: st.SearchStrategy[Any] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    max_examples: int = EXAMPLES,
+) -> Report:
+    """Try every law on a loop: a function that is called as ``pl.fit`` is, and yields what it yields.
+
+    Args:
+        fit: the loop.
+        problems, plans, expected_failures, skip, max_examples: as in :func:`check_algorithm`.
+
+    Raises:
+        CheckFailed: an AssertionError: a law doesn't hold.
+
+    >>> check_loop(problems="linear", max_examples=1).ok
+    True
+    """
+    draw = drawn_from(problems, plans)
+    return Trial(Subject(None), OF_LOOPS, UNAVAILABLE, draw, fit, expected_failures, skip, max_examples).report()
+
+
+def _not_none(make_algorithm: Any) -> Any:
+    if make_algorithm is None:
+        raise ArgumentTypeError("check_algorithm(None): give a function that makes an algorithm.")
+    return make_algorithm
+
+
+def _by_name(given: Any, names: list[str]) -> list[Mapping[str, str] | None]:
+    """Expected failures that are given for each algorithm; empty if they are given for all."""
+    if not isinstance(given, Mapping) or not any(isinstance(value, Mapping) for value in given.values()):
+        return []
+    for name in given:
+        if name not in names:
+            raise ArgumentError(f"expected_failures: no algorithm in the list is named {name!r}; there are {names}.")
+    return [given.get(name) for name in names]
+
+
+class _Check:
+    """One law, as a function of one algorithm: what :func:`parametrize_with_checks` gives to a test."""
+
+    def __init__(self, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+        self._trial = trial
+        self._together = together
+        self.subject = trial.subject.name
+        self.name = self.__name__ = name
+
+    def __call__(self, algorithm: Any = None) -> Outcome:
+        """
+        Raises:
+            CheckFailed: the law doesn't hold, or holds and was expected to fail.
+            unittest.SkipTest: it was not tried; says why.
+        """
+        outcome = self._trial.outcome(self.name)
+        if outcome.result in ("skipped", "not run"):
+            raise unittest.SkipTest(f"{self.name}: {outcome.reason}")
+        problem = self._trial.never_ran()
+        if outcome.result == "UNEXPECTED PASS" and any(
+            trial.outcome(self.name).result == "expected failure" for trial in self._together
+        ):
+            outcome = attrs.evolve(outcome, result="passed", reason="")
+        if outcome.failed or problem:
+            raise CheckFailed(Report(self._trial.subject.name, (outcome,), problem=problem))
+        return outcome
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def parametrize_with_checks(
+    algorithms: Iterable[Any],
+    *,
+    problems: Problem | str | Iterable[Problem | str] | None = None,
+    plans: st.SearchStrategy[Any] | None = None,
+    expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
+    skip: Mapping[str, str] | None = None,
+    max_examples: int = EXAMPLES,
+) -> Callable[[F], F]:
+    """Make one test of each algorithm and each law; decorates a function of ``(algorithm, check)``.
+
+    Under pytest each pair is a test of its own. Elsewhere the function runs all pairs when it is called.
+
+    Args:
+        algorithms: algorithms, or functions that make them.
+        expected_failures: as in :func:`check_algorithm`, for each of the algorithms by its name,
+            ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all of them, and then at least
+            one must fail.
+        problems, plans, skip, max_examples: as in :func:`check_algorithm`.
+
+    Raises:
+        ArgumentError: no algorithm, or the name of a law that is not known.
+        ArgumentTypeError: something that is neither an algorithm nor a function that makes one.
+
+    >>> import pure_loop as pl
+    >>> decorate = parametrize_with_checks([pl.algorithms.ema(half_life="10ba")], max_examples=5)
+    """
+    if isinstance(algorithms, Algorithm | Composition | str) or not isinstance(algorithms, Iterable):
+        raise ArgumentTypeError(
+            f"parametrize_with_checks({algorithms!r}): give a list of algorithms, or of functions that make them."
+        )
+    listed = list(algorithms)
+    if not listed:
+        raise ArgumentError("parametrize_with_checks([]): give one algorithm at least.")
+    subjects = [Subject(_not_none(given)) for given in listed]
+    by_name = _by_name(expected_failures, [subject.name for subject in subjects])
+    everywhere: list[Any] = [expected_failures] * len(subjects)
+    draw = drawn_from(problems, plans)
+    trials = [
+        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, draw, pl.fit, expected, skip, max_examples)
+        for subject, expected in zip(subjects, by_name or everywhere, strict=True)
+    ]
+    together = () if by_name else tuple(trials)
+    pairs = [
+        (given, _Check(trial, name, together))
+        for given, trial in zip(listed, trials, strict=True)
+        for name in trial.names
+    ]
+    names = [f"{check.subject}-{check.name}" for _, check in pairs]
+
+    def decorate(function: F) -> F:
+        # Where pytest is not running, there is nobody to ask for its mark.
+        pytest: Any = sys.modules.get("pytest")
+        if pytest is not None:
+            return pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)  # type: ignore[no-any-return]
+
+        def run_all() -> None:
+            for algorithm, check in pairs:
+                try:
+                    function(algorithm, check)
+                except unittest.SkipTest:
+                    continue
+
+        return run_all  # type: ignore[return-value]
+
+    return decorate

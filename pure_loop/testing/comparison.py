@@ -1,0 +1,269 @@
+"""States compared bit by bit: which leaf differs, and what it is on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
+from pure_loop.state import State
+from pure_loop.strict import same
+from pure_loop.time import Timestamp
+
+__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "close", "differences", "shown"]
+
+_WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
+_MISSING = "(no such leaf)"
+
+Leaves: TypeAlias = dict[tuple[Any, ...], Any]
+
+
+def shown(value: Any) -> str:
+    """A value in one line: a tensor by its first numbers, dtype and shape.
+
+    >>> import torch
+    >>> shown(torch.zeros(2, 3))
+    'tensor([0., 0., 0., ...]) float32 (2, 3)'
+    """
+    if not isinstance(value, Tensor):
+        text = repr(value)
+        return text if len(text) <= 100 else f"{text[:97]}..."
+    flat = value.detach().flatten()
+    numbers = [f"{number:.6g}" if isinstance(number, float) else str(number) for number in flat[:3].tolist()]
+    numbers = [f"{n}." if value.is_floating_point() and n.lstrip("-").isdigit() else n for n in numbers]
+    more = ", ..." if flat.numel() > 3 else ""
+    shape = f" {tuple(value.shape)}" if value.ndim else ""
+    dtype = str(value.dtype).removeprefix("torch.")
+    listed = ", ".join(numbers) + more
+    return f"tensor({f'[{listed}]' if value.ndim else listed}) {dtype}{shape}"
+
+
+@attrs.frozen(eq=False)
+class Difference:
+    """A leaf that two trees have differently.
+
+    Attributes:
+        leaf: where it is, as code: ``state.params['weight']``.
+        given: what it is in the first tree.
+        wanted: what it is in the second one.
+    """
+
+    leaf: str
+    given: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        given, wanted = shown(self.given), shown(self.wanted)
+        if given == wanted and isinstance(self.given, Tensor) and isinstance(self.wanted, Tensor):
+            apart = (self.given.detach().double() - self.wanted.detach().double()).abs().max()
+            wanted += f", which is {float(apart):.3g} away at most"
+        return f"{self.leaf} is {given}, and should be {wanted}"
+
+
+def _leaves(tree: Any) -> Leaves:
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    return dict(zip(paths, values, strict=True))
+
+
+def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
+    """Where a leaf is, as code that reads it."""
+    for found, accessor in zip(
+        optree.tree_paths(tree, namespace=NAMESPACE), optree.tree_accessors(tree, namespace=NAMESPACE), strict=True
+    ):
+        if found == path:
+            return accessor.codify(name)
+    return name + "".join(f"[{key!r}]" for key in path)
+
+
+def differences(
+    given: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
+) -> list[Difference]:
+    """The leaves in which two States, or other trees, are not bitwise equal; wall-clock times don't count.
+
+    Args:
+        given, wanted: the trees.
+        name: what to call the tree.
+        without: fields of the State to leave out.
+
+    >>> import torch, pure_loop as pl
+    >>> state = pl.State.create(torch.nn.Linear(1, 1, bias=False))
+    >>> other = state.replace(params={"weight": torch.tensor([[2.0]])})
+    >>> [difference.leaf for difference in differences(state, other)]
+    ["state.params['weight']"]
+    """
+    return list(_differences(given, wanted, name, without))
+
+
+def _differences(given: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
+    one, other = _leaves(given), _leaves(wanted)
+    for path in dict.fromkeys([*one, *other]):
+        if path and (path[-1] in _WALL_CLOCK or path[0] in without):
+            continue
+        a, b = one.get(path, _MISSING), other.get(path, _MISSING)
+        if not same(a, b):
+            yield Difference(_code(given if path in one else wanted, path, name), a, b)
+
+
+def close(given: Any, wanted: Any, *, tolerance: float, name: str = "state") -> Difference | None:
+    """The first leaf in which two trees differ by more than rounding.
+
+    Args:
+        given, wanted: the trees.
+        tolerance: how far numbers may be apart, relative to the greatest of their tensor.
+        name: what to call the tree.
+    """
+    for found in _differences(given, wanted, name, frozenset()):
+        a, b = found.given, found.wanted
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype):
+            if isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * max(abs(a), abs(b), 1.0):
+                continue
+            return found
+        a, b = a.detach().double(), b.detach().double()
+        if not bool(((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1.0)).item()):
+            return found
+    return None
+
+
+def _values(state: State) -> list[Any]:
+    tree: Any = state
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+class Comparer:
+    """Compares the States of two streams that are kept, quickly: what they share with earlier ones is known already.
+
+    >>> import torch, pure_loop as pl
+    >>> state = pl.State.create(torch.nn.Linear(1, 1))
+    >>> Comparer().equal(state, state.replace(loss=torch.tensor(1.0)))
+    False
+    """
+
+    def __init__(self) -> None:
+        self._equal: set[tuple[int, int]] = set()
+
+    def equal(self, given: State, wanted: State) -> bool:
+        """Whether they are bitwise equal, wall-clock times excepted; True is sure, :func:`differences` looks again."""
+        if type(given) is not type(wanted):
+            return False
+        for name in _fields(cast(Hashable, type(given))):
+            a, b = getattr(given, name), getattr(wanted, name)
+            if a is b or name == "model":
+                continue
+            if isinstance(a, Timestamp) and isinstance(b, Timestamp):
+                if _counts(a) != _counts(b):
+                    return False
+                continue
+            pair = id(a), id(b)
+            if pair in self._equal:
+                continue
+            if not _same_trees(a, b):
+                return False
+            if isinstance(a, Tensor | dict) and isinstance(b, Tensor | dict):
+                # Kept alive by their streams, so that no others can have these ids.
+                self._equal.add(pair)
+        return True
+
+
+@cache
+def _fields(cls: Hashable) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(cast(Any, cls)))
+
+
+def _counts(timestamp: Timestamp) -> list[Any]:
+    return [getattr(timestamp, name) for name in _fields(Timestamp) if name not in _WALL_CLOCK]
+
+
+def _same_trees(a: Any, b: Any) -> bool:
+    leaves, spec = optree.tree_flatten(a, namespace=NAMESPACE)
+    others, other = optree.tree_flatten(b, namespace=NAMESPACE)
+    return spec == other and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if type(a) is Tensor and type(b) is Tensor:
+        return a.dtype == b.dtype and a.device == b.device and (torch.equal(a, b) or same(a, b))
+    return same(a, b)
+
+
+class Snapshot:
+    """A State by value, to see later whether anybody wrote to it.
+
+    >>> import torch, pure_loop as pl
+    >>> state = pl.State.create(torch.nn.Linear(1, 1, bias=False))
+    >>> snapshot = Snapshot(state)
+    >>> _ = state.params["weight"].data.add_(1)
+    >>> snapshot.changed().leaf
+    "state.params['weight']"
+    """
+
+    __slots__ = ("_leaves", "state")
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._leaves = [
+            (leaf, leaf.detach().clone(), leaf.requires_grad, len(leaf._backward_hooks or ()))
+            if isinstance(leaf, Tensor)
+            else (leaf, None, False, 0)
+            for leaf in _values(state)
+        ]
+
+    def changed(self) -> Difference | None:
+        """The first leaf that is not what it was; ``given`` is what it is now, ``wanted`` what it was."""
+        now = _values(self.state)
+        if len(now) != len(self._leaves):
+            return Difference("the number of leaves of the state", len(now), len(self._leaves))
+        for index, (leaf, (before, value, required, hooks)) in enumerate(zip(now, self._leaves, strict=True)):
+            if value is None:
+                if leaf is not before and leaf != before:
+                    return Difference(self._name(index), leaf, before)
+                continue
+            if not _same_leaf(leaf, value):
+                return Difference(self._name(index), leaf, value)
+            if leaf.requires_grad != required:
+                return Difference(f"{self._name(index)}.requires_grad", leaf.requires_grad, required)
+            if leaf.is_leaf and leaf.grad is not None:
+                return Difference(f"{self._name(index)}.grad", leaf.grad, None)
+            if len(leaf._backward_hooks or ()) != hooks:
+                return Difference(f"the hooks of {self._name(index)}", len(leaf._backward_hooks or ()), hooks)
+        return None
+
+    def _name(self, index: int) -> str:
+        tree: Any = self.state
+        return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
+
+
+class Keeper:
+    """Many States by value; a tensor that several of them share is copied once.
+
+    >>> import torch, pure_loop as pl
+    >>> state, keeper = pl.State.create(torch.nn.Linear(1, 1, bias=False)), Keeper()
+    >>> keeper.keep(state)
+    >>> _ = state.params["weight"].data.add_(1)
+    >>> keeper.changed()[1].leaf
+    "state.params['weight']"
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor, State, int]] = {}
+
+    def keep(self, state: State) -> None:
+        """Remember what it is now."""
+        for index, leaf in enumerate(_values(state)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
+                # Held, so that no other tensor gets its id.
+                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), state, index
+
+    def changed(self) -> tuple[State, Difference] | None:
+        """The first State that has a tensor which is not what it was, and the leaf."""
+        for leaf, value, state, index in self._tensors.values():
+            if not _same_leaf(leaf, value):
+                tree: Any = state
+                name = optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
+                return state, Difference(name, leaf, value)
+        return None

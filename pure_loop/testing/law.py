@@ -1,0 +1,172 @@
+"""Laws: what holds for every case, each with its name, its words, and the function that tries it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import hypothesis
+from hypothesis import HealthCheck, Phase, strategies
+
+import pure_loop as pl
+from pure_loop.errors import ArgumentError
+from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.problems import Problem
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.violation import LawViolation
+
+__all__ = ["EXAMPLES", "Law", "law", "try_examples"]
+
+EXAMPLES = 15
+"""How many cases a law is tried on, where nothing else is said."""
+
+Check = Callable[[Subject, Case, Fit], None]
+
+
+def _any(problem: Problem) -> bool:
+    return True
+
+
+@attrs.frozen(eq=False, repr=False)
+class Law:
+    """One law. It is called like a function, and raises where it doesn't hold.
+
+    Attributes:
+        name: its name in reports, and in ``expected_failures``.
+        statement: the law in words.
+        check: tries it on one case.
+        rests_on: laws without which this one says nothing: it isn't tried where one of them fails.
+        serves: whether a problem is one on which it can hold.
+        serves_what: what problems these are.
+
+    >>> import pure_loop as pl
+    >>> from pure_loop.testing import laws
+    >>> laws.purity(lambda: pl.algorithms.sam(), max_examples=2)
+    """
+
+    name: str
+    statement: str
+    check: Check
+    rests_on: tuple[str, ...] = ()
+    serves: Callable[[Problem], bool] = _any
+    serves_what: str = "any"
+
+    def __call__(
+        self,
+        make_algorithm: Any = None,
+        case: Case | None = None,
+        *,
+        fit: Fit = pl.fit,
+        cases: strategies.SearchStrategy[Case] | None = None,
+        max_examples: int = EXAMPLES,
+    ) -> None:
+        """Try the law.
+
+        Args:
+            make_algorithm: makes what is on trial (:class:`Subject`); None: the loop alone.
+            case: the one case to try it on; None: cases that Hypothesis draws.
+            fit: the loop.
+            cases: where to draw from; None: :func:`pure_loop.testing.cases`.
+            max_examples: how many to draw.
+
+        Raises:
+            LawViolation: it doesn't hold; says for which case, at which event, in which leaf.
+            ArgumentError: the law can't hold on the case's problem.
+        """
+        subject = make_algorithm if isinstance(make_algorithm, Subject) else Subject(make_algorithm)
+        if case is not None:
+            if not self.serves(case.problem):
+                raise ArgumentError(
+                    f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
+                )
+            self.on(subject, case, fit)
+            return
+        if cases is None:
+            from pure_loop.testing.strategies import cases as drawn
+
+            cases = drawn()
+        try_examples(self, subject, cases, fit=fit, max_examples=max_examples)
+
+    def on(self, subject: Subject, case: Case, fit: Fit = pl.fit) -> None:
+        """Try it on one case; a violation then says all that there is to say."""
+        try:
+            self.check(subject, case, fit)
+        except LawViolation as violation:
+            violation.law, violation.statement, violation.case = self.name, self.statement, case
+            violation.code = subject.reproduction(self.name, case, standard=fit is pl.fit)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<law {self.name}: {self.statement}>"
+
+
+def law(
+    statement: str,
+    *,
+    rests_on: Sequence[str] = (),
+    serves: Callable[[Problem], bool] = _any,
+    serves_what: str = "any",
+) -> Callable[[Check], Law]:
+    """Make a law of a function that tries one case."""
+
+    def decorate(check: Check) -> Law:
+        return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what)
+
+    return decorate
+
+
+def try_examples(
+    law: Law,
+    subject: Subject,
+    cases: strategies.SearchStrategy[Case],
+    *,
+    fit: Fit = pl.fit,
+    max_examples: int = EXAMPLES,
+) -> int:
+    """Try a law on cases that Hypothesis draws; gives their number.
+
+    Raises:
+        LawViolation: that of the smallest case that was found.
+    """
+    tried = 0
+    last: LawViolation | None = None
+
+    # Drawn in the same way every time: a report that changes from one run to the next would be of no use, and the
+    # failure's own code reproduces it. So there is no database either.
+    @hypothesis.settings(
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(cases)
+    def holds(case: Case) -> None:
+        nonlocal tried, last
+        tried += 1
+        try:
+            law.on(subject, case, fit)
+        except LawViolation as violation:
+            last = violation
+            raise
+
+    try:
+        holds()
+    except LawViolation as violation:
+        violation.examples = tried
+        violation.__notes__ = []  # Hypothesis's account of the case, which is in the message already
+        raise
+    except hypothesis.errors.Flaky as flaky:
+        if last is None:
+            raise
+        last.finding += (
+            " Tried once more on the same case, it was not found again: what is on trial depends on something that no "
+            "State holds, such as a global variable."
+        )
+        last.examples = tried
+        raise last from flaky
+    return tried

@@ -1,0 +1,86 @@
+"""The laws, each a function that works alone, and that raises where it doesn't hold.
+
+>>> import pure_loop as pl
+>>> from pure_loop.testing import laws
+>>> laws.microbatch_invariance(lambda: pl.algorithms.gradient_clipping("norm", 1.0), max_examples=2)
+"""
+
+from __future__ import annotations
+
+from pure_loop.testing.law import Law
+from pure_loop.testing.laws.calls import memory, purity, structure
+from pure_loop.testing.laws.composition import algorithm_order, composition
+from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
+from pure_loop.testing.laws.ranks import rank_agreement
+from pure_loop.testing.laws.resumption import resumption
+from pure_loop.testing.laws.runs import closing, determinism, order, value, watch_equality
+from pure_loop.testing.laws.writes import discipline, visibility
+
+__all__ = [
+    "OF_ALGORITHMS",
+    "OF_LOOPS",
+    "UNAVAILABLE",
+    "Law",
+    "algorithm_order",
+    "closing",
+    "composition",
+    "determinism",
+    "discipline",
+    "evaluation_invariance",
+    "memory",
+    "microbatch_invariance",
+    "observer_invariance",
+    "order",
+    "purity",
+    "rank_agreement",
+    "resumption",
+    "structure",
+    "value",
+    "visibility",
+    "watch_equality",
+]
+
+OF_ALGORITHMS: tuple[Law, ...] = (
+    structure,
+    discipline,
+    order,
+    purity,
+    memory,
+    value,
+    determinism,
+    visibility,
+    microbatch_invariance,
+    evaluation_invariance,
+    observer_invariance,
+    composition,
+    resumption,
+    watch_equality,
+    closing,
+    rank_agreement,
+)
+"""The laws that an algorithm keeps; each comes after those on which it rests."""
+
+OF_LOOPS: tuple[Law, ...] = (
+    order,
+    value,
+    determinism,
+    visibility,
+    algorithm_order,
+    microbatch_invariance,
+    evaluation_invariance,
+    observer_invariance,
+    composition,
+    resumption,
+    watch_equality,
+    closing,
+    rank_agreement,
+)
+"""The laws that a loop keeps."""
+
+UNAVAILABLE: dict[str, str] = {
+    "checkpoint": "this version of pure_loop has no save and load yet",
+    "compile_equality": "this version of pure_loop has no compile= yet",
+    "donate_equality": "this version of pure_loop has no donate= yet",
+    "world_size": "this version of pure_loop has no parallel= yet",
+}
+"""Laws that join when the library gets what they are about, and what that is."""

@@ -1,0 +1,166 @@
+"""Laws of composition: the identity, associativity, the order at each event; and whether two algorithms commute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from hypothesis import strategies
+
+import pure_loop as pl
+from pure_loop.algorithm import Algorithm
+from pure_loop.event import Event
+from pure_loop.state import State
+from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.law import EXAMPLES, Law, law, try_examples
+from pure_loop.testing.laws._streams import same_stream
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.violation import LawViolation
+
+__all__ = ["Commutation", "algorithm_order", "commutation", "composition"]
+
+
+def _neighbour(name: str, factor: float) -> Algorithm:
+    """Counts batches, and changes the loss in a way that does not commute with its like."""
+
+    def scale(state: State) -> State:
+        loss = state.loss
+        total = (loss["total"] if isinstance(loss, dict) else loss) * factor + 0.1
+        return state.replace(loss={**loss, "total": total} if isinstance(loss, dict) else total)
+
+    def count(state: State) -> State:
+        return state.remember(name, state.algorithm_state[name] + 1)
+
+    return Algorithm(name, {Event.AFTER_LOSS: scale, Event.BATCH_END: count}, init=lambda state: 0)
+
+
+@law(
+    "the identity beside it changes nothing, and compose(a, b, c) is the list, however it is grouped",
+    rests_on=("purity", "memory", "order", "determinism", "visibility"),
+)
+def composition(subject: Subject, case: Case, fit: Fit) -> None:
+    """Runs it alone, between neighbours that do nothing, and composed with two others in some grouping."""
+    # They do nothing in three ways; the one with a memory of its own must be as good as none, too.
+    identity = Algorithm("identity of the law", dict.fromkeys(Event, lambda state: state))
+    copying = Algorithm("copying of the law", dict.fromkeys(Event, lambda state: state.replace()))
+    neighbour = Algorithm("neighbour of the law", {Event.INIT: lambda state: state}, init=lambda state: 0)
+    alone = subject.alone(case, fit)
+    beside = case.run([identity, neighbour, *subject.make(), copying], fit=fit)
+    without = [(event, _without(state, neighbour.name)) for event, state in beside]
+    same_stream(without, alone, "beside algorithms that do nothing, the run was another")
+    first, last = _neighbour("first of the law", 2.0), _neighbour("last of the law", 0.5)
+    listed = case.run([first, *subject.make(), last], fit=fit)
+    groupings: list[list[Any]] = [
+        [pl.compose(first, *subject.make(), last)],
+        [pl.compose(pl.compose(first, *subject.make()), last)],
+        [first, pl.compose(*subject.make(), last)],
+    ]
+    grouped = case.run(groupings[case.seed % len(groupings)], fit=fit)
+    same_stream(grouped, listed, "composed, the run was another than that of the list")
+
+
+def _without(state: State, name: str) -> State:
+    return state.replace(algorithm_state={key: kept for key, kept in state.algorithm_state.items() if key != name})
+
+
+@law(
+    "algorithms apply in the order given, and in reverse on the AFTER half of a pair, AFTER_DATALOADER excepted",
+    rests_on=("order",),
+)
+def algorithm_order(subject: Subject, case: Case, fit: Fit) -> None:
+    """Three algorithms note when they run."""
+    trace: list[tuple[Event, str]] = []
+
+    def tracer(name: str) -> Algorithm:
+        def note(state: State) -> State:
+            assert state.event is not None
+            trace.append((state.event, name))
+            return state
+
+        return Algorithm(name, dict.fromkeys(Event, note))
+
+    events = [event for event, _ in case.run([tracer(name) for name in "abc"], fit=fit)]
+    wanted: list[tuple[Event, str]] = []
+    for event in events:
+        backwards = "AFTER" in event.name.split("_") and event is not Event.AFTER_DATALOADER
+        wanted += [(event, name) for name in ("cba" if backwards else "abc")]
+    for number, ((event, name), (due, first)) in enumerate(zip(trace, wanted, strict=False)):
+        if (event, name) != (due, first):
+            raise LawViolation(
+                f"of the algorithms a, b and c, {name} ran at {event.name} where {first} should have (call {number}).",
+                event=event,
+            )
+    if len(trace) != len(wanted):
+        raise LawViolation(f"algorithms ran {len(trace)} times, and should have {len(wanted)} times.")
+
+
+@attrs.frozen
+class Commutation:
+    """Whether two algorithms commute: a fact about the pair, and no law.
+
+    Attributes:
+        commutes: ``[a, b]`` gave what ``[b, a]`` gave on every case.
+        examples: the number of cases.
+        counterexample: where they don't, what was found on the smallest case.
+
+    >>> import pure_loop as pl
+    >>> bool(commutation(lambda: pl.algorithms.ema(half_life="2ba"), lambda: pl.algorithms.sam(), max_examples=2))
+    True
+    """
+
+    commutes: bool
+    examples: int
+    counterexample: LawViolation | None = None
+
+    def __bool__(self) -> bool:
+        return self.commutes
+
+    def __str__(self) -> str:
+        if self.counterexample is None:
+            return f"They commute on all of {self.examples} cases."
+        return f"They do not commute.\n\n{self.counterexample}"
+
+
+def commutation(
+    make_a: Any,
+    make_b: Any,
+    *,
+    cases: strategies.SearchStrategy[Case] | None = None,
+    max_examples: int = EXAMPLES,
+) -> Commutation:
+    """Whether two algorithms commute, and if they don't, the smallest case on which they don't.
+
+    Args:
+        make_a, make_b: make the algorithms, as in :func:`pure_loop.testing.check_algorithm`.
+        cases: where to draw from; None: :func:`pure_loop.testing.cases`.
+        max_examples: how many to draw.
+
+    Raises:
+        ArgumentError: both have one name.
+    """
+    a, b = Subject(make_a), Subject(make_b)
+    both = Subject([lambda: list(a.make()), lambda: list(b.make())])
+
+    def check(subject: Subject, case: Case, fit: Fit) -> None:
+        one = case.run([*a.make(), *b.make()], fit=fit)
+        other = case.run([*b.make(), *a.make()], fit=fit)
+        order = [*a.names, *b.names]
+        stripped = [(event, _in_order(state, order)) for event, state in other]
+        same_stream([(event, _in_order(state, order)) for event, state in one], stripped, f"{a.name} before {b.name}")
+
+    statement = f"{a.name} and {b.name} commute: each order gives the same stream"
+    pair = Law("commutation", statement, check)
+    if cases is None:
+        from pure_loop.testing.strategies import cases as drawn
+
+        cases = drawn()
+    try:
+        return Commutation(True, try_examples(pair, both, cases, max_examples=max_examples))
+    except LawViolation as violation:
+        violation.code = ""
+        return Commutation(False, 0, violation)
+
+
+def _in_order(state: State, names: list[str]) -> State:
+    memories = state.algorithm_state
+    return state.replace(algorithm_state={name: memories[name] for name in names if name in memories})

@@ -1,0 +1,55 @@
+"""The law of resumption: a State is the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from pure_loop.event import Event
+from pure_loop.order import BOUNDARIES, going_on
+from pure_loop.state import State
+from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.law import law
+from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.violation import LawViolation, moment
+
+__all__ = ["resumption", "resumption_from"]
+
+
+@law(
+    "from every boundary, training goes on with a fresh instance exactly as if it had never stopped",
+    rests_on=("purity", "memory", "order", "value", "determinism", "visibility"),
+)
+def resumption(subject: Subject, case: Case, fit: Fit) -> None:
+    """From every boundary to the end of the next batch; from two of them, which the seed chooses, to the end of all."""
+    resumption_from(subject, case, fit, {case.seed % 5, (case.seed * 7 + 3) % 11})
+
+
+def resumption_from(subject: Subject, case: Case, fit: Fit, to_the_end: Collection[int] | None) -> None:
+    """The law; ``to_the_end`` has the numbers of the boundaries from which all the rest is run, None: of all."""
+    whole = subject.alone(case, fit)
+    events = [event for event, _ in whole]
+    boundaries = [index for index, event in enumerate(events) if event in BOUNDARIES]
+    for number, index in enumerate(boundaries):
+        event, kept = whole[index]
+        what = f"gone on from {moment(kept)}"
+        short = to_the_end is not None and number not in to_the_end
+        try:
+            stream: Any = case.stream(subject.make(), fit=fit, start=kept)
+            again = list(_to_the_next_batch(stream) if short else stream)
+            stream.close()
+        except Exception as error:
+            raise LawViolation(f"{what}, it ended in an error: {type(error).__name__}: {error}", event=event) from error
+        rest = going_on(events, index)
+        same_events([event for event, _ in again], rest[: len(again)] if short else rest, what)
+        # The FIT_START that every call yields stands in no whole stream at this place.
+        wanted: Pairs = whole[len(whole) - len(rest) + 1 :]
+        same_stream(again[1:], wanted[: len(again) - 1], what)
+
+
+def _to_the_next_batch(stream: Any) -> Iterator[tuple[Event, State]]:
+    for pair in stream:
+        yield pair
+        if pair[0] in (Event.BATCH_END, Event.EPOCH_CHECKPOINT):
+            return

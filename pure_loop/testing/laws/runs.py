@@ -1,0 +1,150 @@
+"""Laws about whole runs: the order of events, values that stay, equal runs, fewer events watched, and leaving."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+from pure_loop.event import Event
+from pure_loop.order import expected
+from pure_loop.testing._surroundings import Surroundings, reseeded
+from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.comparison import Keeper, differences
+from pure_loop.testing.law import law
+from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.violation import LawViolation, moment
+
+__all__ = ["closing", "determinism", "order", "value", "watch_equality"]
+
+
+@law(
+    "the events of a stream are exactly those of the specification, and every State says its event",
+    rests_on=("structure", "discipline"),
+)
+def order(subject: Subject, case: Case, fit: Fit) -> None:
+    """Runs it to its end; an error is the end of the order, too."""
+    events: list[Event] = []
+    try:
+        for event, state in case.stream(subject.make(), fit=fit):
+            events.append(event)
+            if state.event is not event:
+                raise LawViolation(f"the State yielded at {event.name} says {state.event}.", event=event)
+    except LawViolation:
+        raise
+    except Exception as error:
+        last = events[-1].name if events else "the call"
+        raise LawViolation(
+            f"the run ended in an error after {last}: {type(error).__name__}: {error}",
+            event=events[-1] if events else None,
+            advice=" ".join(getattr(error, "__notes__", ())),
+        ) from error
+    same_events(events, expected(case.plan), "the order of events")
+
+
+@law("a State that was yielded never changes afterwards", rests_on=("purity", "order"))
+def value(subject: Subject, case: Case, fit: Fit) -> None:
+    """Keeps all of them, and looks at each once more at the end."""
+    keeper = Keeper()
+    for _, state in case.stream(subject.make(), fit=fit):
+        keeper.keep(state)
+    changed = keeper.changed()
+    if changed is not None:
+        state, difference = changed
+        raise LawViolation(
+            f"a State that was kept at {moment(state)}, was written to afterwards.",
+            event=state.event,
+            difference=difference,
+            labels=("it is", "it was"),
+        )
+
+
+@law(
+    "equal inputs give equal streams whatever the global random state, which is left as it was",
+    rests_on=("purity", "order", "value"),
+)
+def determinism(subject: Subject, case: Case, fit: Fit) -> None:
+    """Runs it twice, in other global random states, and looks at them after every event."""
+    streams = []
+    for seed in (11, 12):
+        with reseeded(seed):
+            around = Surroundings()
+            pairs = []
+            for pair in case.stream(subject.make(), fit=fit):
+                pairs.append(pair)
+                changed = around.changed(hastily=True)
+                if changed is not None:
+                    raise LawViolation(f"the loop changed {changed} on the way to {pair[0].name}.", event=pair[0])
+            streams.append(pairs)
+    same_stream(streams[1], streams[0], "the same run in another global random state")
+
+
+@law("watching fewer events gives the same States at those", rests_on=("determinism",))
+def watch_equality(subject: Subject, case: Case, fit: Fit) -> None:
+    """Watches a few events, which the case's seed chooses."""
+    everything = list(Event)
+    watched = {everything[(case.seed * 7 + step * 5) % len(everything)] for step in range(4)} | {Event.BATCH_END}
+    wanted = [pair for pair in subject.alone(case, fit) if pair[0] in watched]
+    given = case.run(subject.make(), fit=fit, watch=watched)
+    same_stream(given, wanted, f"watching only {', '.join(sorted(event.name for event in watched))}")
+
+
+@law(
+    "leaving the loop at any event leaves no thread, no process and no module changed",
+    rests_on=("purity", "order", "determinism"),
+)
+def closing(subject: Subject, case: Case, fit: Fit) -> None:
+    """Leaves it at an event that the case's seed chooses: by a break, or by an error in the body."""
+    module = case.model()
+    before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    training = [part.training for part in module.modules()]
+    hooks = [_hooks(part) for part in module.modules()]
+    threads, around = set(threading.enumerate()), Surroundings()
+    stream: Any = case.stream(subject.make(), fit=fit, start=module)
+    last = len(expected(case.plan)) - 1
+    position = (case.seed * 31 + 17) % last if last else 0
+    left: Event | None = None
+    try:
+        for index, (event, _) in enumerate(stream):
+            if index >= position:
+                left = event
+                if case.seed % 2:
+                    raise _LeftByError
+                break
+    except _LeftByError:
+        pass
+    stream.close()
+    name = left.name if left else "the end"
+
+    def refuse(what: str) -> None:
+        raise LawViolation(f"after the loop was left at {name}, {what}.", event=left)
+
+    if list(stream):
+        refuse("it went on")
+    left_behind = [thread.name for thread in threading.enumerate() if thread not in threads]
+    if left_behind:
+        refuse(f"a thread ran on: {', '.join(left_behind)}")
+    if multiprocessing.active_children():
+        refuse(f"a process ran on: {multiprocessing.active_children()}")
+    changed = around.changed()
+    if changed is not None:
+        refuse(f"{changed} was another")
+    if [part.training for part in module.modules()] != training:
+        refuse("the user's module was in another mode, training or evaluation")
+    if [_hooks(part) for part in module.modules()] != hooks:
+        refuse("the user's module had other hooks")
+    for key, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            refuse(f"the user's module had a gradient in {key}.grad")
+    for key, tensor in module.state_dict().items():
+        if differences(tensor, before[key]):
+            refuse(f"the user's module was another: {key} is {tensor} and was {before[key]}")
+
+
+class _LeftByError(Exception):
+    """Raised in the loop's body."""
+
+
+def _hooks(part: Any) -> int:
+    return sum(len(getattr(part, name)) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))

@@ -1,0 +1,384 @@
+"""Laws about what is written: only what may change at an event, and what is written is what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+import pure_loop as pl
+from pure_loop._finite import total_loss
+from pure_loop._weights import Weights
+from pure_loop.algorithm import Algorithm
+from pure_loop.data import map_tensors
+from pure_loop.event import Event
+from pure_loop.precision import Precision
+from pure_loop.stages import Stages
+from pure_loop.state import NOT_READY, State
+from pure_loop.task import make_task
+from pure_loop.testing._tap import Call, tapped
+from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.comparison import differences
+from pure_loop.testing.law import law
+from pure_loop.testing.laws._streams import as_far_as_it_goes
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.violation import LawViolation, moment
+
+__all__ = ["MAY_CHANGE", "NOBODY", "discipline", "visibility"]
+
+_MICROBATCH = (
+    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
+    *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+)
+_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+_WHOLE_BATCH = (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+_BRANCH = frozenset(event for event in Event if event.value.startswith("eval_") and "all" not in event.value)
+_OUTSIDE_FIT = frozenset({Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END})
+_LAST_OF_BRANCH = frozenset({Event.EVAL_END})
+
+MAY_CHANGE: dict[str, frozenset[Event]] = {
+    "model": frozenset({Event.INIT}),
+    "params": frozenset(Event) - _GRAPH - _LAST_OF_BRANCH,
+    "buffers": frozenset(Event) - _LAST_OF_BRANCH,
+    "opt_state": frozenset(Event) - (_BRANCH - _OUTSIDE_FIT),
+    "batch": frozenset({*_WHOLE_BATCH, Event.EVAL_BATCH_START, Event.PREDICT_BATCH_START}),
+    "microbatch": frozenset(
+        {
+            # At AFTER_LOSS what was put in for the loss is taken out again.
+            *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+            *(Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD, Event.PREDICT_BEFORE_FORWARD),
+        }
+    ),
+    "outputs": frozenset(
+        {
+            *(Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.EVAL_AFTER_FORWARD),
+            *(Event.PREDICT_AFTER_FORWARD, Event.PREDICT_BATCH_END),
+        }
+    ),
+    "loss": frozenset(
+        {
+            *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+            *(Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        }
+    ),
+    "grads": frozenset({*_MICROBATCH, Event.AFTER_TRAIN_BATCH}),
+    "metrics": frozenset(Event),
+    "algorithm_state": frozenset(Event),
+}
+"""The events at which an algorithm may change a field: those after which something reads it."""
+
+NOBODY = (
+    "timestamp",
+    "previous_timestamp",
+    "position",
+    "event",
+    "seed",
+    "loss_scale",
+    "skipped",
+    "nonfinite",
+    "evaluator",
+)
+"""Fields that are the loop's alone."""
+
+_WHY: dict[str, str] = {
+    "params": "between the forward and the backward the loss is a function of the old ones, and after EVAL_END the "
+    "branch on which evaluation runs is dropped",
+    "buffers": "after EVAL_END the branch on which evaluation runs is dropped",
+    "opt_state": "evaluation runs on a branch, of which only metrics and memory come back",
+    "batch": "the batch is split into microbatches after BEFORE_TRAIN_BATCH, and read no more",
+    "microbatch": "forward and loss read it, and nothing after them",
+    "outputs": "the loss reads them, and nothing after it; before the forward there are none",
+    "loss": "before AFTER_LOSS there is none, and what is written there is overwritten",
+    "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has had them",
+    "model": "the optimizer's memory is made for it right after INIT",
+}
+
+_WITNESS = "witness of the law"
+
+
+@law("at each event an algorithm changes only what may change there: what is read afterwards, and its own memory")
+def discipline(subject: Subject, case: Case, fit: Fit) -> None:
+    """Compares, field by field, what a handler is given and what it returns; a witness with a memory runs beside it."""
+
+    def tap(call: Call) -> Any:
+        result = call()
+        if call.kind == "handler" and isinstance(result, State) and result is not call.state:
+            _check_fields(call, result)
+        return result
+
+    witness = Algorithm(_WITNESS, {Event.BATCH_END: lambda state: state}, init=lambda state: torch.zeros(()))
+    as_far_as_it_goes(subject, case, fit, algorithms=[witness, *tapped(subject, subject.make(), tap)])
+
+
+def _check_fields(call: Call, result: State) -> None:
+    for field in attrs.fields(State):
+        before, after = getattr(call.state, field.name), getattr(result, field.name)
+        if before is after:
+            continue
+        name = str(field.alias)
+        if name == "algorithm_state":
+            _check_memories(call, result)
+            continue
+        allowed = MAY_CHANGE.get(name, frozenset())
+        if call.event in allowed:
+            continue
+        if name == "model" or type(before) is not type(after):
+            different = True
+        else:
+            different = bool(differences(before, after))
+        if different:
+            raise LawViolation(
+                f"{call.who} changed state.{name} at {call.where}, where it may not: "
+                f"{_WHY.get(name, 'it is for the loop alone to write')}.",
+                event=call.event,
+                advice=f"It may change at {', '.join(e.name for e in Event if e in allowed)}." if allowed else "",
+            )
+
+
+def _check_memories(call: Call, result: State) -> None:
+    before, after = call.state.algorithm_state, result.algorithm_state
+    for name in dict.fromkeys([*before, *after]):
+        if name == call.algorithm and name in after:
+            continue
+        if (
+            name in before
+            and name in after
+            and (before[name] is after[name] or not differences(before[name], after[name]))
+        ):
+            continue
+        what = "changed" if name in before and name in after else "dropped" if name in before else "made"
+        raise LawViolation(
+            f"{call.who} {what} the memory of {name!r} at {call.where}; each algorithm writes its own alone.",
+            event=call.event,
+            advice=f"state.remember({call.algorithm!r}, memory) keeps those of others. "
+            "state.replace(algorithm_state={...}) replaces them all.",
+        )
+
+
+# Visibility
+
+_STEP = ("batch", "microbatch", "outputs", "loss", "grads")
+_DURABLE = (
+    *("params", "buffers", "opt_state", "timestamp", "previous_timestamp", "seed", "loss_scale"),
+    *("algorithm_state", "metrics", "skipped", "nonfinite"),
+)
+_COMPUTED: dict[Event, frozenset[str]] = {
+    Event.AFTER_DATALOADER: frozenset({"batch"}),
+    Event.BEFORE_FORWARD: frozenset({"microbatch", "outputs", "loss"}),
+    Event.AFTER_FORWARD: frozenset({"outputs", "buffers"}),
+    Event.AFTER_LOSS: frozenset({"loss", "buffers"}),
+    Event.AFTER_BACKWARD: frozenset({"grads"}),
+    Event.AFTER_TRAIN_BATCH: frozenset({"grads", "loss"}),
+    Event.BATCH_END: frozenset({"params", "opt_state", "timestamp", "previous_timestamp"}),
+    Event.EPOCH_END: frozenset({"timestamp"}),
+    Event.ITERATION_END: frozenset({"timestamp"}),
+    Event.EVAL_BATCH_START: frozenset({"batch", "microbatch", "outputs"}),
+    Event.EVAL_BEFORE_FORWARD: frozenset({"microbatch", "outputs"}),
+    Event.EVAL_AFTER_FORWARD: frozenset({"outputs", "buffers"}),
+    Event.EVAL_END: frozenset({"metrics"}),
+}
+"""What the loop itself computes on the way to an event; everything else is as it was left at the event before."""
+
+_BEFORE_TRAINING = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
+_IN_BATCH = frozenset(
+    {Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, *_MICROBATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END}
+)
+_IN_EVALUATION = frozenset(
+    {Event.EVAL_BATCH_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD, Event.EVAL_BATCH_END}
+)
+
+
+@law(
+    "what is written at an event is what every later event and every computation reads",
+    rests_on=("order", "value", "determinism"),
+)
+def visibility(subject: Subject, case: Case, fit: Fit) -> None:
+    """Repeats every computation of the loop from the State as the algorithms left it, and compares.
+
+    Where nothing is on trial but the loop, an algorithm that writes at every event is put in.
+    """
+    algorithms = subject.make() or (_writer(),)
+    watcher = _Watcher(case)
+
+    def seen(state: State) -> State:
+        watcher.see(state)
+        return state
+
+    # One of the two comes first at an event, and the other last: on the AFTER half of a pair the order is reversed.
+    ends = [Algorithm(f"{which} of the law", dict.fromkeys(Event, seen)) for which in ("first", "last")]
+    for event, state in _stream(subject, case, fit, [ends[0], *algorithms, ends[1]]):
+        if watcher.left is not None and state is not watcher.left and differences(state, watcher.left):
+            raise LawViolation(f"the State that was yielded at {event.name} is not the one that was left.", event=event)
+
+
+def _stream(subject: Subject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
+    try:
+        yield from case.stream(algorithms, fit=fit)
+    except LawViolation:
+        raise
+    except Exception as error:
+        if not isinstance(error, pl.PureLoopError) and not getattr(error, "__notes__", ()):
+            raise
+
+
+# As they are when this is imported: a loop on trial may have its own in their place while it runs. How a batch is split
+# and weighed is not asked here; that is the law of microbatches.
+_forward, _loss, _finish = Stages.forward, Stages.loss, Stages.finish_gradients
+_update, _validate = Stages.update, Stages.validate
+
+
+class _Watcher:
+    """Sees each State twice, as it arrives at an event and as it is left, and holds the one against the other."""
+
+    def __init__(self, case: Case) -> None:
+        arguments = case.arguments()
+        self._stages = Stages(
+            task=make_task(case.model(), arguments["loss"], arguments["task"]),
+            optimizer=arguments["optimizer"],
+            precision=Precision.parse(case.precision),
+            microbatch_size=case.plan.microbatch_size,
+            clip_grad=case.clip_grad,
+        )
+        self.left: State | None = None
+        self._open: Event | None = None
+        self._before_evaluation: State | None = None
+        self._wanted: dict[str, Any] = {}
+        self._weights: Weights | None = None
+        self._index = self._batch = 0
+
+    def see(self, state: State) -> None:
+        event = state.event
+        assert event is not None
+        if self._open is None:
+            self._open = event
+            self._arrives(event, state)
+        elif self._open is event:
+            self._open = None
+            self._leaves(event, state)
+        # Else it is inside of stages.gradients, which an algorithm called at the event that is open.
+
+    def _arrives(self, event: Event, state: State) -> None:
+        before = self.left
+        if event in _BEFORE_TRAINING or before is None:
+            return
+        assert before.event is not None
+        if event is Event.EVAL_START:
+            self._before_evaluation = _returned(before, self._before_evaluation)
+        last, before = before.event.name, _returned(before, self._before_evaluation)
+        fields = (*_DURABLE, *(_STEP if event in _IN_BATCH and event is not Event.BATCH_START else ()))
+        if event in _IN_EVALUATION:
+            fields = (*fields, "batch", "microbatch", "outputs")
+        for field in fields:
+            if field in _COMPUTED.get(event, ()):
+                continue
+            self._same(f"was left at {last}", field, state, _read(before, field))
+        for field, wanted in self._wanted.items():
+            self._same("follows from the State before", field, state, wanted)
+
+    def _same(self, what: str, field: str, state: State, wanted: Any) -> None:
+        for difference in differences(_read(state, field), wanted, name=f"state.{field}"):
+            raise LawViolation(
+                f"state.{field} arrived at {moment(state)}, as something else than {what}.",
+                event=state.event,
+                difference=difference,
+            )
+
+    def _leaves(self, event: Event, state: State) -> None:
+        self.left = state
+        self._wanted = self._follows(event, state)
+
+    def _follows(self, event: Event, state: State) -> dict[str, Any]:
+        """What is computed next, by field."""
+        stages = self._stages
+        if event is Event.BEFORE_TRAIN_BATCH:
+            pieces = stages.microbatches(state.batch)
+            self._weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
+            self._index = 0
+            return {"microbatch": pieces[0]}
+        if event is Event.BEFORE_FORWARD:
+            after = _forward(stages, state, index=self._index)
+            return {"outputs": after.outputs, "buffers": after.buffers}
+        if event is Event.BEFORE_LOSS:
+            after = _loss(stages, state, index=self._index)
+            return {"loss": after.loss, "buffers": after.buffers}
+        if event is Event.BEFORE_BACKWARD:
+            return {"grads": self._gradients(state)}
+        if event is Event.AFTER_BACKWARD:
+            assert self._weights is not None
+            self._index += 1
+            if self._index < len(self._weights.shares):
+                return {}
+            return {"grads": _finish(stages, state, divisor=self._weights.divisor).grads}
+        if event is Event.AFTER_TRAIN_BATCH:
+            updated = _update(stages, state)
+            return {"params": updated.params, "opt_state": updated.opt_state}
+        if event is Event.EVAL_START:
+            self._batch = -1
+        if event is Event.EVAL_BATCH_START:
+            self._batch, self._index = self._batch + 1, -1
+        if event is Event.EVAL_BEFORE_FORWARD:
+            self._index += 1
+            label = f"eval/{state.evaluator}"
+            return {"outputs": _validate(stages, state, label=label, batch=self._batch, index=self._index).outputs}
+        return {}
+
+    def _gradients(self, state: State) -> dict[str, Any]:
+        assert self._weights is not None
+        share = self._weights.shares[self._index]
+        loss, names = total_loss(state.loss), state.model.trainable
+        inputs = [state.params[name] for name in names]
+        # What the model draws in a checkpoint's second forward is drawn again by the loop itself.
+        found = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
+        before = _read(state, "grads")
+        if before is None:
+            return dict(zip(names, found, strict=True))
+        return {name: _sum(before[name], gradient) for name, gradient in zip(names, found, strict=True)}
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _read(state: State, field: str) -> Any:
+    if field != "grads":
+        return getattr(state, field)
+    return None if state._grads is NOT_READY else state._grads
+
+
+def _returned(left: State, before: State | None) -> State:
+    """What training goes on from: after an evaluation, the State before it with the metrics and the memories."""
+    if left.event is not Event.EVAL_END or before is None:
+        return left
+    return before.replace(metrics=left.metrics, algorithm_state=left.algorithm_state, event=left.event)
+
+
+def _writer() -> Algorithm:
+    """Writes at every event what may be written there."""
+
+    def scaled(tree: Any, factor: float) -> Any:
+        return map_tensors(lambda tensor: tensor * factor if tensor.is_floating_point() else tensor, tree)
+
+    def params(state: State) -> State:
+        return state.replace(params={name: tensor * 0.99 for name, tensor in state.params.items()})
+
+    def write(state: State) -> State:
+        event, name = state.event, "writer of the law"
+        assert event is not None
+        if name in state.algorithm_state:
+            state = state.remember(name, state.algorithm_state[name] + 1)
+        if event in (*_WHOLE_BATCH, Event.EVAL_BATCH_START):
+            return state.replace(batch=scaled(state.batch, 1.25))
+        if event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+            return params(state.replace(microbatch=scaled(state.microbatch, 0.75)))
+        if event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.EVAL_AFTER_FORWARD):
+            return state.replace(outputs=scaled(state.outputs, 1.5))
+        if event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD):
+            return state.replace(loss=scaled(state.loss, 0.5))
+        if event in (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH):
+            return state.replace(grads=scaled(state.grads, 0.9))
+        return state if event is Event.INIT else params(state)
+
+    return Algorithm("writer of the law", dict.fromkeys(Event, write), init=lambda state: 0)

@@ -1,0 +1,396 @@
+"""Programs on real ranks: a pool of processes that talk through gloo, over the loopback, for a whole test session.
+
+``Pool(2).run(program)`` sends a function to every process and gives back what it returned on each rank. What
+goes wrong on a rank comes back as an error that holds the rank's own traceback; a rank that hangs or dies is an error
+within the pool's timeout; and no process is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
+from pure_loop.testing.simulation import environment
+
+__all__ = ["Pool", "RankError", "shared_pool"]
+
+T = TypeVar("T")
+
+_WORKER = str(Path(__file__).with_name("_worker.py"))
+_START = 120.0  # seconds that processes may take to import torch on a busy machine
+_GRACE = 1.0  # seconds that the other ranks get to come to rest after one failed
+_TAIL = 4000  # characters
+_DDP = os.path.join("nn", "parallel", "distributed.py")
+
+
+class RankError(PureLoopError, RuntimeError):
+    """A rank of a pool raised, hung, died, or returned what can't be sent.
+
+    Attributes:
+        ranks: the ranks it is about.
+        traceback: the traceback on the first of them, as text; empty where there is none.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), traceback: str = "") -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.traceback = traceback
+
+
+class Pool:
+    """Real processes, one a rank, in one gloo process group on this machine.
+
+    They start at the first :meth:`run`, which takes as long as importing torch does, and live until :meth:`close`, the
+    end of a ``with``, or the end of this process. Each computes with one thread. After a program failed they meet in a
+    new process group; if one of them hangs or died, all are killed, and the next run starts new ones.
+
+    Args:
+        ranks: how many processes.
+        timeout: how many seconds a program may take on all of them.
+        checked: whether torch compares what the ranks ask for before every collective, and says where they differ (its
+            level DETAIL). A collective takes five times as long, and DistributedDataParallel crashes in it over gloo.
+            Without, the ranks meet in a new process group for every program, which takes some 50 ms.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: an argument that can't be used.
+
+    >>> import torch
+    >>> def program(rank):
+    ...     total = torch.tensor(rank + 1)
+    ...     torch.distributed.all_reduce(total)
+    ...     return total.item()
+    >>> with Pool(2) as pool:
+    ...     pool.run(program)
+    [3, 3]
+    """
+
+    def __init__(self, ranks: int = 2, *, timeout: float = 60.0, checked: bool = True) -> None:
+        if isinstance(ranks, bool) or not isinstance(ranks, int):
+            raise ArgumentTypeError(f"Pool(ranks={ranks!r}): give the number of processes, such as Pool(2).")
+        if ranks < 1:
+            raise ArgumentError(f"Pool(ranks={ranks!r}): give 1 or more.")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise ArgumentTypeError(f"Pool(timeout={timeout!r}): give a number of seconds.")
+        if not 0 < timeout < float("inf"):
+            raise ArgumentError(f"Pool(timeout={timeout!r}): give a number of seconds above 0.")
+        self.ranks = ranks
+        self.timeout = float(timeout)
+        self.checked = bool(checked)
+        self._team: _Team | None = None
+        self._turn = threading.Lock()
+
+    def run(self, program: Callable[[int], T]) -> list[T]:
+        """Run a program on every rank at once.
+
+        It is sent with cloudpickle, so it may be a lambda or a closure, and gets the number of the rank. The default
+        process group, and the environment variables that torchrun sets, say the same; torch's default generator starts
+        from the rank's number. What it prints is shown only when it fails.
+
+        Args:
+            program: from the rank to any value that can be pickled.
+
+        Returns:
+            What every rank returned, in the order of ranks.
+
+        Raises:
+            RankError: a rank raised (the exception is the error's cause, where it can be sent), died, returned
+                what can't be pickled, or has not answered in time.
+            ArgumentTypeError: the program is no function, or can't be sent to another process.
+            MissingExtraError: cloudpickle is not installed.
+        """
+        if not hasattr(os, "killpg"):
+            raise RankError(
+                "a pool needs a POSIX system (Linux, macOS, WSL); simulate(program, ranks) runs everywhere."
+            )
+        payload = _pickled(program)
+        with self._turn:
+            if self._team is not None and not self._team.usable():
+                self._team.end()
+                self._team = None
+            team = self._team = self._team or _Team(self.ranks, self.timeout, self.checked)
+            try:
+                return team.run(payload)
+            finally:
+                if not team.at_rest:
+                    self._team = None
+                    team.end()
+
+    def close(self) -> None:
+        """End the processes. A later :meth:`run` starts new ones."""
+        with self._turn:
+            team, self._team = self._team, None
+            if team is not None:
+                team.end()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Pool({self.ranks}, timeout={self.timeout}, checked={self.checked})"
+
+
+_shared: dict[tuple[int, bool], Pool] = {}
+
+
+def shared_pool(ranks: int = 2, *, checked: bool = True) -> Pool:
+    """The pool of so many ranks that everybody in this process uses; it is closed when the process ends.
+
+    Args:
+        ranks, checked: as for :class:`Pool`.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: not a number of ranks.
+
+    >>> shared_pool(2) is shared_pool(2)
+    True
+    """
+    pool = _shared.get((ranks, checked))
+    return pool if pool is not None else _shared.setdefault((ranks, checked), Pool(ranks, checked=checked))
+
+
+def _pickled(program: Any) -> bytes:
+    if not callable(program):
+        raise ArgumentTypeError(f"Pool.run({program!r}): give a function of the rank, `def program(rank): ...`.")
+    try:
+        dumps = import_module("cloudpickle").dumps
+    except ImportError:
+        raise MissingExtraError(
+            "Programs are sent to other processes with cloudpickle, which is not installed: "
+            "pip install 'pure_loop[testing]'."
+        ) from None
+    try:
+        payload: bytes = dumps(program)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"Pool.run({program!r}): the program can't be sent to another process ({type(error).__name__}: {error}). "
+            "Open files, connections, locks, generators and streams inside the program, not outside it."
+        ) from error
+    return payload
+
+
+class _Rank:
+    """One process, the connection to it, and the file that holds what it writes."""
+
+    def __init__(self, rank: int, ranks: int, timeout: float, directory: str, environ: dict[str, str]) -> None:
+        self.rank = rank
+        self.asked_at = 0  # how long the file was when the last program was sent
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the rank ends
+        self.connection, theirs = Pipe()
+        # By the path of the file: `-m` would import the package, and all that belongs to it, before sys.path is what it
+        # is here. A session of its own: what the program starts is killed with it, and Ctrl-C is the pool's alone.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-u", _WORKER, str(theirs.fileno()), directory],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env=environ,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.send((sys.path, rank, ranks, timeout))
+
+    def send(self, message: Any) -> None:
+        self.asked_at = os.fstat(self.log.fileno()).st_size
+        with suppress(OSError):  # it died, which shows when it is waited for
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> Any:
+        """Its answer; None if it died instead."""
+        try:
+            # What it started may hold the connection open after it died, so there may never be anything to read.
+            return pickle.loads(self.connection.recv_bytes()) if self.connection.poll() else None
+        except (EOFError, OSError):
+            return None
+
+    def wrote(self, since: int) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        # pread: the process writes where this descriptor stands.
+        return os.pread(self.log.fileno(), _TAIL, max(since, size - _TAIL)).decode(errors="replace").strip()
+
+    def tail(self) -> str:
+        text = self.wrote(self.asked_at)
+        return f"\n\nRank {self.rank} wrote:\n\n{text}" if text else ""
+
+    def stands_at(self) -> str:
+        """Where it is in the program, written by the process itself however busy it is."""
+        since = os.fstat(self.log.fileno()).st_size
+        self.process.send_signal(signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.025)
+            text = self.wrote(since)
+            if "File " in text:
+                lines = [line for line in text.splitlines() if _WORKER not in line]
+                return "\n".join([f"\n\nRank {self.rank} is at:\n", *lines])
+        return self.tail()
+
+    def fate(self) -> str:
+        self.kill()
+        code = self.process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, and so has all that it started
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class _Team:
+    """The processes of a pool from their start to their end."""
+
+    def __init__(self, ranks: int, timeout: float, checked: bool) -> None:
+        self.owner = os.getpid()
+        self.at_rest = False
+        self._timeout = timeout
+        self._checks = checked
+        self._meetings = 0
+        self._apart = True
+        self._directory = tempfile.mkdtemp(prefix="pure_loop-")
+        self._ranks: list[_Rank] = []
+        # Also runs when a pool is dropped, and when the interpreter exits.
+        self.end = weakref.finalize(self, _end, self._ranks, self._directory, self.owner)
+        try:
+            for rank in range(ranks):
+                environ = {**os.environ, **environment(rank, ranks), **_settings(checked)}
+                self._ranks.append(_Rank(rank, ranks, timeout, self._directory, environ))
+            self._raise_failure(self._answers(_START), _START)
+        except BaseException:
+            self.end()
+            raise
+
+    def usable(self) -> bool:
+        """Whether all processes are there; a forked copy of this process must not talk to those of the original."""
+        return self.owner == os.getpid() and all(each.process.poll() is None for each in self._ranks)
+
+    def run(self, payload: bytes) -> list[Any]:
+        """What the program gave on every rank.
+
+        Raises:
+            RankError: as :meth:`Pool.run` says; ``at_rest`` tells whether the processes can go on.
+        """
+        self.at_rest = False
+        if self._apart:
+            # A step of its own: a rank whose program failed at once would leave while others are still connecting.
+            self._meetings += 1
+            store = os.path.join(self._directory, str(self._meetings))
+            self._raise_failure(self._ask(("meet", store), _START), _START)
+        self._apart = True
+        answers = self._ask(("run", sys.path, payload), self._timeout)
+        self.at_rest = len(answers) == len(self._ranks) and None not in answers.values()
+        self._raise_failure(answers, self._timeout)
+        # Unchecked ranks can leave messages behind that the next program would take for its own.
+        self._apart = not self._checks
+        return [self._loaded(rank, answers[rank][1]) for rank in range(len(self._ranks))]
+
+    def _ask(self, message: tuple[Any, ...], seconds: float) -> dict[int, Any]:
+        for each in self._ranks:
+            each.send(message)
+        return self._answers(seconds)
+
+    def _answers(self, seconds: float) -> dict[int, Any]:
+        """What every rank answers in time; None for one that dies."""
+        answers: dict[int, Any] = {}
+        until, failed = time.monotonic() + seconds, False
+        while len(answers) < len(self._ranks) and (left := until - time.monotonic()) > 0:
+            waiting = [each for each in self._ranks if each.rank not in answers]
+            ready = wait([each.connection for each in waiting], min(left, 0.25))
+            for each in waiting:
+                if each.connection in ready or each.process.poll() is not None:
+                    answer = answers[each.rank] = each.receive()
+                    if not failed and (answer is None or answer[0] == "error"):
+                        failed, until = True, min(until, time.monotonic() + _GRACE)
+        return answers
+
+    def _raise_failure(self, answers: dict[int, Any], seconds: float) -> None:
+        """
+        Raises:
+            RankError: about what went wrong first: a rank that died takes others with it, and so does one that raised.
+        """
+        of = f"of {len(self._ranks)}"
+        dead = [each for each in self._ranks if each.rank in answers and answers[each.rank] is None]
+        if dead:
+            fates = "; ".join(f"rank {each.rank} {of} {each.fate()} without an answer" for each in dead)
+            wrote = "".join(each.tail() for each in dead)
+            if self._checks and _DDP in wrote:
+                fates += " (torch's DistributedDataParallel can't be checked: use Pool(checked=False))"
+            raise RankError(f"{fates}.{wrote}", tuple(each.rank for each in dead))
+        errors = [(answer[1], rank, *answer[2:]) for rank, answer in answers.items() if answer[0] == "error"]
+        if errors:
+            _, rank, doing, line, text, cause = min(errors, key=lambda error: error[:2])
+            raise RankError(
+                f"rank {rank} {of} {doing} {line}\n\n{text.strip()}{self._ranks[rank].tail()}",
+                (rank,),
+                text,
+            ) from _exception(cause)
+        late = [each for each in self._ranks if each.rank not in answers]
+        if late:
+            names = ", ".join(str(each.rank) for each in late)
+            raise RankError(
+                f"rank{'s' if len(late) > 1 else ''} {names} {of} did not answer within {seconds:g} s. A collective "
+                "that not every rank calls waits for ever: simulate(program, ranks) names it. A program that needs "
+                f"longer gets it from Pool(timeout=...).{''.join(each.stands_at() for each in late)}",
+                tuple(each.rank for each in late),
+            )
+
+    def _loaded(self, rank: int, payload: bytes) -> Any:
+        try:
+            return pickle.loads(payload)
+        except Exception as error:
+            raise RankError(
+                f"rank {rank} of {len(self._ranks)} returned what can't be read here: {type(error).__name__}: {error}",
+                (rank,),
+            ) from error
+
+
+def _exception(payload: bytes | None) -> BaseException | None:
+    try:
+        error = None if payload is None else pickle.loads(payload)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _settings(checked: bool) -> dict[str, str]:
+    """What torch reads from the environment of a rank."""
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if checked else "OFF"}
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if loopback:
+        settings["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    return settings
+
+
+def _end(ranks: list[_Rank], directory: str, owner: int) -> None:
+    mine = os.getpid() == owner  # a forked copy of the process only closes what it got with the copy
+    for each in ranks if mine else ():
+        each.kill()
+    for each in ranks:
+        if mine:
+            each.process.wait()
+        each.connection.close()
+        each.log.close()
+    if mine:
+        shutil.rmtree(directory, ignore_errors=True)

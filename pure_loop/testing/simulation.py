@@ -1,0 +1,274 @@
+"""Programs on ranks that are not there: every rank runs in this process, one after the other, and exactly.
+
+``simulate(program, 2)`` calls ``program(0)`` and ``program(1)``, and both times ``torch.distributed`` says that there
+are two ranks. A rank runs until a collective needs what another rank has not said yet; there it is left, the other
+ranks run as far, and it runs again from its start with the results that are known by then. There are no threads and no
+sockets, so it takes microseconds, and ranks that would wait for each other for ever are told apart. A program is
+therefore called several times, and has to do the same each time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from attrs import frozen
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed import distributed_c10d as c10d
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.random import seeded
+from pure_loop.strict import same
+from pure_loop.testing._collectives import Collective, CollectiveError, Tensors, UnsupportedCollectiveError, outcome
+from pure_loop.testing._group import Group, Left, World
+
+__all__ = ["Collective", "CollectiveError", "Ran", "UnsupportedCollectiveError", "environment", "simulate"]
+
+T = TypeVar("T")
+
+
+@frozen
+class Ran(Generic[T]):
+    """What became of one rank.
+
+    Attributes:
+        result: what the program returned.
+        collectives: what it asked for, in order.
+    """
+
+    result: T
+    collectives: tuple[Collective, ...]
+
+
+def simulate(program: Callable[[int], T], ranks: int = 2) -> list[Ran[T]]:
+    """Run a program on every rank of a process group that exists only in this process.
+
+    The default process group, and the environment variables that torchrun sets, say which rank it is; torch's default
+    generator starts from the rank's number, as in :class:`~pure_loop.testing.processes.Pool`. Results are exact, except
+    that floats of three or more ranks are added in the order of ranks, which a backend may do in another order, and
+    that ``reduce`` leaves the tensors of the other ranks alone. What ``async_op=True`` asks for arrives when it is
+    waited for. Afterwards all is as it was, whatever happens; a process group that is there is set aside meanwhile.
+
+    Args:
+        program: from the rank to any value. It may use every collective on the default group. Every rank calls it
+            about once for each collective, so it makes what it changes, such as models and generators, itself.
+        ranks: how many there are.
+
+    Returns:
+        For every rank what it returned and what it asked for, in the order of ranks.
+
+    Raises:
+        CollectiveError: the ranks call different collectives, or not equally many, or a rank calls others when it runs
+            again.
+        UnsupportedCollectiveError: the program sends from rank to rank, or makes or destroys process groups.
+        ArgumentTypeError, ArgumentError: an argument that can't be used.
+        Exception: what the program raises, with a note that names the rank.
+
+    >>> import torch
+    >>> def program(rank):
+    ...     total = torch.tensor([1.0, 2.0]) * (rank + 1)
+    ...     torch.distributed.all_reduce(total)
+    ...     return total.tolist()
+    >>> first, second = simulate(program, 2)
+    >>> first.result == second.result == [3.0, 6.0]
+    True
+    >>> print(*first.collectives)
+    all_reduce (sum) of (2,) float32
+    """
+    if not callable(program):
+        raise ArgumentTypeError(f"simulate({program!r}): give a function of the rank, `def program(rank): ...`.")
+    if isinstance(ranks, bool) or not isinstance(ranks, int):
+        raise ArgumentTypeError(f"simulate(ranks={ranks!r}): give the number of ranks, such as 2.")
+    if ranks < 1:
+        raise ArgumentError(f"simulate(ranks={ranks!r}): give 1 or more.")
+    with _turn:
+        return _Simulation(program, ranks).run()
+
+
+def environment(rank: int, ranks: int) -> dict[str, str]:
+    """The variables that torchrun sets, for so many ranks on one machine.
+
+    >>> environment(1, 2)["LOCAL_RANK"]
+    '1'
+    """
+    return {**_of_rank(rank), **_of_all(ranks)}
+
+
+def _of_rank(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _of_all(ranks: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _set(variables: dict[str, str]) -> None:
+    for name, value in variables.items():  # half the time of os.environ.update
+        os.environ[name] = value
+
+
+# The default process group and the environment belong to the whole process, so threads take turns.
+_turn = threading.RLock()
+
+
+@frozen
+class _Asked:
+    """One call of a collective: what it is, what goes in, and the shapes and dtypes of what is to come out."""
+
+    collective: tuple[Any, ...]
+    given: Tensors
+    wanted: tuple[tuple[Any, ...], ...]
+
+
+class _Simulation:
+    """What every rank has asked for so far, and the results that are known."""
+
+    def __init__(self, program: Callable[[int], Any], ranks: int) -> None:
+        self._program = program
+        self._ranks = range(ranks)
+        self._asked: list[list[_Asked]] = [[] for _ in self._ranks]
+        self._results: list[list[Tensors]] = []
+        self._ended: dict[int, Any] = {}
+
+    def run(self) -> list[Ran[Any]]:
+        """
+        Raises:
+            CollectiveError, UnsupportedCollectiveError, Exception: as :func:`simulate` says.
+        """
+        ranks = len(self._ranks)
+        groups = [Group(self, rank, ranks) for rank in self._ranks]
+        worlds = [World(group) for group in groups]
+        environ = {name: os.environ.get(name) for name in environment(0, ranks)}
+        # torch lets the object that holds its default group be replaced. That takes no store and no time, and leaves a
+        # group that is there as it is; init_process_group and destroy_process_group take milliseconds and can't nest.
+        world = c10d._world
+        registered = []
+        try:
+            for group in groups:
+                _register_process_group(group.group_name, group)  # functional collectives go by the name
+                registered.append(group.group_name)
+            _set(_of_all(ranks))
+            while len(self._ended) < ranks:
+                # The rank that has asked least can go on: what it waited for is known by now.
+                rank = min(self._ranks, key=lambda each: (each in self._ended, len(self._asked[each])))
+                _set(_of_rank(rank))
+                c10d._world = worlds[rank]
+                worlds[rank].pg_coalesce_state.clear()
+                self._run(groups[rank], rank)
+        finally:
+            c10d._world = world
+            for name in registered:
+                _unregister_process_group(name)
+            for group in groups:
+                group.raised = CollectiveError(
+                    "a process group of a simulation that is over was used: something imported or stored during the "
+                    "program holds it. Import modules that take the default group as they load before simulate()."
+                )
+            for name, value in environ.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+        return [
+            Ran(self._ended[r], tuple(Collective(*each.collective) for each in self._asked[r])) for r in self._ranks
+        ]
+
+    def _run(self, group: Group, rank: int) -> None:
+        """Run one rank from its start until it ends, or as far as it comes."""
+        group.begin()
+        try:
+            with seeded(rank):
+                result = self._program(rank)
+        except BaseException as error:
+            group.abandon()
+            if group.raised is None and isinstance(error, Exception):
+                error.add_note(f"On rank {rank} of {len(self._ranks)}, simulated, after {group.number} collectives.")
+            if group.raised is None or group.raised is error or not isinstance(error, Left | Exception):
+                raise
+        # What a collective raised counts, whatever the program made of it.
+        if group.raised is Left:
+            return
+        if group.raised is not None:
+            raise group.raised
+        if group.number < len(self._asked[rank]):
+            raise self._changed(rank, group.number, "ended")
+        self._ended[rank] = result
+        self._meet(group.number)
+
+    def ask(self, rank: int, number: int, collective: tuple[Any, ...], given: Tensors, wanted: Tensors) -> Tensors:
+        """What a rank gets for a collective; called by its process group.
+
+        Raises:
+            Left: not every rank has asked yet.
+            CollectiveError: the ranks disagree, or this one asked for something else when it ran before.
+        """
+        asked = self._asked[rank]
+        if number < len(asked):
+            before = asked[number]
+            if collective != before.collective:
+                raise self._changed(rank, number, f"was {Collective(*collective)}")
+            # torch.equal alone is cheaper by far, and all there is to it unless there is a NaN.
+            if not all(torch.equal(*pair) or same(*pair) for pair in zip(given, before.given, strict=True)):
+                raise self._changed(rank, number, "had other numbers in it")
+        else:
+            form = tuple([(tuple(each.shape), each.dtype) for each in wanted])
+            asked.append(_Asked(collective, tuple([each.detach().clone() for each in given]), form))
+            self._meet(number)
+        if number < len(self._results):
+            return self._results[number][rank]
+        raise Left
+
+    def _meet(self, number: int) -> None:
+        """Find the result of a collective once every rank has either asked for it or ended.
+
+        Raises:
+            CollectiveError: they don't all ask for the same.
+        """
+        asked = [self._asked[rank][number] if number < len(self._asked[rank]) else None for rank in self._ranks]
+        if any(each is None and rank not in self._ended for rank, each in zip(self._ranks, asked, strict=True)):
+            return
+        together = [each for each in asked if each is not None]
+        if not together:
+            return
+        kind, _, _, op, root = together[0].collective
+        # With all_to_all every rank may give something else, and has to give what the other one expects.
+        uneven = kind in ("all_to_all", "all_to_all_single")
+        if len(together) < len(asked) or len({each.collective[: 1 if uneven else None] for each in together}) > 1:
+            raise self._disagreement(number)
+        results = outcome(kind, op, root, [each.given for each in together])
+        if uneven:
+            for rank, parts in zip(self._ranks, results, strict=True):
+                for source, (part, wanted) in enumerate(zip(parts, together[rank].wanted, strict=True)):
+                    if (tuple(part.shape), part.dtype) != wanted:
+                        raise self._disagreement(number, f"\nRank {rank} expects something else from rank {source}.")
+        self._results.append(list(results))
+
+    def _disagreement(self, number: int, detail: str = "") -> CollectiveError:
+        lines = []
+        for rank in self._ranks:
+            asked = self._asked[rank]
+            did = str(Collective(*asked[number].collective)) if number < len(asked) else f"ended after {len(asked)}"
+            lines.append(f"\n  rank {rank}: {did}")
+        return CollectiveError(
+            f"the {len(self._ranks)} ranks disagree at collective number {number + 1}:{''.join(lines)}{detail}\n"
+            "Every rank has to call the same collectives in the same order, with the same shapes and dtypes; on real "
+            "processes these would wait for ever, or mix up their numbers."
+        )
+
+    def _changed(self, rank: int, number: int, now: str) -> CollectiveError:
+        before = Collective(*self._asked[rank][number].collective)
+        return CollectiveError(
+            f"rank {rank} of {len(self._ranks)} does not do the same when it runs again: its collective number "
+            f"{number + 1} was {before}, and on the next run it {now}. A simulated program runs several times: make "
+            "what it changes (models, lists, generators) inside it, and read no clock."
+        )

@@ -1,0 +1,165 @@
+"""Trials: a subject before its laws, each tried once, and not where one on which it rests has failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+from hypothesis import strategies as st
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.testing.case import Fit
+from pure_loop.testing.law import Law, try_examples
+from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
+from pure_loop.testing.report import CheckFailed, Outcome, Report
+from pure_loop.testing.violation import LawViolation
+
+__all__ = ["Draw", "Trial", "drawn_from"]
+
+Draw: TypeAlias = Callable[[Law], "st.SearchStrategy[Any] | str"]
+"""For a law, the strategy of what it is tried on; or a text that says why there is nothing to try it on."""
+
+Problems: TypeAlias = "Problem | str | Iterable[Problem | str] | None"
+
+
+def drawn_from(problems: Problems, plans: st.SearchStrategy[Any] | None) -> Draw:
+    """Cases of these problems and plans; None: of all that come along."""
+    from pure_loop.testing import strategies
+
+    listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
+    # Shorter than those that the strategy gives: what a law needs happens within few batches.
+    drawn = strategies.plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
+
+    def draw(law: Law) -> st.SearchStrategy[Any] | str:
+        served = [problem for problem in listed if law.serves(problem)]
+        if not served:
+            return f"no problem given is {law.serves_what}"
+        return strategies.cases(problems=st.sampled_from(served), plans=drawn)
+
+    return draw
+
+
+@attrs.define
+class Trial:
+    """One subject before its laws.
+
+    Attributes:
+        subject: what is on trial.
+        laws: the laws, each after those on which it rests.
+        unavailable: names of laws that can't be tried, each with the reason.
+        draw: what a law is tried on.
+        fit: the loop.
+        expected_failures, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument of the user's that can't be used.
+    """
+
+    subject: Any
+    laws: Sequence[Law]
+    unavailable: Mapping[str, str]
+    draw: Draw
+    fit: Fit
+    expected_failures: Mapping[str, str] | None
+    skip: Mapping[str, str] | None
+    max_examples: int
+    _outcomes: dict[str, Outcome] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        known = set(self.names)
+        self.expected_failures = _reasons("expected_failures", self.expected_failures, known)
+        self.skip = _reasons("skip", self.skip, known)
+        both = self.expected_failures.keys() & self.skip.keys()
+        if both:
+            raise ArgumentError(f"{sorted(both)} are in expected_failures and in skip; write them in one of the two.")
+        if isinstance(self.max_examples, bool) or not isinstance(self.max_examples, int):
+            raise ArgumentTypeError(f"max_examples={self.max_examples!r}: give a whole number.")
+        if self.max_examples < 1:
+            raise ArgumentError(f"max_examples={self.max_examples!r}: give at least 1.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all laws, also of those that can't be tried."""
+        return (*(law.name for law in self.laws), *self.unavailable)
+
+    def outcome(self, name: str) -> Outcome:
+        """Try a law, once."""
+        if name not in self._outcomes:
+            self._outcomes[name] = self._try(name)
+        return self._outcomes[name]
+
+    def report(self) -> Report:
+        """Try all laws.
+
+        Raises:
+            CheckFailed: something is not as it should be; holds the report.
+        """
+        # Kept for as long as the laws are tried one after the other: they are many States.
+        self.subject.runs = {}
+        outcomes = tuple(self.outcome(name) for name in self.names)
+        self.subject.runs = None
+        never = tuple(key for key in self.subject.bound if not self.subject.fired[key])
+        report = Report(self.subject.name, outcomes, dict(self.subject.fired), never, self.never_ran())
+        if not report.ok:
+            raise CheckFailed(report)
+        return report
+
+    def never_ran(self) -> str:
+        """What to say of an algorithm that ran in none of the cases; empty if all of them ran."""
+        if not any(outcome.examples for outcome in self._outcomes.values()):
+            return ""
+        ran = {name for name, _ in self.subject.fired}
+        silent = [name for name in dict.fromkeys(name for name, _ in self.subject.bound) if name not in ran]
+        if not silent or not self.subject.watched:
+            return ""
+        events = ", ".join(event.name for name, event in self.subject.bound if name == silent[0])
+        return (
+            f"The {self.subject.kind} {silent[0]!r} never ran in the plans that were drawn, so nothing is known of it. "
+            f"It is bound to {events}; perhaps its `when` is true less often than a few batches allow. Give it a shorter "
+            "interval, or longer plans: plans=testing.plans(...)."
+        )
+
+    def _try(self, name: str) -> Outcome:
+        law = next((law for law in self.laws if law.name == name), None)
+        assert self.skip is not None
+        assert self.expected_failures is not None
+        if law is None:
+            return Outcome(name, "", "skipped", reason=self.skip.get(name, self.unavailable[name]))
+        if name in self.skip:
+            return Outcome(name, law.statement, "skipped", reason=self.skip[name])
+        cases = self.draw(law)
+        if isinstance(cases, str):
+            return Outcome(name, law.statement, "skipped", reason=cases)
+        for before in law.rests_on:
+            if before in self.names and self.outcome(before).result in ("FAILED", "not run"):
+                return Outcome(name, law.statement, "not run", reason=f"rests on {before}")
+        expected = self.expected_failures.get(name, "")
+        began = time.process_time()
+        try:
+            count = try_examples(law, self.subject, cases, fit=self.fit, max_examples=self.max_examples)
+        except LawViolation as violation:
+            seconds = time.process_time() - began
+            result = "expected failure" if expected else "FAILED"
+            return Outcome(name, law.statement, result, violation.examples, expected, violation, seconds)  # type: ignore[arg-type]
+        seconds = time.process_time() - began
+        if expected:
+            return Outcome(name, law.statement, "UNEXPECTED PASS", count, expected, None, seconds)
+        return Outcome(name, law.statement, "passed", count, "", None, seconds)
+
+
+def _reasons(argument: str, given: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"{argument}={given!r}: give the names of laws with the reason of each: "
+            f'{argument}={{"microbatch_invariance": "uses batch statistics"}}.'
+        )
+    for name, reason in given.items():
+        if name not in known:
+            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(known))}.")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ArgumentError(f"{argument}[{name!r}]={reason!r}: say why, in words.")
+    return dict(given)

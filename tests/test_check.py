@@ -1,0 +1,481 @@
+"""check_algorithm, check_loop and parametrize_with_checks: what they run, what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop import Event, testing
+from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.testing import CheckFailed, LawViolation, check_algorithm, laws
+from pure_loop.testing.subject import Subject
+from pure_loop.testing.wrong_algorithms import (
+    adds_in_place,
+    counts_microbatches_as_batches,
+    remembers_in_a_closure,
+    starts_over_at_fit_start,
+)
+
+FEW: dict[str, Any] = {"problems": "linear", "max_examples": 4}
+
+
+def clip() -> pl.Algorithm:
+    return pl.algorithms.gradient_clipping("norm", 1.0)
+
+
+# Every algorithm of the library
+
+
+LIBRARY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "label_smoothing": (lambda: pl.algorithms.label_smoothing(0.1), {}),
+    "gradient_clipping": (clip, {}),
+    "gradient_clipping_by_value": (lambda: pl.algorithms.gradient_clipping("value", 0.1), {}),
+    "adaptive_gradient_clipping": (lambda: pl.algorithms.gradient_clipping("adaptive", 0.1), {}),
+    "ema": (lambda: pl.algorithms.ema(half_life="2ba"), {}),
+    "ema_by_epochs": (lambda: pl.algorithms.ema(smoothing=0.5, interval="1ep"), {}),
+    "sam": (lambda: pl.algorithms.sam(rho=0.1), {}),
+    # Nothing in the other problems could be blurred, which it refuses.
+    "blurpool": (lambda: pl.algorithms.blurpool(min_channels=1), {"problems": "convolution"}),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_s_algorithms_keep_every_law(name: str) -> None:
+    make, options = LIBRARY[name]
+    report = check_algorithm(make, max_examples=5, **options)
+    skipped = {outcome.law for outcome in report.outcomes if outcome.result == "skipped"}
+    assert skipped == {*laws.UNAVAILABLE, *(["microbatch_invariance"] if name == "blurpool" else [])}
+    assert all(outcome.reason for outcome in report.outcomes if outcome.result == "skipped")
+
+
+def test_all_of_the_library_s_algorithms_are_among_them() -> None:
+    made = {algorithm.name for make, _ in LIBRARY.values() for algorithm in Subject(make).make()}
+    factories = {name for name in pl.algorithms.__all__ if isinstance(_made(name), pl.Algorithm)}
+    assert factories <= made
+
+
+def _made(name: str) -> Any:
+    arguments: dict[str, tuple[Any, ...]] = {"gradient_clipping": ("norm", 1.0)}
+    options: dict[str, dict[str, Any]] = {"ema": {"half_life": "2ba"}}
+    try:
+        return getattr(pl.algorithms, name)(*arguments.get(name, ()), **options.get(name, {}))
+    except TypeError:
+        return None  # a function of tensors
+
+
+def test_random_compositions_of_them_keep_every_law() -> None:
+    def holds(algorithm: Any) -> None:
+        check_algorithm(algorithm, problems="mlp", max_examples=2)
+
+    nested = settings(max_examples=4, suppress_health_check=[HealthCheck.nested_given])
+    nested(given(testing.algorithms())(holds))()
+
+
+# The report
+
+
+def test_a_report_says_what_ran_and_prints_as_a_table() -> None:
+    report = check_algorithm(clip, **FEW)
+    assert report.ok
+    assert report["purity"].result == "passed"
+    assert report["purity"].examples == 4
+    assert [outcome.law for outcome in report.outcomes] == [law.name for law in laws.OF_ALGORITHMS] + list(
+        laws.UNAVAILABLE
+    )
+    assert report.fired[("gradient_clipping", Event.AFTER_TRAIN_BATCH)] > 0
+    lines = str(report).splitlines()
+    assert lines[0] == "gradient_clipping: 16 passed, 4 skipped"
+    assert any(line.split()[:4] == ["purity", "passed", "4", "examples"] for line in lines)
+    assert max(map(len, lines)) <= 120
+    with pytest.raises(KeyError):
+        report["no law"]
+
+
+def test_a_failure_says_all_that_is_needed() -> None:
+    with pytest.raises(CheckFailed) as caught:
+        check_algorithm(adds_in_place, problems="linear")
+    report = caught.value.report
+    (failure,) = report.failures
+    violation = failure.violation
+    assert violation is not None
+    assert violation.law == "purity"
+    assert violation.event is Event.AFTER_TRAIN_BATCH
+    assert violation.leaf == "state.grads['weight']"
+    assert torch.equal(violation.given, violation.wanted * 0.5)
+    assert violation.case == testing.Case(plan=Plan(batches=(1,), max_duration="1ba")), "the simplest there is"
+    text = str(caught.value)
+    for part in (
+        laws.purity.statement,
+        "algorithm 'decay' changed a leaf of the State that it was given, in place, at AFTER_TRAIN_BATCH, batch 0",
+        "it was  tensor([",
+        "Case(plan=Plan(batches=(1,), max_duration='1ba'))",
+        "from pure_loop.testing.wrong_algorithms import adds_in_place",
+    ):
+        assert part in text, part
+    # What rests on a law that fails says nothing.
+    assert report["memory"].result == "not run"
+    assert report["memory"].reason == "rests on purity"
+    assert "Falsifying example" not in text
+
+
+def test_the_code_that_reproduces_a_failure_does() -> None:
+    with pytest.raises(LawViolation) as caught:
+        laws.microbatch_invariance(counts_microbatches_as_batches)
+    violation = caught.value
+    with pytest.raises(LawViolation, match="microbatch_invariance does not hold"):
+        exec(violation.code, {})
+
+
+def test_a_violation_is_found_on_the_smallest_plan_that_shows_it() -> None:
+    with pytest.raises(LawViolation) as caught:
+        laws.microbatch_invariance(counts_microbatches_as_batches, cases=testing.cases(problems="linear"))
+    plan = caught.value.case.plan
+    # Two samples are two microbatches of one, which count twice.
+    assert plan.batches == (2,)
+    assert str(plan.max_duration) == "1ba"
+
+
+# Expected failures
+
+
+def test_expected_failures_are_strict() -> None:
+    reason = {"microbatch_invariance": "warms up by microbatches"}
+    report = check_algorithm(counts_microbatches_as_batches, expected_failures=reason, **FEW)
+    outcome = report["microbatch_invariance"]
+    assert (outcome.result, outcome.reason) == ("expected failure", reason["microbatch_invariance"])
+    assert report.ok
+    with pytest.raises(CheckFailed, match="microbatch_invariance was expected to fail") as caught:
+        check_algorithm(clip, expected_failures=reason, **FEW)
+    assert caught.value.report["microbatch_invariance"].result == "UNEXPECTED PASS"
+
+
+def test_what_rests_on_an_expected_failure_is_tried_all_the_same() -> None:
+    with pytest.raises(CheckFailed) as caught:
+        check_algorithm(remembers_in_a_closure, expected_failures={"memory": "it is a test"}, **FEW)
+    assert caught.value.report["resumption"].result == "FAILED"
+
+
+def test_laws_can_be_skipped_with_a_reason() -> None:
+    report = check_algorithm(starts_over_at_fit_start, skip={"resumption": "runs are never resumed"}, **FEW)
+    assert (report["resumption"].result, report["resumption"].reason) == ("skipped", "runs are never resumed")
+
+
+@pytest.mark.parametrize("argument", ["expected_failures", "skip"])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"purty": "because"}, pl.ArgumentError, "there is no law 'purty'. There are"),
+        ({"purity": " "}, pl.ArgumentError, "say why, in words"),
+        ({"purity": True}, pl.ArgumentError, "say why, in words"),
+        (["purity"], pl.ArgumentTypeError, "with the reason of each"),
+    ],
+)
+def test_reasons_are_looked_at_before_anything_runs(argument: str, given: Any, error: Any, message: str) -> None:
+    def never() -> pl.Algorithm:
+        return clip()
+
+    with pytest.raises(error, match=message):
+        check_algorithm(never, **{argument: given})
+
+
+def test_a_law_is_expected_to_fail_or_skipped() -> None:
+    with pytest.raises(pl.ArgumentError, match="write them in one of the two"):
+        check_algorithm(clip, expected_failures={"purity": "x"}, skip={"purity": "y"})
+
+
+# What can't be checked
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, pl.ArgumentTypeError, "give a function that makes an algorithm"),
+        (3, pl.ArgumentTypeError, "3 of type int is neither"),
+        (lambda: None, pl.ArgumentTypeError, "returned None, not an algorithm: does it lack a `return`"),
+        (lambda: 3, pl.ArgumentTypeError, "returned 3 of type int, and makes an algorithm"),
+        (lambda: clip, pl.ArgumentTypeError, "returned the function clip, not an algorithm: call it too"),
+        (lambda: (), pl.ArgumentTypeError, "not an algorithm"),
+        (pl.Algorithm, pl.ArgumentTypeError, "neither"),
+        (lambda strength: clip(), TypeError, "missing 1 required"),
+    ],
+    ids=["None", "int", "returns None", "returns int", "returns a factory", "returns []", "class", "arguments"],
+)
+def test_factories_that_make_something_else(given: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_algorithm(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"problems": "liner"}, "'liner' is not known; there are 'linear'"),
+        ({"problems": []}, "give one at least"),
+        ({"max_examples": 0}, "give at least 1"),
+        ({"max_examples": "many"}, "give a whole number"),
+        ({"plans": Plan(batches=(1,), max_duration="1ba")}, "plans"),
+    ],
+)
+def test_other_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pl.PureLoopError, match=message):
+        check_algorithm(clip, **options)
+
+
+def test_an_algorithm_that_never_runs_fails() -> None:
+    late = lambda: pl.algorithm(Event.BATCH_END, when="1000ba", name="late")(lambda state: state)  # noqa: E731
+    with pytest.raises(CheckFailed, match=r"(?s)The algorithm 'late' never ran .*BATCH_END") as caught:
+        check_algorithm(late, **FEW)
+    assert caught.value.report.never == (("late", Event.BATCH_END),)
+    assert not caught.value.report.failures
+
+
+def test_what_never_ran_is_in_the_report() -> None:
+    ends = lambda: pl.algorithm(Event.BATCH_END, Event.ITERATION_END, name="ends")(lambda state: state)  # noqa: E731
+    plan = Plan(batches=(2,), max_duration="1ba")
+    report = check_algorithm(ends, plans=st.just(plan), **FEW)
+    assert report.ok
+    assert report.never == (("ends", Event.ITERATION_END),)
+    assert "handlers that never ran:\n    ends at ITERATION_END" in str(report)
+
+
+def test_problems_on_which_a_law_can_t_hold_are_said() -> None:
+    report = check_algorithm(clip, problems="mlp", max_examples=2)
+    assert report["microbatch_invariance"].reason == (
+        "no problem given is separable: the loss of a batch is the mean of those of its samples"
+    )
+    case = testing.Case(plan=Plan(batches=(2,), max_duration="1ba"), problem="mlp")
+    with pytest.raises(pl.ArgumentError, match="'mlp' is not"):
+        laws.microbatch_invariance(clip, case)
+
+
+def test_a_problem_of_one_s_own() -> None:
+    problem = testing.Problem(
+        name="mine",
+        make_model=lambda: torch.nn.Linear(2, 1),
+        make_batch=lambda n, generator: (
+            torch.randn(n, 2, generator=generator),
+            torch.randn(n, 1, generator=generator),
+        ),
+        loss=torch.nn.functional.mse_loss,
+    )
+    assert check_algorithm(clip, problems=problem, max_examples=2).ok
+
+
+# Algorithms that are made already
+
+
+def test_an_instance_is_copied_as_it_is() -> None:
+    with pytest.raises(CheckFailed) as caught:
+        check_algorithm(remembers_in_a_closure(), **FEW)
+    assert [outcome.law for outcome in caught.value.report.failures] == ["memory"]
+    composed = pl.compose(clip(), pl.algorithms.ema(half_life="2ba"))
+    assert check_algorithm(composed, problems="linear", max_examples=1).subject == "gradient_clipping + ema"
+
+
+def test_what_can_t_be_copied_is_said() -> None:
+    import threading
+
+    lock = threading.Lock()
+
+    @pl.algorithm(Event.BATCH_END)
+    def locked(state: pl.State) -> pl.State:
+        with lock:
+            return state
+
+    with pytest.raises(pl.ArgumentError, match=r"can't be copied .*give a function that makes it"):
+        check_algorithm(locked)
+
+
+# Laws that work alone
+
+
+def test_a_law_alone_draws_its_cases_or_takes_one() -> None:
+    laws.purity(clip, max_examples=2)
+    laws.order()
+    case = testing.Case(plan=Plan(batches=(2,), max_duration="1ba"))
+    laws.resumption(clip, case)
+    with pytest.raises(LawViolation, match="purity does not hold"):
+        laws.purity(adds_in_place, case)
+
+
+def test_a_law_in_a_hypothesis_test_of_one_s_own() -> None:
+    @settings(max_examples=3)
+    @given(testing.cases(problems="linear"), st.floats(0.1, 2.0))
+    def holds(case: testing.Case, norm: float) -> None:
+        laws.purity(lambda: pl.algorithms.gradient_clipping("norm", norm), case)
+
+    holds()
+
+
+def test_whether_two_algorithms_commute_is_a_fact() -> None:
+    halve = lambda: pl.algorithm(Event.AFTER_LOSS, name="halve")(lambda s: s.replace(loss=s.loss / 2))  # noqa: E731
+    add = lambda: pl.algorithm(Event.AFTER_LOSS, name="add")(lambda s: s.replace(loss=s.loss + 1))  # noqa: E731
+    double = lambda: pl.algorithm(Event.AFTER_LOSS, name="double")(lambda s: s.replace(loss=s.loss * 4))  # noqa: E731
+    options: dict[str, Any] = {"cases": testing.cases(problems="linear"), "max_examples": 3}
+    assert testing.commutation(halve, double, **options)
+    found = testing.commutation(halve, add, **options)
+    assert not found
+    assert found.counterexample is not None
+    assert found.counterexample.leaf == "state.loss"
+    assert "They do not commute" in str(found)
+    with pytest.raises(pl.PureLoopError, match="two algorithms are named 'halve'"):
+        testing.commutation(halve, halve, **options)
+
+
+# parametrize_with_checks
+
+
+def run_pytest(tmp_path: Path, source: str) -> tuple[int, str]:
+    (tmp_path / "test_it.py").write_text(textwrap.dedent(source))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_each_pair_is_a_test_of_its_own(tmp_path: Path) -> None:
+    code, output = run_pytest(
+        tmp_path,
+        """
+        import pure_loop as pl
+        from pure_loop import testing
+        from pure_loop.testing.wrong_algorithms import adds_in_place, counts_microbatches_as_batches
+
+        @testing.parametrize_with_checks(
+            [pl.algorithms.gradient_clipping("norm", 1.0), counts_microbatches_as_batches()],
+            expected_failures={"microbatch_invariance": "warms up by microbatches"}, problems="linear", max_examples=2,
+        )
+        def test_contract(algorithm, check):
+            check(algorithm)
+
+        @testing.parametrize_with_checks([adds_in_place], problems="linear", max_examples=2)
+        def test_wrong(algorithm, check):
+            check(algorithm)
+        """,
+    )
+    assert code == 1
+    assert "PASSED test_it.py::test_contract[gradient_clipping-purity]" in output
+    assert "PASSED test_it.py::test_contract[warm_up-microbatch_invariance]" in output
+    assert "FAILED test_it.py::test_wrong[decay-purity]" in output
+    assert output.count("FAILED test_it.py::") == 1
+    assert "SKIPPED" in output
+    assert "rests on purity" in output
+
+
+def test_without_pytest_the_function_runs_all_pairs() -> None:
+    code = """
+import sys, unittest
+import pure_loop as pl
+from pure_loop import testing
+seen = []
+@testing.parametrize_with_checks([pl.algorithms.sam()], problems="linear", max_examples=1)
+def contract(algorithm, check):
+    seen.append(check.name)
+    check(algorithm)
+contract()
+assert "purity" in seen and "resumption" in seen
+assert "pytest" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def pairs(decorate: Any) -> list[Any]:
+    """What pytest will call the decorated function with."""
+
+    def contract(algorithm: Any, check: Any) -> None:
+        check(algorithm)
+
+    (mark,) = decorate(contract).pytestmark
+    return list(mark.args[1])
+
+
+def test_expected_failures_by_name() -> None:
+    decorate = testing.parametrize_with_checks(
+        [clip(), counts_microbatches_as_batches()],
+        expected_failures={"warm_up": {"microbatch_invariance": "warms up by microbatches"}},
+        **FEW,
+    )
+    results: dict[str, Any] = {}
+    for algorithm, check in pairs(decorate):
+        if check.name == "microbatch_invariance":
+            results[check.subject] = check(algorithm).result
+    assert results == {"gradient_clipping": "passed", "warm_up": "expected failure"}
+
+
+def test_an_expected_failure_of_all_must_fail_somewhere() -> None:
+    decorate = testing.parametrize_with_checks(
+        [clip(), pl.algorithms.ema(half_life="2ba")], expected_failures={"microbatch_invariance": "no"}, **FEW
+    )
+    listed = pairs(decorate)
+    checks = [check for _, check in listed if check.name == "microbatch_invariance"]
+    with pytest.raises(CheckFailed, match="was expected to fail"):
+        checks[0]()
+    skipped = next(check for _, check in listed if check.name == "compile_equality")
+    with pytest.raises(unittest.SkipTest, match="compile="):
+        skipped()
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ([], {}, "give one algorithm at least"),
+        (clip(), {}, "give a list of algorithms"),
+        ([3], {}, "neither"),
+        ([clip], {"expected_failures": {"clip": {"purity": "x"}}}, "no algorithm in the list is named 'clip'"),
+        ([clip], {"expected_failures": {"purty": "x"}}, "there is no law 'purty'"),
+    ],
+)
+def test_parametrize_refuses(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pl.PureLoopError, match=message):
+        testing.parametrize_with_checks(given, **options)
+
+
+# The package
+
+
+def test_the_package_imports_no_pytest_and_the_core_no_hypothesis() -> None:
+    code = """
+import sys, pure_loop
+assert "hypothesis" not in sys.modules
+import pure_loop.testing
+assert "pytest" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_hypothesis_the_error_names_the_extra() -> None:
+    code = """
+import sys
+sys.modules["hypothesis"] = None
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "hypothesis" else real(name, *rest)
+import pure_loop
+try:
+    import pure_loop.testing
+except pure_loop.MissingExtraError as error:
+    assert "pip install 'pure_loop[testing]'" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_evaluators_of_plans_are_those_of_cases() -> None:
+    plan = Plan(batches=(2,), max_duration="1ba", evaluators={"val": EvaluatorPlan(batches=(1, 2))})
+    assert [len(batch[0]) for batch in testing.Case(plan=plan).held_out()["val"]] == [1, 2]

@@ -1,0 +1,149 @@
+"""Each law fails on what breaks it, and no other law does: a law that can't fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.testing import PROBLEMS, Case, CheckFailed, Report, check_algorithm, check_loop, laws
+from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
+from pure_loop.testing.wrong_loops import WRONG_LOOPS
+from tests.conftest import THOROUGH
+
+PLAN = Plan(
+    batches=(3, 1, 4),
+    max_duration="1ep",
+    microbatch_size=2,
+    evaluators={"val": EvaluatorPlan(batches=(2,), interval="1ba", microbatch_size=1)},
+)
+
+
+def network() -> torch.nn.Module:
+    """Buffers that the forward writes to, and random numbers that it draws."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3),
+        torch.nn.BatchNorm2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(8, 2),
+    )
+
+
+NETWORK = attrs.evolve(PROBLEMS["convolution"], name="network", make_model=network)
+# All laws on a few cases that have everything in them, or, in the thorough tier, on as many as users get.
+FEW: dict[str, Any] = (
+    {}
+    if THOROUGH
+    else {
+        "plans": st.just(PLAN),
+        "problems": [NETWORK, "linear"],
+        "max_examples": 3,
+    }
+)
+
+
+def failing(check: Callable[..., Report], subject: Any) -> list[str]:
+    try:
+        report = check(subject, **FEW)
+    except CheckFailed as failed:
+        report = failed.report
+    return [outcome.law for outcome in report.failures] + ([report.problem] if report.problem else [])
+
+
+@pytest.mark.parametrize(("make", "law"), WRONG_ALGORITHMS.items(), ids=lambda value: getattr(value, "__name__", value))
+def test_exactly_the_intended_law_catches_the_algorithm(make: Callable[[], Any], law: str) -> None:
+    assert failing(check_algorithm, make) == [law]
+
+
+@pytest.mark.parametrize(("make", "law"), WRONG_LOOPS.items(), ids=lambda value: getattr(value, "__name__", value))
+def test_exactly_the_intended_law_catches_the_loop(make: Callable[[], Any], law: str) -> None:
+    assert failing(check_loop, make()) == [law]
+
+
+def test_every_law_catches_something() -> None:
+    # That a State which was yielded stays what it is follows from purity where the algorithm is all that is on trial.
+    # So it is with visibility, watching fewer events, and determinism; a wrong loop shows that they can fail.
+    caught = {*WRONG_ALGORITHMS.values(), *WRONG_LOOPS.values()}
+    assert caught == {law.name for law in (*laws.OF_ALGORITHMS, *laws.OF_LOOPS)}
+
+
+def test_nothing_catches_the_loop() -> None:
+    assert failing(check_loop, pl.fit) == []
+
+
+CASE = Case(plan=PLAN, problem="linear")
+
+
+@pytest.mark.parametrize("how", ["add_", "data", "fused"])
+def test_strict_names_an_algorithm_that_writes_in_place(how: str) -> None:
+    @pl.algorithm(Event.BATCH_END)
+    def meddle(state: pl.State) -> pl.State:
+        tensor = state.params["weight"]
+        if how == "add_":
+            tensor.add_(1.0)
+        elif how == "data":
+            tensor.data[0] = 7.0
+        else:
+            torch._fused_sgd_(
+                [tensor],
+                [torch.ones_like(tensor)],
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
+            )
+        return state
+
+    with pytest.raises(pl.ImpurityError, match=r"algorithm 'meddle' changed state\.params\['weight'\].*BATCH_END"):
+        CASE.run([meddle], strict=True)
+
+
+def test_strict_names_a_callback_the_body_and_the_model() -> None:
+    def nosy(event: Event, state: pl.State) -> None:
+        if event is Event.EPOCH_END:
+            state.params["bias"].zero_()
+
+    with pytest.raises(pl.ImpurityError, match="callback nosy changed"):
+        CASE.run(strict=True, callbacks=[nosy])
+
+    def meddling_body() -> None:
+        for event, state in CASE.stream(strict=True):
+            if event is Event.BATCH_END:
+                state.params["bias"].add_(1)
+
+    with pytest.raises(pl.ImpurityError, match="the loop's body changed"):
+        meddling_body()
+
+    class InPlace(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x.mul_(2))
+            return out
+
+    with pytest.raises(pl.ImpurityError, match="computation that followed"):
+        CASE.run(start=InPlace(), strict=True)
+
+
+def test_strict_names_an_algorithm_that_draws_from_the_global_generator() -> None:
+    @pl.algorithm(Event.BATCH_START)
+    def jitter(state: pl.State) -> pl.State:
+        torch.rand(1)
+        return state
+
+    with pytest.raises(pl.ImpurityError, match="algorithm 'jitter' drew from a global random generator at BATCH_START"):
+        CASE.run([jitter], strict=True)
