@@ -177,6 +177,14 @@ def _boundaries() -> str:
     return ", ".join(f"`{event.name}`" for event in Event if event in order.BOUNDARIES) + "."
 
 
+def _loop_laws() -> str:
+    """The laws of the loop, in words."""
+    from pure_loop.testing import laws
+
+    listed = (f"* `{law.name}`: {law.statement}." for law in laws.OF_LOOPS)
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in listed)
+
+
 def _laws() -> str:
     """The laws in the order in which they are tried, each with some of what was made to break it."""
     from pure_loop.testing import laws
@@ -226,6 +234,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "fields": _fields,
     "boundaries": _boundaries,
     "laws": _laws,
+    "loop-laws": _loop_laws,
     "unavailable": _unavailable,
     "strategies": _strategies,
 }

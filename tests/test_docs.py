@@ -17,7 +17,6 @@ import torch
 
 import pure_loop as pl
 from pure_loop import Event
-from tests import laws
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -193,12 +192,6 @@ def test_the_state_s_fields_are_all_explained() -> None:
     table = PAGES["docs/concepts.md"].read_text().partition("| fields |")[2].partition("\n\n")[0]
     explained = set(re.findall(r"`([a-z_]+)`", table))
     assert {field.alias for field in attrs.fields(pl.State)} <= explained
-
-
-def test_the_readme_lists_the_laws_that_are_tested() -> None:
-    listed = dict(re.findall(r"^(\d+)\. \*\*(\w+)\.\*\*", README, re.MULTILINE))
-    docs = [getattr(laws, name).__doc__ for name in laws.__all__ if name.startswith("law_")]
-    assert set(listed) == {doc.partition(":")[0] for doc in docs}
 
 
 def test_the_readme_names_the_commands_and_the_extras() -> None:

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import distributed_c10d as c10d
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from pure_loop.testing.processes import Pool, RankError, shared_pool
-from pure_loop.testing.simulation import (
+from pure_loop.testing.ranks.processes import Pool, RankError, shared_pool
+from pure_loop.testing.ranks.simulation import (
     Collective,
     CollectiveError,
     UnsupportedCollectiveError,
@@ -719,7 +719,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, threading, time\n"
-        "from pure_loop.testing.processes import Pool\n"
+        "from pure_loop.testing.ranks.processes import Pool\n"
         "def endless(rank):\n"
         "    print(os.getpid(), file=open(told, 'w'), flush=True)\n"
         "    while True:\n"

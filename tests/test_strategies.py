@@ -328,6 +328,10 @@ def test_times_keep_to_their_options(units: list[TimeUnit], low: float, width: f
     time = data.draw(times(units=units, min_value=low, max_value=low + width))
     assert time.unit in units
     assert low <= time.value <= low + width
+
+
+@given(times())
+def test_times_can_be_written_down(time: Time) -> None:
     assert Time(str(time)) == time
 
 

@@ -21,12 +21,12 @@ if importlib.util.find_spec("hypothesis") is None:
         "pure_loop.testing draws its examples with Hypothesis, which is not installed: pip install 'pure_loop[testing]'"
     )
 
-from pure_loop.testing import laws
+from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops
 from pure_loop.testing.callbacks import check_callback
 from pure_loop.testing.case import Case
 from pure_loop.testing.check import check_algorithm, check_loop, parametrize_with_checks
 from pure_loop.testing.comparison import Difference, differences
-from pure_loop.testing.law import Law
+from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, commutation
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, Outcome, Report
@@ -65,11 +65,15 @@ __all__ = [
     "commutation",
     "differences",
     "event_streams",
+    "law",
     "laws",
     "parametrize_with_checks",
     "plans",
     "problems",
+    "ranks",
     "states",
     "times",
     "timestamps",
+    "wrong_algorithms",
+    "wrong_loops",
 ]

@@ -206,7 +206,8 @@ def _plans(
         common = draw(_intervals(counted, samples))
         if any(evaluator.interval is None for evaluator in drawn.values()):
             eval_interval = common
-    used = {unit, length_unit, eval_interval.unit, *(each.interval.unit for each in drawn.values() if each.interval)}
+    own = (evaluator.interval for evaluator in drawn.values())
+    used = {unit, length_unit, eval_interval.unit, *(each.unit for each in own if each is not None)}
     tokens = draw(_whole(int(TOKEN in used), 3))
     seconds = draw(_one_of((1.0, 0.5, 2.0) if SECOND in used else (0.0, 1.0, 0.5, 2.0)))
 

@@ -100,9 +100,10 @@ class _Observing:
 
     def reproduction(self, law: str, case: Case, *, standard: bool) -> str:
         return (
-            "from pure_loop import testing\nfrom pure_loop.order import EvaluatorPlan, Plan\n"
-            f"make_callback = ...  # what was checked\n\ncase = testing.{case!r}\n"
-            "testing.check_callback(make_callback, problems=case.problem, plans=st.just(case.plan))"
+            "from hypothesis.strategies import just\nfrom pure_loop import testing\n"
+            "from pure_loop.order import EvaluatorPlan, Plan\n\nmake_callback = ...  # what was checked\n"
+            f"case = testing.{case!r}\n"
+            "testing.check_callback(make_callback, problems=case.problem, plans=just(case.plan))"
         )
 
 

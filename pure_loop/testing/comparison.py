@@ -31,6 +31,8 @@ def shown(value: Any) -> str:
     >>> shown(torch.zeros(2, 3))
     'tensor([0., 0., 0., ...]) float32 (2, 3)'
     """
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if not isinstance(value, Tensor):
         text = repr(value)
         return text if len(text) <= 100 else f"{text[:97]}..."

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import hypothesis
-from hypothesis import HealthCheck, Phase, strategies
+from hypothesis import HealthCheck, Phase
+from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
 from pure_loop.errors import ArgumentError
 from pure_loop.testing.case import Case, Fit
-from pure_loop.testing.problems import Problem
+from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation
 
@@ -58,7 +59,8 @@ class Law:
         case: Case | None = None,
         *,
         fit: Fit = pl.fit,
-        cases: strategies.SearchStrategy[Case] | None = None,
+        problems: Problem | str | Iterable[Problem | str] | None = None,
+        cases: SearchStrategy[Case] | None = None,
         max_examples: int = EXAMPLES,
     ) -> None:
         """Try the law.
@@ -67,7 +69,8 @@ class Law:
             make_algorithm: makes what is on trial (:class:`Subject`); None: the loop alone.
             case: the one case to try it on; None: cases that Hypothesis draws.
             fit: the loop.
-            cases: where to draw from; None: :func:`pure_loop.testing.cases`.
+            problems: models and data of the cases, by name or as :class:`Problem`; None: all on which it can hold.
+            cases: where to draw from, instead of ``problems``.
             max_examples: how many to draw.
 
         Raises:
@@ -82,11 +85,27 @@ class Law:
                 )
             self.on(subject, case, fit)
             return
-        if cases is None:
-            from pure_loop.testing.strategies import cases as drawn
+        drawn = self.cases(problems) if cases is None else cases
+        if isinstance(drawn, str):
+            raise ArgumentError(f"{self.name}: {drawn}.")
+        try_examples(self, subject, drawn, fit=fit, max_examples=max_examples)
 
-            cases = drawn()
-        try_examples(self, subject, cases, fit=fit, max_examples=max_examples)
+    def cases(
+        self,
+        problems: Problem | str | Iterable[Problem | str] | None = None,
+        plans: SearchStrategy[Any] | None = None,
+    ) -> SearchStrategy[Case] | str:
+        """Cases on which it can hold, or why there are none: of these problems and plans, by default all, and short."""
+        from pure_loop.testing.strategies import cases
+        from pure_loop.testing.strategies import plans as all_plans
+
+        listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
+        served = [problem for problem in listed if self.serves(problem)]
+        if not served:
+            return f"no problem given is {self.serves_what}"
+        # Shorter than those that the strategy gives: what a law needs happens within few batches.
+        short = all_plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
+        return cases(problems=served, plans=short)
 
     def on(self, subject: Subject, case: Case, fit: Fit = pl.fit) -> None:
         """Try it on one case; a violation then says all that there is to say."""
@@ -94,8 +113,14 @@ class Law:
             self.check(subject, case, fit)
         except LawViolation as violation:
             violation.law, violation.statement, violation.case = self.name, self.statement, case
-            violation.code = subject.reproduction(self.name, case, standard=fit is pl.fit)
+            violation.code = subject.reproduction(self._called(), case, standard=fit is pl.fit)
             raise
+
+    def _called(self) -> str:
+        """How to write it in code: those of one's own are not in this package."""
+        from pure_loop.testing import laws
+
+        return f"testing.laws.{self.name}" if getattr(laws, self.name, None) is self else self.name
 
     def __repr__(self) -> str:
         return f"<law {self.name}: {self.statement}>"
@@ -108,7 +133,21 @@ def law(
     serves: Callable[[Problem], bool] = _any,
     serves_what: str = "any",
 ) -> Callable[[Check], Law]:
-    """Make a law of a function that tries one case."""
+    """Make a law of a function that tries one case: of ``(subject, case, fit)``, which raises a LawViolation.
+
+    Args:
+        statement: the law in words.
+        rests_on: the names of laws without which it says nothing.
+        serves: whether it can hold on a problem.
+        serves_what: what problems these are, in words.
+
+    >>> @law("the loss is never negative")
+    ... def positive_loss(subject, case, fit):
+    ...     for event, state in case.stream(subject.make(), fit=fit):
+    ...         if event is pl.Event.BATCH_END and state.loss < 0:
+    ...             raise LawViolation(f"the loss is {state.loss}", event=event)
+    >>> positive_loss(lambda: pl.algorithms.sam(), max_examples=2)
+    """
 
     def decorate(check: Check) -> Law:
         return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what)
@@ -119,7 +158,7 @@ def law(
 def try_examples(
     law: Law,
     subject: Subject,
-    cases: strategies.SearchStrategy[Case],
+    cases: SearchStrategy[Case],
     *,
     fit: Fit = pl.fit,
     max_examples: int = EXAMPLES,
@@ -130,6 +169,7 @@ def try_examples(
         LawViolation: that of the smallest case that was found.
     """
     tried = 0
+    found_after = 0
     last: LawViolation | None = None
 
     # Drawn in the same way every time: a report that changes from one run to the next would be of no use, and the
@@ -146,18 +186,18 @@ def try_examples(
     )
     @hypothesis.given(cases)
     def holds(case: Case) -> None:
-        nonlocal tried, last
+        nonlocal tried, found_after, last
         tried += 1
         try:
             law.on(subject, case, fit)
         except LawViolation as violation:
-            last = violation
+            last, found_after = violation, found_after or tried
             raise
 
     try:
         holds()
     except LawViolation as violation:
-        violation.examples = tried
+        violation.examples = found_after
         violation.__notes__ = []  # Hypothesis's account of the case, which is in the message already
         raise
     except hypothesis.errors.Flaky as flaky:
@@ -167,6 +207,6 @@ def try_examples(
             " Tried once more on the same case, it was not found again: what is on trial depends on something that no "
             "State holds, such as a global variable."
         )
-        last.examples = tried
+        last.examples = found_after
         raise last from flaky
     return tried

@@ -28,7 +28,7 @@ class Outcome:
         examples: on how many cases it was tried.
         reason: why it was skipped, not run, or expected to fail.
         violation: what was found, if it failed.
-        seconds: how long it took.
+        seconds: how much processor time it took.
     """
 
     law: str
@@ -80,10 +80,15 @@ class Report:
         return tuple(outcome for outcome in self.outcomes if outcome.failed)
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, seconds: bool = True) -> str:
+        """The report as text; without ``seconds`` it is the same every time."""
         lines = [f"{self.subject}: {self._summary()}", ""]
         width = max((len(outcome.law) for outcome in self.outcomes), default=0)
         for outcome in self.outcomes:
-            count = f"{outcome.examples:>3} examples {outcome.seconds:>5.1f} s" if outcome.examples else " " * 20
+            taken = f" {outcome.seconds:>5.1f} s" if seconds else ""
+            count = f"{outcome.examples:>3} examples{taken}" if outcome.examples else " " * (12 + len(taken))
             line = f"  {outcome.law:<{width}}  {outcome.result:<16}  {count}"
             if outcome.reason:
                 line = textwrap.fill(
@@ -121,8 +126,9 @@ class CheckFailed(PureLoopError, AssertionError):  # noqa: N818
             if outcome.violation is not None:
                 parts.append(str(outcome.violation))
             else:
-                parts.append(
+                passed = (
                     f"{outcome.law} was expected to fail ({outcome.reason!r}), and holds on all of {outcome.examples} "
                     "examples: take it out of expected_failures."
                 )
+                parts.append(textwrap.fill(passed, 110))
         super().__init__("\n\n".join(parts))

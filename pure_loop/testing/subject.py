@@ -68,7 +68,7 @@ class Subject:
         return self.runs[key]
 
     def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
-        """Code that tries a law on this subject and one case; with another loop than ``pl.fit`` if not ``standard``."""
+        """Code that tries a law on this subject and one case; on another loop than ``pl.fit`` if not ``standard``."""
         arguments = ["make_algorithm" if self.code else "None", "case", *(() if standard else ("fit=fit",))]
         return "\n".join(
             [
@@ -77,7 +77,7 @@ class Subject:
                 *([self.code] if self.code else []),
                 "",
                 f"case = testing.{case!r}",
-                f"testing.laws.{law}({', '.join(arguments)})",
+                f"{law}({', '.join(arguments)})",
             ]
         )
 

@@ -25,20 +25,17 @@ Problems: TypeAlias = "Problem | str | Iterable[Problem | str] | None"
 
 
 def drawn_from(problems: Problems, plans: st.SearchStrategy[Any] | None) -> Draw:
-    """Cases of these problems and plans; None: of all that come along."""
-    from pure_loop.testing import strategies
+    """Cases of these problems and plans; None: of all that come along.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: what is neither problems nor plans.
+    """
+    if plans is not None and not isinstance(plans, st.SearchStrategy):
+        raise ArgumentTypeError(
+            f"plans={plans!r}: give a strategy, testing.plans(max_batches=3) or hypothesis.strategies.just(plan)."
+        )
     listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
-    # Shorter than those that the strategy gives: what a law needs happens within few batches.
-    drawn = strategies.plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
-
-    def draw(law: Law) -> st.SearchStrategy[Any] | str:
-        served = [problem for problem in listed if law.serves(problem)]
-        if not served:
-            return f"no problem given is {law.serves_what}"
-        return strategies.cases(problems=st.sampled_from(served), plans=drawn)
-
-    return draw
+    return lambda law: law.cases(listed, plans)
 
 
 @attrs.define
@@ -117,8 +114,8 @@ class Trial:
         events = ", ".join(event.name for name, event in self.subject.bound if name == silent[0])
         return (
             f"The {self.subject.kind} {silent[0]!r} never ran in the plans that were drawn, so nothing is known of it. "
-            f"It is bound to {events}; perhaps its `when` is true less often than a few batches allow. Give it a shorter "
-            "interval, or longer plans: plans=testing.plans(...)."
+            f"It is bound to {events}; perhaps its `when` is true less often than a few batches allow. Give it a "
+            "shorter interval, or longer plans: plans=testing.plans(...)."
         )
 
     def _try(self, name: str) -> Outcome:

@@ -55,7 +55,7 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         self.examples = 0
 
     def __str__(self) -> str:
-        parts = [f"{self.law} does not hold: {self.statement}"] if self.law else []
+        parts = [textwrap.fill(f"{self.law} does not hold: {self.statement}", 110)] if self.law else []
         parts.append(self._found())
         if self.advice:
             parts.append(_filled(self.advice))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
-from hypothesis import strategies
+from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
@@ -14,6 +15,7 @@ from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.law import EXAMPLES, Law, law, try_examples
 from pure_loop.testing.laws._streams import same_stream
+from pure_loop.testing.problems import Problem
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation
 
@@ -100,7 +102,7 @@ class Commutation:
 
     Attributes:
         commutes: ``[a, b]`` gave what ``[b, a]`` gave on every case.
-        examples: the number of cases.
+        examples: the number of cases that were tried.
         counterexample: where they don't, what was found on the smallest case.
 
     >>> import pure_loop as pl
@@ -118,21 +120,23 @@ class Commutation:
     def __str__(self) -> str:
         if self.counterexample is None:
             return f"They commute on all of {self.examples} cases."
-        return f"They do not commute.\n\n{self.counterexample}"
+        return f"They do not commute:\n\n{self.counterexample}"
 
 
 def commutation(
     make_a: Any,
     make_b: Any,
     *,
-    cases: strategies.SearchStrategy[Case] | None = None,
+    problems: Problem | str | Iterable[Problem | str] | None = None,
+    cases: SearchStrategy[Case] | None = None,
     max_examples: int = EXAMPLES,
 ) -> Commutation:
     """Whether two algorithms commute, and if they don't, the smallest case on which they don't.
 
     Args:
         make_a, make_b: make the algorithms, as in :func:`pure_loop.testing.check_algorithm`.
-        cases: where to draw from; None: :func:`pure_loop.testing.cases`.
+        problems: models and data of the cases, by name or as :class:`Problem`; None: all that come along.
+        cases: where to draw from, instead of ``problems``.
         max_examples: how many to draw.
 
     Raises:
@@ -150,15 +154,13 @@ def commutation(
 
     statement = f"{a.name} and {b.name} commute: each order gives the same stream"
     pair = Law("commutation", statement, check)
-    if cases is None:
-        from pure_loop.testing.strategies import cases as drawn
-
-        cases = drawn()
+    drawn = pair.cases(problems) if cases is None else cases
+    assert not isinstance(drawn, str)
     try:
-        return Commutation(True, try_examples(pair, both, cases, max_examples=max_examples))
+        return Commutation(True, try_examples(pair, both, drawn, max_examples=max_examples))
     except LawViolation as violation:
-        violation.code = ""
-        return Commutation(False, 0, violation)
+        violation.law = violation.code = ""  # it is no law, and no fault
+        return Commutation(False, violation.examples, violation)
 
 
 def _in_order(state: State, names: list[str]) -> State:

@@ -46,7 +46,10 @@ def microbatch_invariance(subject: Subject, case: Case, fit: Fit) -> None:
                 f"in microbatches of {size} there were {len(split)} steps, and {len(whole)} in whole ones."
             )
         for given, wanted in zip(split, whole, strict=True):
-            _close(subject, given, wanted, size)
+            _close(given, wanted, size)
+        for given, wanted in zip(split, whole, strict=True):
+            if given.event is Event.BATCH_END:
+                _close_memory(subject, given, wanted, size)
 
 
 def _exactly(case: Case, fit: Fit) -> None:
@@ -74,24 +77,37 @@ def _at_batches(pairs: Pairs) -> list[State]:
     return [state for event, state in pairs if event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)]
 
 
-def _close(subject: Subject, given: State, wanted: State, size: int) -> None:
-    trees: list[tuple[str, Any, Any]] = [
-        (f"state.{field}", getattr(given, field), getattr(wanted, field)) for field in ("grads", "loss", "params")
-    ]
+def _close(given: State, wanted: State, size: int) -> None:
+    for field in ("grads", "loss", "params"):
+        _refuse(given, getattr(given, field), getattr(wanted, field), f"state.{field}", size, _OF_TRAINING)
+
+
+def _close_memory(subject: Subject, given: State, wanted: State, size: int) -> None:
     for name in subject.names:
         memories = given.algorithm_state.get(name), wanted.algorithm_state.get(name)
-        trees.append((f"state.algorithm_state[{name!r}]", *memories))
-    for name, a, b in trees:
-        difference = close(a, b, tolerance=_ROUNDING, name=name)
-        if difference is not None:
-            raise LawViolation(
-                f"in microbatches of {size} something else came out than in whole batches, at {moment(given)}.",
-                event=given.event,
-                difference=difference,
-                labels=("microbatches", "whole"),
-                advice="What is a mean over a microbatch counts as many samples as that holds; what happens once a "
-                "batch belongs to an event that comes once a batch, such as AFTER_TRAIN_BATCH or BATCH_END.",
-            )
+        _refuse(given, *memories, f"state.algorithm_state[{name!r}]", size, _OF_MEMORY)
+
+
+def _refuse(state: State, given: Any, wanted: Any, name: str, size: int, advice: str) -> None:
+    difference = close(given, wanted, tolerance=_ROUNDING, name=name)
+    if difference is not None:
+        raise LawViolation(
+            f"in microbatches of {size} something else came out than in whole batches, at {moment(state)}.",
+            event=state.event,
+            difference=difference,
+            labels=("microbatches", "whole"),
+            advice=advice,
+        )
+
+
+_OF_TRAINING = (
+    "What is a mean over a microbatch counts as many samples as that holds; what happens once a batch belongs to an "
+    "event that comes once a batch, such as AFTER_TRAIN_BATCH or BATCH_END."
+)
+_OF_MEMORY = (
+    "What it remembers when a batch is over must not tell how the batch was split, or later batches will: put back at "
+    "AFTER_TRAIN_BATCH what is counted within a batch."
+)
 
 
 @law("evaluation changes nothing in training", rests_on=(*_SOUND, "determinism", "visibility"))

@@ -14,6 +14,7 @@ from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_stream
+from pure_loop.testing.ranks import CollectiveError, RankError, shared_pool, simulate
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation
 
@@ -29,7 +30,6 @@ _ON_PROCESSES = 2
 )
 def rank_agreement(subject: Subject, case: Case, fit: Fit) -> None:
     """Runs it on simulated ranks; where they communicate, then on real processes too, with gloo between them."""
-    from pure_loop.testing.simulation import CollectiveError, simulate
 
     def program(rank: int) -> Pairs:
         return case.run(subject.make(), fit=fit)
@@ -50,8 +50,6 @@ def rank_agreement(subject: Subject, case: Case, fit: Fit) -> None:
 
 
 def _on_processes(subject: Subject, case: Case, fit: Fit) -> None:
-    from pure_loop.testing.processes import RankError, shared_pool
-
     def program(rank: int) -> list[tuple[str, str]]:
         torch.set_num_threads(1)
         return [(event.name, _digest(state)) for event, state in case.stream(subject.make(), fit=fit)]

@@ -22,8 +22,14 @@ from torch.distributed import distributed_c10d as c10d
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import seeded
 from pure_loop.strict import same
-from pure_loop.testing._collectives import Collective, CollectiveError, Tensors, UnsupportedCollectiveError, outcome
-from pure_loop.testing._group import Group, Left, World
+from pure_loop.testing.ranks._collectives import (
+    Collective,
+    CollectiveError,
+    Tensors,
+    UnsupportedCollectiveError,
+    outcome,
+)
+from pure_loop.testing.ranks._group import Group, Left, World
 
 __all__ = ["Collective", "CollectiveError", "Ran", "UnsupportedCollectiveError", "environment", "simulate"]
 
@@ -47,7 +53,7 @@ def simulate(program: Callable[[int], T], ranks: int = 2) -> list[Ran[T]]:
     """Run a program on every rank of a process group that exists only in this process.
 
     The default process group, and the environment variables that torchrun sets, say which rank it is; torch's default
-    generator starts from the rank's number, as in :class:`~pure_loop.testing.processes.Pool`. Results are exact, except
+    generator starts from the rank's number, as in :class:`Pool`. Results are exact, except
     that floats of three or more ranks are added in the order of ranks, which a backend may do in another order, and
     that ``reduce`` leaves the tensors of the other ranks alone. What ``async_op=True`` asks for arrives when it is
     waited for. Afterwards all is as it was, whatever happens; a process group that is there is set aside meanwhile.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from pure_loop.testing._collectives import OPERATIONS, CollectiveError, Tensors, UnsupportedCollectiveError
+from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Tensors, UnsupportedCollectiveError
 
 __all__ = ["Exchange", "Group", "Left", "World"]
 

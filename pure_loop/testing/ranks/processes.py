@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO, Any, TypeVar
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
-from pure_loop.testing.simulation import environment
+from pure_loop.testing.ranks.simulation import environment
 
 __all__ = ["Pool", "RankError", "shared_pool"]
 

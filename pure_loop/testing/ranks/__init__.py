@@ -1,0 +1,32 @@
+"""Several ranks: simulated in this process, exactly and in microseconds, or real processes that talk through gloo.
+
+>>> import torch
+>>> def program(rank):
+...     total = torch.tensor([1.0 + rank])
+...     torch.distributed.all_reduce(total)
+...     return total.item()
+>>> [ran.result for ran in simulate(program, 2)]
+[3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+from pure_loop.testing.ranks.processes import Pool, RankError, shared_pool
+from pure_loop.testing.ranks.simulation import (
+    Collective,
+    CollectiveError,
+    Ran,
+    UnsupportedCollectiveError,
+    simulate,
+)
+
+__all__ = [
+    "Collective",
+    "CollectiveError",
+    "Pool",
+    "Ran",
+    "RankError",
+    "UnsupportedCollectiveError",
+    "shared_pool",
+    "simulate",
+]
