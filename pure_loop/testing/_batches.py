@@ -66,26 +66,27 @@ def _batches(draw: st.DrawFn, least: int, most: int, dtypes: Sequence[torch.dtyp
         shape = (samples, *draw(st.lists(st.integers(1, 3), max_size=2)))
         return _filled(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)))
 
-    def container(depth: int, first: Sequence[Any]) -> Any:
-        kind = draw(st.sampled_from(tuple(_CONTAINERS)))
-        more = draw(st.integers(0, 2)) if first else draw(st.integers(1, 2))
-        return _CONTAINERS[kind]([*first, *(node(depth) for _ in range(more))])
+    def container(kind: str, depth: int, first: Callable[[], Any]) -> Any:
+        more = draw(st.sampled_from((1, 2, 0)))
+        return _CONTAINERS[kind]([first(), *(node(depth) for _ in range(more))])
 
     def node(depth: int) -> Any:
-        kind = draw(st.sampled_from((*_LEAVES, "container") if depth else _LEAVES))
+        kind = draw(st.sampled_from((*_LEAVES, *_CONTAINERS) if depth else _LEAVES))
         if kind == "tensor":
             return tensor()
         if kind == "texts":
             return [f"text {number}" for number in range(samples)]
         if kind == "whole":
             return draw(st.sampled_from(_WHOLE))()
-        return container(depth - 1, ())
+        return container(kind, depth - 1, lambda: node(depth - 1))
 
-    kind = draw(st.sampled_from(("pair", "container", "tensor"))) if nested else "pair"
+    kind = draw(st.sampled_from(("pair", *_CONTAINERS, "tensor"))) if nested else "pair"
+    # Drawn in any case: what takes fewer draws is simpler, and nothing is to be simpler than a pair.
+    pair = tensor(), tensor()
     if kind == "pair":
-        return tensor(), tensor()
-    # A tensor at its head, so that there are samples to count.
-    return tensor() if kind == "tensor" else container(2, (tensor(),))
+        return pair
+    # A tensor at the head, so that there are samples to count.
+    return pair[0] if kind == "tensor" else container(kind, 2, lambda: pair[0])
 
 
 def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import EXAMPLES, law
-from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.laws._streams import broken_off, same_events, same_stream
 from pure_loop.testing.problems import Problem
 from pure_loop.testing.report import Report
 from pure_loop.testing.subject import fresh_copies
@@ -124,12 +124,7 @@ def completion(subject: Any, case: Case, fit: Fit) -> None:
     except LawViolation:
         raise
     except Exception as error:
-        after = events[-1].name if events else "the call"
-        raise LawViolation(
-            f"the run ended in an error after {after}: {type(error).__name__}: {error}",
-            event=events[-1] if events else None,
-            advice=" ".join(getattr(error, "__notes__", ())),
-        ) from error
+        raise broken_off(events, error) from error
     plan = pl.order.EvaluatorPlan(batches=(2, 1))
     same_events(evaluated, expected_evaluate({"test": plan}), "the order of events in evaluation")
     same_events(predicted, expected_predict(2), "the order of events in prediction")

@@ -20,6 +20,7 @@ from pure_loop.testing.violation import LawViolation, moment
 __all__ = [
     "TRAINING",
     "as_far_as_it_goes",
+    "broken_off",
     "found",
     "nosy_run",
     "same_events",
@@ -58,6 +59,15 @@ def same_state(given: State, wanted: State, what: str) -> None:
     """
     for difference in differences(given, wanted):
         raise found(what, given, difference)
+
+
+def broken_off(events: list[Event], error: Exception) -> LawViolation:
+    """A violation for a run that ended in an error after these events."""
+    return LawViolation(
+        f"the run ended in an error after {events[-1].name if events else 'the call'}: {type(error).__name__}: {error}",
+        event=events[-1] if events else None,
+        advice=" ".join(getattr(error, "__notes__", ())),
+    )
 
 
 def found(what: str, state: State, difference: Difference) -> LawViolation:

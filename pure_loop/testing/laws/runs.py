@@ -12,7 +12,7 @@ from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Keeper, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.laws._streams import broken_off, same_events, same_stream
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation, moment
 
@@ -34,12 +34,7 @@ def order(subject: Subject, case: Case, fit: Fit) -> None:
     except LawViolation:
         raise
     except Exception as error:
-        last = events[-1].name if events else "the call"
-        raise LawViolation(
-            f"the run ended in an error after {last}: {type(error).__name__}: {error}",
-            event=events[-1] if events else None,
-            advice=" ".join(getattr(error, "__notes__", ())),
-        ) from error
+        raise broken_off(events, error) from error
     same_events(events, expected(case.plan), "the order of events")
 
 
