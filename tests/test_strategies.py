@@ -347,8 +347,8 @@ def test_timestamps_shrink_to_the_first() -> None:
     assert simplest(timestamps(), lambda now: now.max_duration) == Timestamp(
         max_duration=Time("1ba"), batches_per_epoch=1
     )
-    second = simplest(timestamps(), lambda now: now.batch_in_epoch == 2)
-    assert second == Timestamp().next_batch(1).next_batch(1)
+    second = simplest(timestamps(), lambda now: now.batch == 2)
+    assert (second.sample, second.token, second.max_duration) == (2, 0, None)
     drawn = sample(timestamps(), 150)
     for kind in (
         lambda now: now.iteration and now.batch_in_iteration,

@@ -87,9 +87,8 @@ def algorithms(
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import find
-    >>> find(algorithms(problem="linear", min_size=2), lambda composition: len(composition.members) == 2)
-    Composition(members=(Algorithm('gradient_clipping', after_train_batch), \
-Algorithm('gradient_clipping_2', after_train_batch)))
+    >>> find(algorithms(), lambda drawn: any(member.name == "sam" for member in drawn.members))
+    Composition(members=(Algorithm('sam', after_train_batch),))
     """
     where = "algorithms"
     least = check_integer(where, "min_size", min_size, "algorithms(min_size=1)", least=0)

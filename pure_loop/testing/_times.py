@@ -84,9 +84,9 @@ def timestamps(*, plans: st.SearchStrategy[Plan] | None = None) -> st.SearchStra
         ArgumentTypeError: plans that are no strategy.
 
     >>> from hypothesis import find
-    >>> now = find(timestamps(), lambda now: now.batch_in_epoch == 2)
-    >>> now.batch, now.sample, now.sample_in_epoch
-    (2, 2, 2)
+    >>> now = find(timestamps(), lambda now: now.batch == 2)
+    >>> now.sample, now.token, now.max_duration
+    (2, 0, None)
     """
     if plans is None:
         plans = all_plans()

@@ -235,6 +235,16 @@ def fails_on_a_single_sample() -> Algorithm:
     return spread
 
 
+def fails_in_prediction() -> Algorithm:
+    """There is no loss in prediction."""
+
+    @pl.algorithm(Event.AFTER_LOSS, Event.PREDICT_BATCH_END)
+    def look(state: State) -> State:
+        return state.replace(loss=state.loss * 1.0)
+
+    return look
+
+
 def counts_microbatches_as_batches() -> Algorithm:
     def warm_up(state: State) -> State:
         seen = state.algorithm_state["warm_up"] + 1
@@ -368,6 +378,7 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     replaces_the_batch_too_late: "discipline",
     clips_after_the_step: "discipline",
     fails_on_a_single_sample: "order",
+    fails_in_prediction: "order",
     counts_microbatches_as_batches: "microbatch_invariance",
     takes_the_mean_of_means: "microbatch_invariance",
     normalises_within_a_microbatch: "microbatch_invariance",

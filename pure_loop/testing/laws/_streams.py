@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "broken_off",
     "found",
     "nosy_run",
+    "outside_fit",
     "same_events",
     "same_state",
     "same_stream",
@@ -104,19 +105,24 @@ def as_far_as_it_goes(subject: Subject, case: Case, fit: Fit, **arguments: Any) 
     try:
         for pair in case.stream(fit=fit, **arguments):
             pairs.append(pair)
-        last, algorithms = pairs[-1][1], arguments.get("algorithms", ())
-        bound = {event for _, event in subject.bound}
-        data = case.problem.batches((2,), seed=7)
-        if any(event.is_eval for event in bound):
-            pairs.extend(pl.evaluate(last, {"test": data}, loss=case.problem.loss, algorithms=algorithms))
-        if any(event.is_predict for event in bound):
-            pairs.extend(pl.predict(last, data, algorithms=algorithms))
+        for stream in outside_fit(subject, case, pairs[-1][1], arguments["algorithms"]):
+            pairs.extend(stream)
     except LawViolation:
         raise
     except Exception as error:
         if not isinstance(error, PureLoopError) and not _raised_inside(error):
             raise
     return pairs
+
+
+def outside_fit(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
+    """Streams of an evaluation and a prediction by themselves, where the algorithms are bound to such events."""
+    bound = {event for _, event in subject.bound}
+    data = case.problem.batches((2, 1), seed=7)
+    if any(event.is_eval for event in bound):
+        yield pl.evaluate(state, {"test": data}, loss=case.problem.loss, algorithms=algorithms)
+    if any(event.is_predict for event in bound):
+        yield pl.predict(state, data, algorithms=algorithms)
 
 
 def _raised_inside(error: BaseException) -> bool:

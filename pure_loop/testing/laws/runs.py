@@ -7,12 +7,12 @@ import threading
 from typing import Any
 
 from pure_loop.event import Event
-from pure_loop.order import expected
+from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
 from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Keeper, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import broken_off, same_events, same_stream
+from pure_loop.testing.laws._streams import broken_off, outside_fit, same_events, same_stream
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation, moment
 
@@ -31,6 +31,10 @@ def order(subject: Subject, case: Case, fit: Fit) -> None:
             events.append(event)
             if state.event is not event:
                 raise LawViolation(f"the State yielded at {event.name} says {state.event}.", event=event)
+        for stream in outside_fit(subject, case, state, subject.make()):
+            after = [event for event, _ in stream]
+            alone = expected_predict(2) if after[0].is_predict else expected_evaluate({"test": EvaluatorPlan((2, 1))})
+            same_events(after, alone, "the order of events outside of fit")
     except LawViolation:
         raise
     except Exception as error:
