@@ -220,6 +220,7 @@ def test_factories_that_make_something_else(given: Any, error: Any, message: str
     [
         ({"problems": "liner"}, "'liner' is not known; there are 'linear'"),
         ({"problems": []}, "give one at least"),
+        ({"problems": 3}, r"give names such as \['linear', 'mlp'\]"),
         ({"max_examples": 0}, "give at least 1"),
         ({"max_examples": "many"}, "give a whole number"),
         ({"plans": Plan(batches=(1,), max_duration="1ba")}, "plans"),

@@ -19,7 +19,7 @@ from pure_loop.testing.violation import LawViolation
 
 __all__ = ["EXAMPLES", "Law", "law", "try_examples"]
 
-EXAMPLES = 15
+EXAMPLES = 20
 """How many cases a law is tried on, where nothing else is said."""
 
 Check = Callable[[Subject, Case, Fit], None]

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from pure_loop.data import map_tensors
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.random import seeded
 
 __all__ = ["PROBLEMS", "Problem", "as_problem", "as_problems"]
 
@@ -52,8 +53,7 @@ class Problem:
 
     def model(self, seed: int) -> nn.Module:
         """The model with the parameters of this seed; torch's generator stays as it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             return self.make_model()
 
     def batches(self, sizes: Iterable[int], seed: int) -> list[Any]:
@@ -229,6 +229,8 @@ def as_problems(given: Problem | str | Iterable[Problem | str]) -> tuple[Problem
         ArgumentError: nothing, or a name that is not known.
         ArgumentTypeError: neither names nor problems.
     """
+    if not isinstance(given, Problem | str | Iterable):
+        raise ArgumentTypeError(f"problems={given!r}: give names such as ['linear', 'mlp'], or testing.Problem(...)s.")
     listed = [given] if isinstance(given, Problem | str) else list(given)
     if not listed:
         raise ArgumentError("problems=(): give one at least, such as problems=['linear'].")
