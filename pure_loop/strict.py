@@ -110,6 +110,8 @@ def same(a: Any, b: Any) -> bool:
             return False
         a, b = a.detach(), b.detach()
         return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
+        return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
 
 

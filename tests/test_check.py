@@ -22,6 +22,7 @@ from pure_loop.testing.subject import Subject
 from pure_loop.testing.wrong_algorithms import (
     adds_in_place,
     counts_microbatches_as_batches,
+    fails_on_a_single_sample,
     remembers_in_a_closure,
     starts_over_at_fit_start,
 )
@@ -191,6 +192,66 @@ def test_reasons_are_looked_at_before_anything_runs(argument: str, given: Any, e
 def test_a_law_is_expected_to_fail_or_skipped() -> None:
     with pytest.raises(pl.ArgumentError, match="write them in one of the two"):
         check_algorithm(clip, expected_failures={"purity": "x"}, skip={"purity": "y"})
+
+
+def test_an_algorithm_that_needs_two_samples_says_so() -> None:
+    """Where it raises it is passed over, and everywhere else it has to keep the laws."""
+    report = check_algorithm(
+        fails_on_a_single_sample, expected_failures={"order": "needs two samples"}, problems="linear", max_examples=8
+    )
+    assert report["order"].result == "expected failure"
+    # In microbatches of one sample it raises always, so that law has nothing to say.
+    assert report["microbatch_invariance"].reason.startswith("every case that was drawn ended in an error")
+    others = [o.result for o in report.outcomes if o.law not in ("order", "microbatch_invariance", *laws.UNAVAILABLE)]
+    assert set(others) == {"passed"}
+
+
+def test_an_error_in_a_law_is_a_violation_with_its_case() -> None:
+    mixed = lambda: pl.algorithm(Event.AFTER_TRAIN_BATCH, name="mixed")(mix)  # noqa: E731
+
+    def mix(state: pl.State) -> pl.State:
+        return state.replace(loss=torch.lerp(torch.zeros(()), state.loss, 0.5))  # float32 only
+
+    with pytest.raises(CheckFailed) as caught:
+        check_algorithm(mixed, **FEW)
+    (failure,) = caught.value.report.failures
+    assert failure.law == "microbatch_invariance"
+    assert failure.violation is not None
+    assert "RuntimeError: expected dtype" in failure.violation.finding
+
+
+def test_memory_in_numpy_is_memory() -> None:
+    import numpy
+
+    def note(state: pl.State) -> pl.State:
+        return state.remember("np", state.algorithm_state["np"] * 0.5 + 1)
+
+    def fill(state: pl.State) -> pl.State:
+        state.algorithm_state["np"].fill(3.0)
+        return state
+
+    options: dict[str, Any] = {"init": lambda state: numpy.zeros(3)}
+    assert check_algorithm(lambda: pl.Algorithm("np", {Event.BATCH_END: note}, **options), **FEW).ok
+    with pytest.raises(LawViolation, match="purity does not hold"):
+        laws.purity(lambda: pl.Algorithm("np", {Event.BATCH_END: fill}, **options), problems="linear")
+
+
+def test_an_algorithm_may_remember_its_evaluations() -> None:
+    def count(state: pl.State) -> pl.State:
+        return state.remember("evaluated", state.algorithm_state["evaluated"] + 1)
+
+    assert check_algorithm(lambda: pl.Algorithm("evaluated", {Event.EVAL_END: count}, init=lambda state: 0), **FEW).ok
+
+
+def test_values_that_are_shown_alike_are_told_apart() -> None:
+    one, other = torch.zeros(9), torch.zeros(9).index_fill(0, torch.tensor([8]), 1e-9)
+    (difference,) = testing.differences({"x": one}, {"x": other}, name="tree")
+    assert str(difference).endswith("number 8 is 0.0, and should be 9.999999717180685e-10")
+
+
+def test_containers_and_none_are_compared() -> None:
+    assert testing.differences({"a": None}, {}, name="tree")
+    assert not testing.differences({"a": None}, {"a": None}, name="tree")
 
 
 # What can't be checked
@@ -419,6 +480,13 @@ def test_expected_failures_by_name() -> None:
             except pytest.xfail.Exception as expected:
                 results[check.subject] = str(expected)
     assert results == {"gradient_clipping": "passed", "warm_up": "warms up by microbatches"}
+
+
+def test_a_check_is_of_one_algorithm() -> None:
+    algorithm, check = pairs(testing.parametrize_with_checks([clip], **FEW))[0]
+    check(algorithm)
+    with pytest.raises(pl.ArgumentError, match="this check is that of"):
+        check(adds_in_place())
 
 
 def test_an_expected_failure_of_all_must_fail_somewhere() -> None:

@@ -26,6 +26,8 @@ _READ: dict[str, Callable[[], Any]] = {
     "anomaly detection": torch.is_anomaly_enabled,
     "the switch for deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "the number of threads": torch.get_num_threads,
+    "the precision of float32 matrix products": torch.get_float32_matmul_precision,
+    "a switch of cuDNN": lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
     "the working directory": os.getcwd,
     "the environment variables": lambda: dict(os.environ),
 }

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, observers
-from pure_loop.errors import ArgumentTypeError, PureLoopError
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, expected, expected_evaluate, expected_predict
 from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import EXAMPLES, law
-from pure_loop.testing.laws._streams import broken_off, same_events, same_stream
+from pure_loop.testing.laws._streams import same_events, same_stream
 from pure_loop.testing.problems import Problem
 from pure_loop.testing.report import Report
 from pure_loop.testing.subject import fresh_copies
 from pure_loop.testing.trial import Trial, drawn_from
-from pure_loop.testing.violation import LawViolation, moment
+from pure_loop.testing.violation import LawViolation, broken_off, moment
 
 __all__ = ["check_callback"]
 
@@ -81,6 +81,7 @@ class _Observing:
         self.fired: Counter[tuple[str, Event]] = Counter()
         self.watched = False
         self.kind = "callback"
+        self.runs: Any = None
 
     def make(self) -> Any:
         made = self._make()
@@ -172,8 +173,6 @@ def joining(subject: Any, case: Case, fit: Fit) -> None:
         event, what = kept.event, f"joining at {moment(kept)}"
         try:
             again = case.run(fit=fit, start=kept, **subject.arguments())
-        except PureLoopError:
-            raise
         except Exception as error:
             raise LawViolation(
                 f"{what}, it ended in an error: {type(error).__name__}: {error}",

@@ -110,7 +110,8 @@ def _by_name(given: Any, names: list[str]) -> list[Mapping[str, str] | None]:
 class _Check:
     """One law, as a function of one algorithm: what :func:`parametrize_with_checks` gives to a test."""
 
-    def __init__(self, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+    def __init__(self, given: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+        self._given = given
         self._trial = trial
         self._together = together
         self.subject = trial.subject.name
@@ -122,6 +123,11 @@ class _Check:
             CheckFailed: the law doesn't hold, or holds and was expected to fail.
             unittest.SkipTest: it was not tried; says why.
         """
+        if algorithm is not None and algorithm is not self._given:
+            raise ArgumentError(
+                f"check({algorithm!r}): this check is that of {self._given!r}; give it the test's own `algorithm`, and "
+                "put what you make of it into the list of parametrize_with_checks."
+            )
         outcome = self._trial.outcome(self.name)
         if outcome.result in ("skipped", "not run"):
             raise unittest.SkipTest(f"{self.name}: {outcome.reason}")
@@ -185,7 +191,7 @@ def parametrize_with_checks(
     ]
     together = () if by_name else tuple(trials)
     pairs = [
-        (given, _Check(trial, name, together))
+        (given, _Check(given, trial, name, together))
         for given, trial in zip(listed, trials, strict=True)
         for name in trial.names
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator
 from functools import cache
 from typing import Any, TypeAlias, cast
@@ -16,9 +17,10 @@ from pure_loop.state import State
 from pure_loop.strict import same
 from pure_loop.time import Timestamp
 
-__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "close", "differences", "shown"]
+__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "apart", "close", "differences", "shown"]
 
 _WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
+_TIMESTAMPS = frozenset({"timestamp", "previous_timestamp"})
 _MISSING = "(no such leaf)"
 
 Leaves: TypeAlias = dict[tuple[Any, ...], Any]
@@ -46,6 +48,16 @@ def shown(value: Any) -> str:
     return f"tensor({f'[{listed}]' if value.ndim else listed}) {dtype}{shape}"
 
 
+def apart(given: Any, wanted: Any) -> str:
+    """Where two values differ that are shown alike: the first number of tensors, in full."""
+    tensors = isinstance(given, Tensor) and isinstance(wanted, Tensor)
+    if not tensors or given.shape != wanted.shape or given.dtype != wanted.dtype:
+        return f"{given!r} and {wanted!r}"
+    a, b = given.detach().flatten(), wanted.detach().flatten()
+    index = int(((a != b) & ~((a != a) & (b != b))).nonzero()[0])
+    return f"number {index} is {a[index].item()!r}, and should be {b[index].item()!r}"
+
+
 @attrs.frozen(eq=False)
 class Difference:
     """A leaf that two trees have differently.
@@ -62,21 +74,22 @@ class Difference:
 
     def __str__(self) -> str:
         given, wanted = shown(self.given), shown(self.wanted)
-        if given == wanted and isinstance(self.given, Tensor) and isinstance(self.wanted, Tensor):
-            apart = (self.given.detach().double() - self.wanted.detach().double()).abs().max()
-            wanted += f", which is {float(apart):.3g} away at most"
+        if given == wanted:
+            wanted += f": {apart(self.given, self.wanted)}"
         return f"{self.leaf} is {given}, and should be {wanted}"
 
 
 def _leaves(tree: Any) -> Leaves:
-    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, values, strict=True))
 
 
 def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
     """Where a leaf is, as code that reads it."""
     for found, accessor in zip(
-        optree.tree_paths(tree, namespace=NAMESPACE), optree.tree_accessors(tree, namespace=NAMESPACE), strict=True
+        optree.tree_paths(tree, namespace=NAMESPACE, none_is_leaf=True),
+        optree.tree_accessors(tree, namespace=NAMESPACE, none_is_leaf=True),
+        strict=True,
     ):
         if found == path:
             return accessor.codify(name)
@@ -86,7 +99,9 @@ def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
 def differences(
     given: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
 ) -> list[Difference]:
-    """The leaves in which two States, or other trees, are not bitwise equal; wall-clock times don't count.
+    """The leaves in which two States, or other trees, are not equal by value; wall-clock times don't count.
+
+    Tensors are equal where all their numbers are, in one dtype: no rounding is allowed for. NaN equals itself.
 
     Args:
         given, wanted: the trees.
@@ -105,7 +120,7 @@ def differences(
 def _differences(given: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
     one, other = _leaves(given), _leaves(wanted)
     for path in dict.fromkeys([*one, *other]):
-        if path and (path[-1] in _WALL_CLOCK or path[0] in without):
+        if path and (path[0] in without or (path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK)):
             continue
         a, b = one.get(path, _MISSING), other.get(path, _MISSING)
         if not same(a, b):
@@ -130,6 +145,11 @@ def close(given: Any, wanted: Any, *, tolerance: float, name: str = "state") -> 
         if not bool(((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1.0)).item()):
             return found
     return None
+
+
+def _copied(leaf: Any) -> Any:
+    """A leaf that can be written to in place, by value."""
+    return copy.deepcopy(leaf) if isinstance(leaf, set | bytearray) or hasattr(leaf, "__array__") else leaf
 
 
 def _values(state: State) -> list[Any]:
@@ -211,7 +231,7 @@ class Snapshot:
         self._leaves = [
             (leaf, leaf.detach().clone(), leaf.requires_grad, len(leaf._backward_hooks or ()))
             if isinstance(leaf, Tensor)
-            else (leaf, None, False, 0)
+            else (_copied(leaf), None, False, 0)
             for leaf in _values(state)
         ]
 
@@ -222,7 +242,7 @@ class Snapshot:
             return Difference("the number of leaves of the state", len(now), len(self._leaves))
         for index, (leaf, (before, value, required, hooks)) in enumerate(zip(now, self._leaves, strict=True)):
             if value is None:
-                if leaf is not before and leaf != before:
+                if leaf is not before and not same(leaf, before):
                     return Difference(self._name(index), leaf, before)
                 continue
             if not _same_leaf(leaf, value):

@@ -15,7 +15,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation
+from pure_loop.testing.violation import LawViolation, broken_off
 
 __all__ = ["EXAMPLES", "Law", "law", "try_examples"]
 
@@ -85,7 +85,7 @@ class Law:
                 )
             self.on(subject, case, fit)
             return
-        drawn = self.cases(problems) if cases is None else cases
+        drawn = self.cases(problems) if cases is None else cases.filter(lambda drawn: self.serves(drawn.problem))
         if isinstance(drawn, str):
             raise ArgumentError(f"{self.name}: {drawn}.")
         try_examples(self, subject, drawn, fit=fit, max_examples=max_examples)
@@ -112,9 +112,18 @@ class Law:
         try:
             self.check(subject, case, fit)
         except LawViolation as violation:
-            violation.law, violation.statement, violation.case = self.name, self.statement, case
-            violation.code = subject.reproduction(self._called(), case, standard=fit is pl.fit)
-            raise
+            raise self._told(violation, subject, case, fit) from violation.__cause__
+        except Exception as error:
+            # Only what an algorithm raised says something of it; the driver leaves a note.
+            if not any(note.startswith("raised by algorithm") for note in getattr(error, "__notes__", ())):
+                raise
+            raise self._told(broken_off([], error), subject, case, fit) from error
+
+    def _told(self, violation: LawViolation, subject: Subject, case: Case, fit: Fit) -> LawViolation:
+        """The violation, with all that there is to say."""
+        violation.law, violation.statement, violation.case = self.name, self.statement, case
+        violation.code = subject.reproduction(self._called(), case, standard=fit is pl.fit)
+        return violation
 
     def _called(self) -> str:
         """How to write it in code: those of one's own are not in this package."""
@@ -161,8 +170,12 @@ def try_examples(
     *,
     fit: Fit = pl.fit,
     max_examples: int = EXAMPLES,
+    tolerant: bool = False,
 ) -> int:
     """Try a law on cases that Hypothesis draws; gives their number.
+
+    ``tolerant``: cases on which an algorithm raises are passed over, because that is expected and said elsewhere; 0 if
+    they were all.
 
     Raises:
         LawViolation: that of the smallest case that was found.
@@ -190,6 +203,9 @@ def try_examples(
         try:
             law.on(subject, case, fit)
         except LawViolation as violation:
+            if tolerant and violation.broke_off:
+                tried -= 1
+                hypothesis.reject()
             last, found_after = violation, found_after or tried
             raise
 
@@ -199,6 +215,9 @@ def try_examples(
         violation.examples = found_after
         violation.__notes__ = []  # Hypothesis's account of the case, which is in the message already
         raise
+    except hypothesis.errors.Unsatisfiable:
+        if not tolerant:
+            raise
     except hypothesis.errors.Flaky as flaky:
         if last is None:
             raise

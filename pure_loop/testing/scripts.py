@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
-from pure_loop.errors import ArgumentTypeError, PureLoopError
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop import Script
 from pure_loop.stages import Stages
@@ -69,7 +69,7 @@ def check_script(
     >>> check_script(decay, pl.State.create(torch.nn.Linear(1, 1))).ok
     True
     """
-    subject = _Scripted(make_script, _starts(start), frozenset(map(Event, boundaries)), stages)
+    subject = _Scripted(make_script, _starts(start), frozenset(map(Event, boundaries)), stages, callable(start))
     if not callable(make_script) or isinstance(make_script, Algorithm):
         raise ArgumentTypeError(
             f"check_script({make_script!r}): give a function of a State that makes the generator, check_script(lambda "
@@ -117,6 +117,7 @@ class _Scripted:
         start: Callable[[int], State],
         boundaries: frozenset[Event],
         stages: Stages | None,
+        seeded: bool,
     ) -> None:
         self.name = getattr(make_script, "__name__", "the script").replace("<lambda>", "the script")
         self.make_script, self.start, self.boundaries, self.stages = make_script, start, boundaries, stages
@@ -124,6 +125,8 @@ class _Scripted:
         self.fired: Counter[tuple[str, Event]] = Counter()
         self.watched = False
         self.kind = "script"
+        self.seeded = seeded
+        self.runs: Any = None
 
     def stream(self, case: Seed, start: State | None = None, **arguments: Any) -> Any:
         first = self.start(case.seed) if start is None else start
@@ -143,7 +146,7 @@ class _Scripted:
     def reproduction(self, law: str, case: Seed, *, standard: bool) -> str:
         return (
             "from pure_loop import testing\n\nmake_script, start = ...  # what was checked\n"
-            f"testing.check_script(make_script, start({case.seed}))"
+            f"testing.check_script(make_script, {f'start({case.seed})' if self.seeded else 'start'})"
         )
 
 
@@ -255,6 +258,12 @@ def observer_invariance(subject: Any, case: Any, fit: Fit) -> None:
 def resumption(subject: Any, case: Any, fit: Fit) -> None:
     """Makes the script anew from the State of every boundary, and compares all that comes after its FIT_START."""
     whole = subject.run(case)
+    if not any(event in subject.boundaries for event, _ in whole):
+        boundaries = ", ".join(sorted(event.name for event in subject.boundaries))
+        raise LawViolation(
+            f"nothing is known of it: the script yields none of {boundaries}.",
+            advice="Say where it can go on from: check_script(..., boundaries=[Event.AFTER_TRAIN_BATCH]).",
+        )
     for index, (event, kept) in enumerate(whole):
         if event not in subject.boundaries:
             continue
@@ -262,8 +271,11 @@ def resumption(subject: Any, case: Any, fit: Fit) -> None:
         rest = whole[index + 1 :]
         try:
             again = subject.run(case, kept)
-        except PureLoopError as error:
-            raise LawViolation(f"{what}, it ended in an error: {error}", event=event) from error
+        except LawViolation:
+            raise
+        except Exception as error:
+            text = f"{what}, it ended in an error: {type(error).__name__}: {error}"
+            raise LawViolation(text, event=event) from error
         advice = (
             "A script that goes on reads from the State how far it is, `while state.timestamp < '10ba':`, and keeps "
             "nothing in local variables that the next batch needs."

@@ -8,9 +8,9 @@ from typing import Any
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
-from pure_loop.testing.comparison import Difference, shown
+from pure_loop.testing.comparison import Difference, apart, shown
 
-__all__ = ["LawViolation", "moment"]
+__all__ = ["LawViolation", "broken_off", "moment"]
 
 
 def moment(state: State) -> str:
@@ -30,6 +30,7 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         given, wanted: what the leaf is, and what it should be.
         case: the smallest case that was found.
         code: code that reproduces it.
+        broke_off: it is about a run that ended in an error.
         examples: on how many cases the law was tried before, and while a smaller case was looked for.
     """
 
@@ -53,6 +54,7 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         self.law = self.statement = self.code = ""
         self.case: Any = None
         self.examples = 0
+        self.broke_off = False
 
     def __str__(self) -> str:
         parts = [textwrap.fill(f"{self.law} does not hold: {self.statement}", 110)] if self.law else []
@@ -72,6 +74,8 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         width = max(map(len, self.labels))
         values = zip(self.labels, (self.given, self.wanted), strict=True)
         lines = [f"    {label:<{width}}  {shown(value)}" for label, value in values]
+        if shown(self.given) == shown(self.wanted):
+            lines.append(f"    {'where':<{width}}  {apart(self.given, self.wanted)}")
         return "\n".join([text, f"    {self.leaf}", *lines])
 
 
@@ -79,3 +83,14 @@ def _filled(text: str) -> str:
     """Indented, and broken where a line is too long; lines that the text has stay."""
     indents = {"initial_indent": "  ", "subsequent_indent": "  "}
     return "\n".join(textwrap.fill(line, 110, break_on_hyphens=False, **indents) for line in text.splitlines())  # type: ignore[arg-type]
+
+
+def broken_off(events: list[Event], error: Exception) -> LawViolation:
+    """A violation for a run that ended in an error after these events."""
+    violation = LawViolation(
+        f"the run ended in an error after {events[-1].name if events else 'the call'}: {type(error).__name__}: {error}",
+        event=events[-1] if events else None,
+        advice=" ".join(getattr(error, "__notes__", ())),
+    )
+    violation.broke_off = True
+    return violation

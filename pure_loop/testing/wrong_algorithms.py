@@ -168,6 +168,33 @@ def remembers_in_a_closure() -> Algorithm:
     return warm_up
 
 
+def sets_itself_up_at_the_start() -> Algorithm:
+    """A fresh instance that joins later has not been set up."""
+    settings: dict[str, float] = {}
+
+    def set_up(state: State) -> State:
+        settings["factor"] = 0.5
+        return state
+
+    def halve(state: State) -> State:
+        return state.replace(loss=_times(state.loss, settings["factor"]))
+
+    return Algorithm("set_up", {Event.FIT_START: set_up, Event.AFTER_LOSS: halve})
+
+
+def remembers_on_a_tensor() -> Algorithm:
+    """In an attribute of a tensor, which is no part of its value."""
+
+    def count(state: State) -> State:
+        before = state.algorithm_state["tally"]
+        after = before.clone()
+        after.seen = getattr(before, "seen", 0) + 1
+        params = {name: tensor * (1 - after.seen / 1e3) for name, tensor in state.params.items()}
+        return state.replace(params=params).remember("tally", after)
+
+    return Algorithm("tally", {Event.BATCH_END: count}, init=lambda state: torch.zeros(()))
+
+
 def remembers_in_its_predicate() -> Algorithm:
     calls: list[int] = []
 
@@ -186,6 +213,16 @@ def lets_its_memory_grow() -> Algorithm:
         return state.remember("history", torch.cat([history, torch.zeros(1)]))
 
     return Algorithm("history", {Event.BATCH_END: note}, init=lambda state: torch.zeros(1))
+
+
+def remembers_a_graph() -> Algorithm:
+    def note(state: State) -> State:
+        total = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        return state.remember("gap", total - total.detach())
+
+    return Algorithm(
+        "gap", {Event.AFTER_LOSS: note}, init=lambda state: state.params[state.model.trainable[0]].sum() * 0
+    )
 
 
 def returns_another_dtype() -> Algorithm:
@@ -372,7 +409,9 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     hooks_a_tensor: "purity",
     remembers_in_a_closure: "memory",
     remembers_in_its_predicate: "memory",
+    sets_itself_up_at_the_start: "memory",
     lets_its_memory_grow: "structure",
+    remembers_a_graph: "structure",
     returns_another_dtype: "structure",
     drops_the_memory_of_others: "discipline",
     replaces_the_batch_too_late: "discipline",
@@ -386,6 +425,7 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     trains_differently_when_watched: "observer_invariance",
     depends_on_its_neighbours: "composition",
     starts_over_at_fit_start: "resumption",
+    remembers_on_a_tensor: "resumption",
     leaves_a_thread: "closing",
     depends_on_its_rank: "rank_agreement",
     communicates_on_one_rank_alone: "rank_agreement",

@@ -20,7 +20,6 @@ from pure_loop.testing.violation import LawViolation, moment
 __all__ = [
     "TRAINING",
     "as_far_as_it_goes",
-    "broken_off",
     "found",
     "nosy_run",
     "outside_fit",
@@ -62,15 +61,6 @@ def same_state(given: State, wanted: State, what: str) -> None:
         raise found(what, given, difference)
 
 
-def broken_off(events: list[Event], error: Exception) -> LawViolation:
-    """A violation for a run that ended in an error after these events."""
-    return LawViolation(
-        f"the run ended in an error after {events[-1].name if events else 'the call'}: {type(error).__name__}: {error}",
-        event=events[-1] if events else None,
-        advice=" ".join(getattr(error, "__notes__", ())),
-    )
-
-
 def found(what: str, state: State, difference: Difference) -> LawViolation:
     """A violation in a leaf of a State."""
     return LawViolation(f"{what}: at {moment(state)}, a leaf is another.", event=state.event, difference=difference)
@@ -86,6 +76,7 @@ def same_stream(given: Pairs, wanted: Pairs, what: str) -> None:
     for (_, a), (_, b) in zip(given, wanted, strict=True):
         if not comparer.equal(a, b):
             same_state(a, b, what)
+            raise LawViolation(f"{what}: at {moment(a)}, a container is of another kind.", event=a.event)
 
 
 def training_states(pairs: Pairs) -> list[State]:

@@ -36,10 +36,16 @@ def purity(subject: Subject, case: Case, fit: Fit) -> None:
         for seed in (11, 12):
             with reseeded(seed):
                 around = Surroundings()
-                results.append(call.of(subject.make()))
+                try:
+                    results.append(call.of(subject.make()))
+                except LawViolation:
+                    raise
+                except Exception:
+                    break  # if this one doesn't raise as well, it remembers something: the law of memory says so
                 _left_alone(call, around)
             _not_written(call, snapshot)
-        _equal(call, *results)
+        if len(results) == 2:
+            _equal(call, *results)
         around = Surroundings()
         result = call()
         _left_alone(call, around)
@@ -135,8 +141,18 @@ def memory(subject: Subject, case: Case, fit: Fit) -> None:
     """At every call, an instance that saw all that came before gives what a fresh one gives."""
 
     def tap(call: Call) -> Any:
-        fresh = call.of(subject.make())
         result = call()
+        try:
+            fresh = call.of(subject.make())
+        except LawViolation:
+            raise
+        except Exception as error:
+            raise LawViolation(
+                f"a fresh instance of {call.who} raised {type(error).__name__}: {error} at {call.where}, and this one, "
+                "which had been called before, did not: it remembers something in itself.",
+                event=call.event,
+                advice=_KEEP.format(name=call.algorithm),
+            ) from error
         if call.kind == "init":
             return result
         if type(result) is type(fresh):
@@ -150,13 +166,17 @@ def memory(subject: Subject, case: Case, fit: Fit) -> None:
                 event=call.event,
                 difference=difference,
                 labels=("this one", "fresh one"),
-                advice="Keep it in the State, where going on finds it: init=lambda state: 0, "
-                f"state.algorithm_state[{call.algorithm!r}], state.remember({call.algorithm!r}, memory).",
+                advice=_KEEP.format(name=call.algorithm),
             )
         return result
 
     as_far_as_it_goes(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
 
+
+_KEEP = (
+    "Keep it in the State, where going on finds it: init=lambda state: 0, state.algorithm_state['{name}'], "
+    "state.remember('{name}', memory)."
+)
 
 _OF_TENSORS = ("params", "buffers", "grads")
 
@@ -192,6 +212,7 @@ def structure(subject: Subject, case: Case, fit: Fit) -> None:
             for name in subject.names:
                 if name in state.algorithm_state:
                     mine = state.algorithm_state[name]
+                    _refuse_graph(name, state, mine)
                     _same_kind(
                         f"the memory of algorithm {name!r} became another",
                         state,
@@ -199,6 +220,19 @@ def structure(subject: Subject, case: Case, fit: Fit) -> None:
                         mine,
                         f"state.algorithm_state[{name!r}]",
                     )
+
+
+def _refuse_graph(name: str, state: State, memory: Any) -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(memory, namespace=NAMESPACE)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            where = f"state.algorithm_state[{name!r}]" + "".join(f"[{key!r}]" for key in path)
+            raise LawViolation(
+                f"the memory of algorithm {name!r} holds the graph of a forward at {moment(state)}, in {where}; it "
+                "keeps that batch alive, and grows with every one.",
+                event=state.event,
+                advice="Remember numbers: state.loss.detach().",
+            )
 
 
 def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, nones: bool = False) -> None:

@@ -124,6 +124,8 @@ def evaluation_invariance(subject: Subject, case: Case, fit: Fit) -> None:
         "with evaluators, training came to something else",
         "An algorithm may take part in evaluation (EMA hands over its average), and leaves no trace of it in what "
         "training reads: evaluation comes at other times, or not at all.",
+        # What an algorithm remembers of evaluations matters where training reads it, and then there is more to see.
+        frozenset({"metrics", *(("algorithm_state",) if subject.names else ())}),
     )
 
 
@@ -157,12 +159,12 @@ def observer_invariance(subject: Subject, case: Case, fit: Fit) -> None:
     same_stream(raised, alone[: len(raised)], "before a callback raised, the run was another")
 
 
-def _same_training(given: Pairs, wanted: Pairs, what: str, advice: str) -> None:
+def _same_training(given: Pairs, wanted: Pairs, what: str, advice: str, without: frozenset[str]) -> None:
     one, other = training_states(given), training_states(wanted)
     if len(one) != len(other):
         raise LawViolation(f"{what}: {len(one)} batches and epochs, not {len(other)}.")
     for a, b in zip(one, other, strict=True):
-        for difference in differences(a, b, without=frozenset({"metrics"})):
+        for difference in differences(a, b, without=without):
             violation = found(what, a, difference)
             violation.advice = advice
             raise violation

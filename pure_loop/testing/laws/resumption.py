@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import optree
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, going_on
 from pure_loop.state import State
@@ -36,7 +41,7 @@ def resumption_from(subject: Subject, case: Case, fit: Fit, to_the_end: Collecti
         what = f"gone on from {moment(kept)}"
         short = to_the_end is not None and number not in to_the_end
         try:
-            stream: Any = case.stream(subject.make(), fit=fit, start=kept)
+            stream: Any = case.stream(subject.make(), fit=fit, start=_as_values(kept))
             again = list(_to_the_next_batch(stream) if short else stream)
             stream.close()
         except Exception as error:
@@ -46,6 +51,17 @@ def resumption_from(subject: Subject, case: Case, fit: Fit, to_the_end: Collecti
         # The FIT_START that every call yields stands in no whole stream at this place.
         wanted: Pairs = whole[len(whole) - len(rest) + 1 :]
         same_stream(again[1:], wanted[: len(again) - 1], what)
+
+
+def _as_values(state: State) -> State:
+    """The State made anew from its values, as a checkpoint would: what hangs on a tensor besides is lost."""
+    tree: Any = state
+    copied: Any = optree.tree_map(_value, tree, namespace=NAMESPACE)
+    return copied  # type: ignore[no-any-return]
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
 def _to_the_next_batch(stream: Any) -> Iterator[tuple[Event, State]]:

@@ -12,9 +12,9 @@ from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Keeper, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import broken_off, outside_fit, same_events, same_stream
+from pure_loop.testing.laws._streams import outside_fit, same_events, same_stream
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, moment
+from pure_loop.testing.violation import LawViolation, broken_off, moment
 
 __all__ = ["closing", "determinism", "order", "value", "watch_equality"]
 
