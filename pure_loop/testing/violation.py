@@ -57,7 +57,7 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         self.broke_off = False
 
     def __str__(self) -> str:
-        parts = [textwrap.fill(f"{self.law} does not hold: {self.statement}", 110)] if self.law else []
+        parts = [textwrap.fill(f"{self.law} does not hold: {self.statement}", 95)] if self.law else []
         parts.append(self._found())
         if self.advice:
             parts.append(_filled(self.advice))

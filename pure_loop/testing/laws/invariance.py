@@ -105,8 +105,8 @@ _OF_TRAINING = (
     "event that comes once a batch, such as AFTER_TRAIN_BATCH or BATCH_END."
 )
 _OF_MEMORY = (
-    "What it remembers when a batch is over must not tell how the batch was split, or later batches will: put back at "
-    "AFTER_TRAIN_BATCH what is counted within a batch."
+    "What it remembers when a batch is over must not tell how the batch was split. A mean over microbatches weighs "
+    "each by the samples that it holds; what is counted within a batch is put back at AFTER_TRAIN_BATCH."
 )
 
 
