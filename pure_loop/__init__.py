@@ -37,7 +37,7 @@ from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop import algorithms, callbacks, loggers, order, schedules, testing
+    from pure_loop import algorithms, callbacks, distributed, loggers, order, schedules, testing
 
 __version__ = "0.1.0"
 
@@ -62,6 +62,7 @@ __all__ = [
     "algorithms",
     "callbacks",
     "compose",
+    "distributed",
     "drive",
     "evaluate",
     "every",
@@ -83,7 +84,7 @@ __all__ = [
 ]
 
 # Imported when first asked for: a third of what importing everything costs.
-_MODULES = frozenset({"algorithms", "callbacks", "loggers", "order", "schedules", "testing"})
+_MODULES = frozenset({"algorithms", "callbacks", "distributed", "loggers", "order", "schedules", "testing"})
 
 
 def __getattr__(name: str) -> Any:

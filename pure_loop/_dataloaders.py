@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pure_loop import _loaders, _samplers
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.random import derive
-from pure_loop.sources import END, Batches, Iterated, Source, at_epoch, shut
+from pure_loop.random import derive, seeded_all
+from pure_loop.sources import END, Batches, Iterated, Padding, Share, Source, at_epoch, shut
 
 __all__ = ["kind"]
 
@@ -38,8 +39,9 @@ def kind(loader: Any) -> type[Source] | None:
 class _Indexed(Source):
     """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
-        super().__init__(loader, seed, stream, limit)
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
+        self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
         self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
@@ -50,16 +52,33 @@ class _Indexed(Source):
         order = _samplers.indices(
             self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)
         )
-        # Here a rank takes its part of each batch's indices; positions, and so seeds, count whole batches.
         order = islice(order, start, self._limit)
-        if self._table:
-            return (_loaders.rows(self._loader.dataset, each) for each in order)
-        return self._load(order, epoch, start)
+        if self._share is None or not self._shares:
+            return self._load(order, epoch, start)
+        return self._load_share(order, epoch, start, self._share)
+
+    def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
+        """This rank's samples alone. Positions, and so seeds, count whole batches."""
+        padding: deque[bool] = deque()  # of what is being loaded: workers are asked ahead
+
+        def mine() -> Iterator[Any]:
+            for indices in order:
+                part = share.of_indices(indices)
+                padding.append(type(part) is Padding)
+                yield part.batch if padding[-1] else part
+
+        with closing(self._load(mine(), epoch, start)) as batches:
+            for batch in batches:
+                yield Padding(batch) if padding.popleft() else batch
 
     def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
+        if self._table:
+            for each in order:
+                yield _loaders.rows(self._loader.dataset, each)
+            return
         in_workers = self._loader.num_workers > 0
         if in_workers and not self._free:
-            order = ((derive(self._seed, epoch, start + i), index) for i, index in enumerate(order))
+            order = ((self._seed_of(epoch, start + i), index) for i, index in enumerate(order))
         # Workers that outlive an epoch serve one at a time; another one opened meanwhile gets its own.
         keep = self._loader.persistent_workers and not self._pool_is_busy
         pool = self._pool if keep else None
@@ -71,7 +90,7 @@ class _Indexed(Source):
                 self._pool, self._pool_is_busy = pool, True
             batches = pool.refill(order)
             for position in count(start):
-                with nullcontext() if in_workers or self._free else self._guard(epoch, position):
+                with nullcontext() if in_workers or self._free else seeded_all(self._seed_of(epoch, position)):
                     batch = next(batches, END)
                 if batch is END:
                     break
@@ -86,6 +105,11 @@ class _Indexed(Source):
                 shut(batches)
                 self._pool = None if keep else self._pool
 
+    def _seed_of(self, epoch: int, position: int) -> int:
+        """What a dataset or collate draws from; two ranks must not augment their samples alike."""
+        rank = 0 if self._share is None else self._share.rank
+        return derive(self._seed, epoch, position, *([rank] if rank else []))
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
@@ -95,8 +119,8 @@ class _Indexed(Source):
 class _Rebuilt(Iterated):
     """A DataLoader that can only be iterated over: of an IterableDataset, or of a class of the user's own."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None) -> None:
-        super().__init__(loader, seed, stream, limit)
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
 
     def _count(self) -> int:

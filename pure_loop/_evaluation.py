@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
-from pure_loop.data import to_device
+from pure_loop._batches import next_batch
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric, default_metrics
-from pure_loop.sources import Source
+from pure_loop.sources import END, Source
 from pure_loop.stages import Stages
 from pure_loop.state import State, outside_batch
 
@@ -19,30 +20,39 @@ __all__ = ["Script", "evaluate", "evaluation", "predict"]
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 
+def _untimed() -> float:
+    return 0.0
+
+
 def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
     """One evaluator. It runs on a branch of the State: only metrics and algorithms' memory come back."""
-    label = evaluator.label
+    label, engine = evaluator.label, stages.engine
     branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
     metrics = evaluator.metrics
     accumulated: dict[str, Any] = {}
     batches = evaluator.source.epoch(0)
     try:
-        for number, loaded in enumerate(batches):
-            whole = to_device(loaded, branch.device)
-            branch = branch.replace(batch=whole, microbatch=None, outputs=None, event=None)
+        for number in count():
+            ready = next_batch(branch, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
+            if ready is None:
+                break
+            branch = branch.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
             branch = yield Event.EVAL_BATCH_START, branch
             size = evaluator.microbatch_size
             pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
-            for index, piece in enumerate(pieces):
+            for index in range(engine.count(len(pieces), branch)):
+                piece = pieces[min(index, len(pieces) - 1)]
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
                     metrics = default_metrics(branch.outputs, branch.microbatch)
-                accumulated = _measure(accumulated, metrics, branch, stages)
+                if not (engine.padding or index >= len(pieces)):
+                    accumulated = _measure(accumulated, metrics, branch, stages)
             branch = yield Event.EVAL_BATCH_END, branch
     finally:
         batches.close()
+    accumulated = engine.measured(metrics or (), accumulated, branch)
     values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
     measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
@@ -64,24 +74,29 @@ def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: Sta
 
 def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
     """Evaluation by itself."""
-    state = yield Event.EVAL_STANDALONE_START, outside_batch(state)
+    state = stages.engine.start(outside_batch(state), {"evaluators": [each.label for each in evaluators]}, fresh=False)
+    state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
         state = yield from evaluation(state, stages, evaluator)
+    stages.engine.meet(state, Event.EVAL_STANDALONE_END)
     return (yield Event.EVAL_STANDALONE_END, state)
 
 
 def predict(state: State, stages: Stages, source: Source) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    state = yield Event.PREDICT_START, outside_batch(state)
+    state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=False)
     batches = source.epoch(0)
     try:
-        for number, loaded in enumerate(batches):
-            whole = to_device(loaded, state.device)
-            state = state.replace(batch=whole, microbatch=None, outputs=None, event=None)
+        for number in count():
+            ready = next_batch(state, stages, source, next(batches, END), _untimed, Event.PREDICT_BATCH_START)
+            if ready is None:
+                break
+            state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
             state = yield Event.PREDICT_BATCH_START, state
             state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
             state = yield Event.PREDICT_AFTER_FORWARD, stages.validate(state, label="predict", batch=number)
             state = yield Event.PREDICT_BATCH_END, state
     finally:
         batches.close()
+    stages.engine.meet(state, Event.PREDICT_END)
     return (yield Event.PREDICT_END, outside_batch(state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -57,9 +57,9 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
 
 
-def gradients_nonfinite(grads: Mapping[str, Tensor | None]) -> Tensor:
+def gradients_nonfinite(grads: Iterable[Tensor]) -> Tensor:
     """The same of gradients, which are somebody else's: nothing is written. For optimizers that hide them (signs)."""
-    present = [g._values() if g.is_sparse else g for g in grads.values() if g is not None]
+    present = [g._values() if g.is_sparse else g for g in grads]
     bad = torch.stack([(~torch.isfinite(gradient)).any() for gradient in present]).any()
     return bad.float().reshape(1)
 

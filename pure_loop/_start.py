@@ -164,11 +164,19 @@ def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
 
 
 def preparation(
-    optimizer: Optimizer, precision: Precision, algorithms: tuple[Algorithm, ...]
+    optimizer: Optimizer,
+    precision: Precision,
+    algorithms: tuple[Algorithm, ...],
+    meet: Callable[[State], State] | None = None,
 ) -> Callable[[State], State]:
-    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms."""
+    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms.
+
+    ``meet`` comes first: where there are several ranks, they agree on what they start from.
+    """
 
     def prepare(state: State) -> State:
+        if meet is not None:
+            state = meet(state)
         if state.opt_state is None:
             state = state.replace(opt_state=optimizer.init(_trained(state)))
         if precision.scaled and state.loss_scale is None:

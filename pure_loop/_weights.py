@@ -39,23 +39,30 @@ class Weights:
     fractions: tuple[Any, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[float | Tensor], batch: int) -> Weights:
+    def of(cls, weights: Sequence[float | Tensor], batch: int, total: float | Tensor | None = None) -> Weights:
         """The factors for microbatches of these weights: numbers, or tensors of shape () on any device.
+
+        ``total`` is the weight of the whole batch where other ranks have a part of it.
 
         Raises:
             DataError: weights that are negative, not finite or add up to zero; names the batch.
         """
-        if len(weights) == 1 and type(weights[0]) is int and (found := _of_numbers((weights[0],))) is not None:
+        if (
+            total is None
+            and len(weights) == 1
+            and type(weights[0]) is int
+            and (found := _of_numbers((weights[0],))) is not None
+        ):
             return found
         read = tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights)
         if any(isinstance(weight, Tensor) for weight in read):
-            if len(read) == 1:
+            if len(read) == 1 and total is None:
                 return cls((1.0,), 1.0, (1.0,))
-            total: Any = sum(read)
+            total = sum(read) if total is None else total
             # The same power of two, found on the device.
             power = torch.exp2(torch.ceil(torch.log2(torch.as_tensor(total, dtype=torch.float32))))
             return cls(tuple(w / power for w in read), total / power, tuple(w / total for w in read))
-        found = _of_numbers(read)
+        found = _of_numbers(read, total)
         if found is None:
             raise DataError(
                 f"the microbatches of batch {batch} weigh {list(read)}: weights are finite, not negative, and not "
@@ -65,8 +72,8 @@ class Weights:
 
 
 @lru_cache(maxsize=256)
-def _of_numbers(weights: tuple[float, ...]) -> Weights | None:
-    total = sum(weights)
+def _of_numbers(weights: tuple[float, ...], whole: float | None = None) -> Weights | None:
+    total = sum(weights) if whole is None else whole
     if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
         return None
     mantissa, exponent = math.frexp(total)

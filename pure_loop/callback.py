@@ -29,10 +29,15 @@ class Callback:
     ``epoch_end(self, state, logger)`` runs at EPOCH_END, and so on for every event. A plain function of
     ``(event, state)`` is a callback too. Events at which nothing is overridden cost nothing.
 
+    Of several ranks the first one alone calls it, unless it has the attribute ``all_ranks = True`` (a function may have
+    it as well).
+
     >>> class Greeter(Callback):
     ...     def fit_start(self, state, logger):
     ...         print("training starts at batch", state.timestamp.batch)
     """
+
+    all_ranks: bool = False
 
     def run_event(self, event: Event, state: State, logger: LoggerGroup) -> None:
         """Called at every event, if overridden."""
@@ -164,11 +169,12 @@ def _refuse_near_misses(callback: Callback) -> None:
 
 
 def observers(
-    callbacks: Any, loggers: Any, recorder: Callback | None = None
+    callbacks: Any, loggers: Any, recorder: Callback | None = None, rank: int = 0
 ) -> tuple[dict[Event, tuple[Observer, ...]], tuple[Callback, ...], LoggerGroup]:
     """For each event, the callbacks that see it, in order, loggers last; all Callback objects; the logger group.
 
-    Where there are loggers, ``recorder`` comes before them, so that they have its values.
+    Where there are loggers, ``recorder`` comes before them, so that they have its values. A ``rank`` other than 0 has
+    only those that ask for all ranks.
 
     Raises:
         ArgumentTypeError: something is neither a callback nor a function, or a class instead of an instance.
@@ -182,6 +188,8 @@ def observers(
                 f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger, or give it in callbacks= if it "
                 "only observes."
             )
+    if rank:
+        listed, logged = ([each for each in some if getattr(each, "all_ranks", False)] for some in (listed, logged))
     group = LoggerGroup(logged)
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []

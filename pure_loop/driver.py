@@ -226,15 +226,18 @@ def run_script(
     stages: Any = None,
     watch: Collection[Event] | None = None,
     strict: Strict | None = None,
+    failed: Callable[[BaseException, Event, State | None], None] | None = None,
 ) -> Generator[tuple[Event, State], None, None]:
     """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it.
 
-    However the stream ends, the functions in ``closing`` are called then.
+    However the stream ends, the functions in ``closing`` are called then; before them ``failed``, if it ends before the
+    script does, with the error (GeneratorExit where the loop was left), the last event and its State.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last = script.send, Event.INIT
     plain = watch is None and strict is None
     given: Any = None  # what a generator that has not begun takes
+    event = last
     try:
         while True:
             try:
@@ -268,6 +271,10 @@ def run_script(
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
                 strict.hand_over(given)
+    except BaseException as error:
+        if failed is not None:
+            failed(error, event, given)
+        raise
     finally:
         with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
             for close in reversed(closing):

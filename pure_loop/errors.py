@@ -14,6 +14,7 @@ __all__ = [
     "ArgumentTypeError",
     "CallbackReturnError",
     "DataError",
+    "DistributedError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -56,6 +57,10 @@ class WrappedModelError(ArgumentTypeError):
 
 class DataError(PureLoopError, ValueError):
     """A dataloader yields nothing, or a batch can't be counted or split."""
+
+
+class DistributedError(PureLoopError, RuntimeError):
+    """A rank raised, died, hangs or does something else than the others; the message says which one, and where."""
 
 
 class LossError(PureLoopError, ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -94,9 +94,16 @@ class BoundEvaluator:
 
 
 def bind_evaluators(
-    evaluators: Any, eval_interval: CadenceLike, seed: int, max_duration: Time | None = None
+    evaluators: Any,
+    eval_interval: CadenceLike,
+    seed: int,
+    max_duration: Time | None = None,
+    *,
+    sources: Callable[..., Source] = source,
 ) -> tuple[BoundEvaluator, ...]:
     """The evaluators of an ``evaluators=`` argument: None, a dataloader, or a mapping of labels to dataloaders.
+
+    ``sources`` makes a Source of a dataloader.
 
     Raises:
         ArgumentTypeError: a label that is not a text, an interval that can't be read, data that can't be iterated.
@@ -127,7 +134,7 @@ def bind_evaluators(
                 'evaluated; write it in epochs ("1ep"), batches ("10ba"), samples, tokens or seconds.'
             )
         try:
-            data = source(evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches)
+            data = sources(evaluator.dataloader, seed=seed, stream=f"eval/{label}", batches_per_epoch=evaluator.batches)
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"evaluator {label!r}: {error}") from None
         refuse_empty(data, f"evaluator {label!r}")

@@ -24,9 +24,11 @@ from pure_loop._arguments import (
     refuse_no_optimizer,
 )
 from pure_loop._start import any_state, first_memory, first_state, preparation, refuse_other_optimizer
+from pure_loop._together import Together
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
+from pure_loop.distributed.parallel import Parallel
 from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import _positive, bind_evaluators, refuse_empty
@@ -35,7 +37,6 @@ from pure_loop.loop import LoopStages, Script
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
-from pure_loop.sources import source
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.strict import Strict
@@ -94,6 +95,7 @@ def fit(
     compile: bool = False,
     strict: bool = False,
     order: Literal["current", "2021"] = "current",
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stream:
     """Train: yields ``(event, state)`` at every event of the specification, in order.
@@ -129,11 +131,14 @@ def fit(
         compile: compile the step (not in this version).
         strict: check while training the order of events and, by value, that nobody changes a State.
         order: ``"current"``, or ``"2021"``, the order of the older documents.
+        parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
+            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
         clock: where seconds come from.
 
     Raises:
         ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before
             anything runs; each says what was given and what to write instead.
+        DistributedError: from the stream, where another rank failed, died, hangs or does something else; names it.
         DataError, LossError, NonFiniteError, AlgorithmReturnError, AlgorithmStructureError, ...: from the
             stream, naming batch and event.
 
@@ -150,8 +155,9 @@ def fit(
 def _start(prepared: Prepared) -> Stream:
     handlers = bind(prepared.algorithms)
     stages = prepared.fit.stages
+    engine = stages.engine
     sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
-    to_close: list[Any] = [*prepared.callbacks, *sources]
+    to_close: list[Any] = [*prepared.callbacks, *sources, engine]
     return run_script(
         prepared.script(),
         handlers,
@@ -160,6 +166,7 @@ def _start(prepared: Prepared) -> Stream:
         stages=stages,
         watch=prepared.watch,
         strict=Strict.of_order(prepared.order) if prepared.strict else None,
+        failed=engine.failed if engine.ranks > 1 else None,
     )
 
 
@@ -190,6 +197,7 @@ def prepare(
     compile: Any,
     strict: bool,
     order: Any,
+    parallel: Any,
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
@@ -209,13 +217,15 @@ def prepare(
     if length is not None and order == "2021":
         raise ArgumentError('order="2021" has no events for iterations; leave iteration_length out.')
     listed = flatten(algorithms)
-    observed, objects, group = observers(callbacks, loggers, Recorder(optimizer))
     watched = read_watch(watch)
     mode = Precision.parse(precision)
-    state, fresh = first_state(model_or_state, seed, device)
+    together = Together.of(parallel)
+    observed, objects, group = observers(callbacks, loggers, Recorder(optimizer), together.rank)
+    state, fresh = first_state(model_or_state, seed, together.device(device))
     module = state.model._skeleton
     stages = LoopStages(
         task=make_task(module, loss, task),
+        engine=together.engine(state),
         optimizer=optimizer,
         precision=mode,
         microbatch_size=_positive(refuse_auto(microbatch_size), "microbatch_size"),
@@ -228,7 +238,8 @@ def prepare(
             f"train_dataloader is a {type(train_dataloader).__name__}; the model comes first, then the data: "
             "fit(model, train_dataloader, ...)."
         )
-    data = source(
+    open_source = together.sources(stages.task)
+    data = open_source(
         train_dataloader,
         seed=state.seed,
         stream="train",
@@ -241,16 +252,29 @@ def prepare(
         timestamp=state.timestamp.replace(**known), previous_timestamp=state.previous_timestamp.replace(**known)
     )
     refuse_other_optimizer(state, optimizer)
+    bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
+    settings = {
+        "seed": state.seed,
+        "max_duration": str(duration),
+        "precision": mode.name,
+        "microbatch_size": stages.microbatch_size,
+        "optimizer": repr(optimizer),
+        "nonfinite": nonfinite,
+        "algorithms": [algorithm.name for algorithm in listed],
+        "evaluators": [each.label for each in bound],
+        "iteration_length": str(length),
+        "order": order,
+    }
     return Prepared(
         state=state,
         fit=loop.Fit(
             stages=stages,
             source=data,
-            evaluators=bind_evaluators(evaluators, eval_interval, state.seed, duration),
+            evaluators=bound,
             iteration_length=length,
             clock=clock,
             fresh=fresh,
-            prepare=preparation(optimizer, mode, listed),
+            prepare=preparation(optimizer, mode, listed, together.meeting(stages.engine, data, settings, fresh)),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
         ),
         algorithms=listed,
@@ -277,6 +301,7 @@ def evaluate(
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
     strict: bool = False,
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
     """Evaluate by itself; the last State has the results in ``state.metrics[label]``.
 
@@ -284,7 +309,7 @@ def evaluate(
         model_or_state: a module, or a State kept anywhere.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: those of training that matter in evaluation, such as EMA.
-        loss, task, precision, seed, callbacks, loggers, device, watch, strict: as in :func:`fit`.
+        loss, task, precision, seed, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -292,13 +317,17 @@ def evaluate(
     >>> list(state.metrics["test"])
     ['loss']
     """
-    state = any_state(model_or_state, seed, device)
+    together = Together.of(parallel)
+    state = any_state(model_or_state, seed, together.device(device))
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
-    bound = bind_evaluators(evaluators, "1ep", state.seed)
+    chosen = make_task(state.model._skeleton, loss, task)
+    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=together.sources(chosen))
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
     sources = [each.source for each in bound]
-    return _outside_fit(state, build, sources, loss, task, precision, algorithms, callbacks, loggers, watch, strict)
+    return _outside_fit(
+        state, build, sources, chosen, precision, algorithms, callbacks, loggers, watch, strict, together
+    )
 
 
 def predict(
@@ -314,29 +343,30 @@ def predict(
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
     strict: bool = False,
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
     """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
 
     Args:
         model_or_state: a module, or a State kept anywhere.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, strict: as in :func:`fit`.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`; each
+            rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl
     >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
     >>> [state.outputs.shape for event, state in stream if event is pl.Event.PREDICT_BATCH_END]
     [torch.Size([4, 1])]
     """
-    state = any_state(model_or_state, seed, device)
-    data = source(dataloader, seed=state.seed, stream="predict")
-    refuse_empty(data, "dataloader")
-    build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
+    together = Together.of(parallel)
+    state = any_state(model_or_state, seed, together.device(device))
     if task is None:
         module = state.model._skeleton
         task = make_task(module, None if callable(getattr(module, "loss", None)) else _no_loss, None)
-    return _outside_fit(
-        state, build, [data], None, task, precision, algorithms, callbacks, loggers, watch, strict, checked=True
-    )
+    data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
+    refuse_empty(data, "dataloader")
+    build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
+    return _outside_fit(state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together)
 
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
@@ -347,31 +377,30 @@ def _outside_fit(
     state: State,
     build: Callable[[Stages], Script],
     sources: list[Any],
-    loss: Any,
-    task: Task | None,
+    task: Task,
     precision: Any,
     algorithms: Any,
     callbacks: Any,
     loggers: Any,
     watch: Any,
     strict: bool,
-    *,
-    checked: bool = False,
+    together: Together,
 ) -> Stream:
     listed = flatten(algorithms)
     handlers = bind(listed)
-    observed, objects, _ = observers(callbacks, loggers, Recorder())
-    chosen = task if checked and task is not None else make_task(state.model._skeleton, loss, task)
-    stages = LoopStages(task=chosen, precision=Precision.parse(precision), handlers=handlers)
+    observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
+    engine = together.engine(state)
+    stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
     watched = read_watch(watch)
     return run_script(
         build(stages),
         handlers,
         observed,
-        [each.close for each in (*objects, *sources)],
+        [each.close for each in (*objects, *sources, engine)],
         stages=stages,
         watch=watched,
         strict=Strict.of_order("current") if strict else None,
+        failed=engine.failed if engine.ranks > 1 else None,
     )
 
 

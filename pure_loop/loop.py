@@ -13,24 +13,24 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
+from pure_loop._batches import next_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
-from pure_loop._weights import Weights
 from pure_loop.algorithm import Handler
-from pure_loop.data import to_device
+from pure_loop.data import map_tensors
 from pure_loop.driver import run_silently
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
-from pure_loop.sources import Source
+from pure_loop.sources import END, Source
 from pure_loop.stages import Stages
 from pure_loop.state import State, fresh_draft_of, outside_batch
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predict"]
 
-_EXHAUSTED = object()
 _OF_A_MICROBATCH = (
     *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
     *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
@@ -90,23 +90,31 @@ class Fit:
 
 def gradients(state: State, stages: Stages) -> Script:
     """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds."""
+    engine = stages.engine
     pieces = stages.microbatches(state.batch)
-    weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
+    weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state)
     mean: Any = None
-    for index, piece in enumerate(pieces):
+    for index in range(count):
+        # A rank with fewer microbatches goes through its last one again, for nothing.
+        padding = engine.padding or index >= len(pieces)
+        buffers = state.buffers
         draft = fresh_draft_of(state)
-        draft.microbatch, draft.outputs, draft.loss = piece, None, None
+        draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None
         draft.__class__ = state.__class__
         state = yield Event.BEFORE_FORWARD, draft
-        state = yield Event.AFTER_FORWARD, stages.forward(state, index=index)
+        state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
         state = yield Event.BEFORE_LOSS, state
         state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
         state = yield Event.BEFORE_BACKWARD, state
         # Not in one line: while it waited, the script would keep the graph alive in the State before.
         state = stages.backward(state, weight=weights.shares[index])
+        if padding:
+            state = state.replace(buffers=buffers)
         state = yield Event.AFTER_BACKWARD, state
-        if len(pieces) > 1:
+        if count > 1 or engine.ranks > 1:
             mean = _accumulate(mean, state.loss, weights.fractions[index])
+    if mean is None and engine.ranks > 1:
+        mean = map_tensors(torch.zeros_like, state.loss)
     return stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
 
 
@@ -116,10 +124,10 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
     buffers = state.buffers
-    state = yield from gradients(state, stages)
+    state = stages.engine.agree((yield from gradients(state, stages)), buffers)
     state = yield Event.AFTER_TRAIN_BATCH, state
     before = state.timestamp
-    now = before.next_batch(samples, tokens, stopwatch.lap())
+    now = before.next_batch(samples, tokens, stages.engine.seconds(stopwatch.lap))
     state = stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
     return (yield Event.BATCH_END, state)
 
@@ -134,10 +142,10 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
         while True:
             if not in_the_middle or at not in _INSIDE_BATCH:
                 state = yield Event.BEFORE_DATALOADER, state
-                loaded = next(batches, _EXHAUSTED)
-                if loaded is _EXHAUSTED:
+                loaded = _load(state, fit, next(batches, END), stopwatch)
+                if loaded is None:
                     break
-                state, samples, tokens = _load(state, fit, loaded)
+                state, samples, tokens = loaded
                 state = yield Event.AFTER_DATALOADER, state
                 state = yield from batch(state, fit, samples, tokens, stopwatch)
                 at = Event.BATCH_END
@@ -212,6 +220,7 @@ def fit(state: State, fit: Fit) -> Script:
             at = None
         _look(state)
         state = yield from evaluations(state, fit, Event.FIT_END)
+    fit.stages.engine.meet(state, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
 
@@ -231,6 +240,7 @@ def fit_2021(state: State, fit: Fit) -> Script:
     while not _over(state, at) and not (reached(state) and at is not Event.BATCH_END):
         state = yield from epoch_2021(state, fit, stopwatch, at)
         at = state.position
+    fit.stages.engine.meet(state, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
 
@@ -242,10 +252,10 @@ def epoch_2021(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -
     try:
         while not (reached(state) and at is not Event.BATCH_END):
             if at is not Event.BATCH_END:
-                loaded = next(batches, _EXHAUSTED)
-                if loaded is _EXHAUSTED:
+                loaded = _load(state, fit, next(batches, END), stopwatch)
+                if loaded is None:
                     break
-                state, samples, tokens = _load(state, fit, loaded)
+                state, samples, tokens = loaded
                 state = yield Event.AFTER_DATALOADER, state
                 state = yield from batch(state, fit, samples, tokens, stopwatch)
             state = yield from evaluations(outside_batch(state), fit, Event.BATCH_END, around=False)
@@ -314,10 +324,12 @@ def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
     return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
 
 
-def _load(state: State, fit: Fit, loaded: Any) -> tuple[State, int, int]:
-    task = fit.stages.task
-    whole = to_device(loaded, state.device)
-    samples, tokens = task.samples(whole), task.tokens(whole)
+def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[State, int, int] | None:
+    """The State with the batch that was loaded, its samples and its tokens; None if there is none."""
+    ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+    if ready is None:
+        return None
+    whole, samples, tokens = ready
     if tokens == 0 and fit.counts_tokens:
         raise DataError(
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "

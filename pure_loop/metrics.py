@@ -28,11 +28,12 @@ class Metric:
         update: ``(accumulator, outputs, batch) -> accumulator``; pure.
         compute: ``accumulator -> value``.
         of_loss: ``update`` is given ``(loss, weight)`` of each microbatch in place of the outputs.
+        merge: ``(accumulator, accumulator) -> accumulator``, of two parts of the data; what several ranks need.
 
     >>> import torch
     >>> worst = Metric("worst", lambda: torch.tensor(-torch.inf),
     ...                lambda acc, outputs, batch: torch.maximum(acc, (outputs - batch[1]).abs().max()),
-    ...                lambda acc: acc)
+    ...                lambda acc: acc, merge=torch.maximum)
     >>> worst.compute(worst.update(worst.init(), torch.tensor([1.0, 5.0]), (None, torch.tensor([1.0, 2.0]))))
     tensor(3.)
     """
@@ -42,6 +43,7 @@ class Metric:
     update: Callable[[Any, Any, Any], Any]
     compute: Callable[[Any], Any]
     of_loss: bool = False
+    merge: Callable[[Any, Any], Any] | None = None
 
 
 MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
@@ -50,6 +52,10 @@ MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | Non
 def _wide(values: Tensor) -> torch.dtype:
     """What sums are kept in: half precision would lose small numbers, and float64 is not to be rounded."""
     return torch.float64 if values.dtype is torch.float64 else torch.float32
+
+
+def _add(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _quotient(accumulator: tuple[Any, Any]) -> Any:
@@ -74,7 +80,7 @@ def loss(name: str = "loss") -> Metric:
         value, weight = measured
         return accumulator[0] + value.to(_wide(value)) * weight, accumulator[1] + weight
 
-    return Metric(name, lambda: (0.0, 0.0), update, _quotient, of_loss=True)
+    return Metric(name, lambda: (0.0, 0.0), update, _quotient, of_loss=True, merge=_add)
 
 
 def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
@@ -95,7 +101,7 @@ def mean(function: Callable[[Any, Any], Tensor], name: str) -> Metric:
         values = function(outputs, batch)
         return accumulator[0] + values.sum(dtype=_wide(values)), accumulator[1] + values.numel()
 
-    return Metric(name, lambda: (0.0, 0), update, _quotient)
+    return Metric(name, lambda: (0.0, 0), update, _quotient, merge=_add)
 
 
 def is_classification(outputs: Any, batch: Any) -> bool:

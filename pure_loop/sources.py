@@ -14,25 +14,75 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from itertools import count, islice
 from types import GeneratorType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
 
-__all__ = ["Source", "source"]
+__all__ = ["END", "Padding", "Share", "Source", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
 
 END: Any = object()
 
 
-def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | None = None) -> Source:
+@attrs.frozen
+class Padding:
+    """A batch that only keeps a rank company while others have one: it has samples, and none of them counts."""
+
+    batch: Any
+
+
+@attrs.frozen
+class Share:
+    """Which part of every batch a rank takes: the ``rank``-th of ``ranks`` parts of one size, the last ones smaller.
+
+    Args:
+        rank, ranks: this process among how many.
+        samples: ``batch -> int``: how many it holds.
+        split: ``(batch, size) -> list`` of batches of at most ``size`` samples.
+
+    >>> import torch
+    >>> from pure_loop.data import num_samples, split
+    >>> [Share(rank, 3, num_samples, split).of(torch.arange(4)) for rank in range(3)]
+    [tensor([0, 1]), tensor([2, 3]), Padding(batch=tensor([2, 3]))]
+    """
+
+    rank: int
+    ranks: int
+    samples: Callable[[Any], int]
+    split: Callable[[Any, int], list[Any]]
+
+    def of(self, batch: Any) -> Any:
+        """This rank's part of a batch; another one's as padding, where there are too few samples."""
+        return self._taken(self.split(batch, -(-self.samples(batch) // self.ranks)))
+
+    def of_indices(self, indices: list[Any]) -> Any:
+        """The same of a list of samples' indices."""
+        size = -(-len(indices) // self.ranks)
+        return self._taken([indices[i : i + size] for i in range(0, len(indices), max(size, 1))])
+
+    def _taken(self, parts: list[Any]) -> Any:
+        return parts[self.rank] if self.rank < len(parts) else Padding(parts[-1])
+
+
+def source(
+    dataloader: Any,
+    *,
+    seed: int,
+    stream: str,
+    batches_per_epoch: int | None = None,
+    share: Share | None = None,
+    uneven: Literal["stop", "pad"] | None = None,
+) -> Source:
     """Make a :class:`Source` of a dataloader.
 
     Args:
@@ -41,6 +91,8 @@ def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | 
         seed: the seed of the run.
         stream: what the batches are for (``"train"``, ``"val"``): different streams draw different numbers.
         batches_per_epoch: an epoch ends after as many batches, if it hasn't before.
+        share: which part of every batch this rank takes; None: all of it.
+        uneven: what to do where ranks with data of their own have unequally many batches; None: it is an error.
 
     Raises:
         ArgumentTypeError: the object is no dataloader.
@@ -60,7 +112,9 @@ def source(dataloader: Any, *, seed: int, stream: str, batches_per_epoch: int | 
         raise ArgumentError(
             f"batches_per_epoch={batches_per_epoch!r}: give a number of batches, 1 or more, or None for all of them"
         )
-    return _kind(dataloader)(dataloader, seed, stream, batches_per_epoch)
+    made = _kind(dataloader)(dataloader, seed, stream, batches_per_epoch, share)
+    made.uneven = uneven
+    return made
 
 
 def _kind(loader: Any) -> type[Source]:
@@ -94,7 +148,12 @@ class Source:
 
     _empty = "it is empty, or drop_last drops its only batch"
 
-    def __init__(self, loader: Any, seed: int, stream: str, limit: int | None) -> None:
+    # Whether it loads no more than its share.
+    _shares = False
+    uneven: Literal["stop", "pad"] | None = None
+
+    def __init__(self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        self._share = share
         self._loader = loader
         self._seed = derive(seed, stream)
         self._stream = stream
@@ -125,7 +184,7 @@ class Source:
         with closing(self._batches(epoch, start, seen)) as batches:
             for batch in islice(batches, stop):
                 none = False
-                yield batch
+                yield batch if self._share is None or self._shares else self._share.of(batch)
         if none and start == 0:
             raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
@@ -187,8 +246,8 @@ class _OneShot(Source):
         "batches_per_epoch to divide what an iterator gives into epochs"
     )
 
-    def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None) -> None:
-        super().__init__(loader, seed, stream, limit)
+    def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
         self._taken = 0
 
     def _count(self) -> int:

@@ -21,6 +21,7 @@ from pure_loop._autograd import GradMode, gradient_of, refuse_strangers
 from pure_loop._finite import find_nonfinite, gradients_nonfinite, loss_is_finite, nonfinite_error, total_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import map_tensors
+from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, map_present
@@ -50,7 +51,7 @@ class Stages:
         microbatch_size: samples a forward at most; None: the whole batch.
         clip_grad: a global norm, or a function ``(grads, params) -> grads``.
         nonfinite: ``"error"`` or ``"skip"``: what to do with a loss or gradient that is NaN or infinite.
-        rank: this process among the ranks; part of every seed that must differ between them.
+        engine: where forwards and backwards run, and what ranks agree on.
     """
 
     task: Task
@@ -59,33 +60,32 @@ class Stages:
     microbatch_size: int | None = None
     clip_grad: float | ClipGrad | None = None
     nonfinite: str = "error"
-    rank: int = 0
+    engine: Engine = ONE_RANK
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
         size = self.microbatch_size if size is None else size
         return [batch] if size is None else self.task.split(batch, size)
 
-    def forward(self, state: State, *, index: int = 0) -> State:
+    def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         """``outputs`` of ``microbatch`` in training mode, and the buffers after it.
 
         ``params`` become autograd leaves, which :meth:`backward` differentiates by. Random numbers
-        (dropout) come from the run's seed, the batch and ``index``, the microbatch's number in it.
+        (dropout) come from the run's seed, the batch and ``index``, the microbatch's number in it. ``last`` says that
+        no other microbatch follows in this batch: in its backward the ranks, if there are several, exchange gradients.
         """
-        microbatch, forward, model = state.microbatch, self.task.forward, state.model
+        microbatch, forward, engine = state.microbatch, self.task.forward, self.engine
         if microbatch is None:
             raise ArgumentError(
                 "state.microbatch is None, and the forward runs on it: in a script, "
                 "stages.forward(state.replace(microbatch=batch))."
             )
-        params = model.leaves(state.params)
+        params = engine.leaves(state, last=last)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
-            return model.apply(
-                lambda module: forward(module, microbatch), params, state.buffers, training=True, hold=True
-            )
+            return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
-        draws = model.may_draw or self.task.forward_may_draw
+        draws = state.model.may_draw or self.task.forward_may_draw
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         draft = fresh_draft_of(state)
         draft.params, draft.outputs, draft.buffers = params, outputs, buffers
@@ -138,23 +138,20 @@ class Stages:
         found: Any
         if not isinstance(weight, Tensor) and weight == 0:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
-            found = tuple(torch.zeros_like(tensor) for tensor in inputs)
+            found = self.engine.gradient(state, None, inputs, seed)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
                 refuse_strangers(loss)  # once a run: it walks the whole graph
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():
-                found = gradient_of(loss, inputs, seed)
+                found = self.engine.gradient(state, loss, inputs, seed)
             else:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
-                    found = gradient_of(loss, inputs, seed)
+                    found = self.engine.gradient(state, loss, inputs, seed)
         state.model.give_back(leaves)
         if found[0] is None and all(gradient is None for gradient in found):
             raise _detached_loss(state)
-        before = state._grads
-        if before is not None:
-            found = _add([before[name] for name in names], found)
         draft = fresh_draft_of(state)
         draft.params, draft._grads = origin, FrozenDict(zip(names, found, strict=True))
         draft.outputs, draft.loss = _detach(state.outputs), _detach(state.loss)
@@ -163,11 +160,11 @@ class Stages:
     def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them.
 
-        ``loss``, if given, becomes the State's loss: that of the whole batch.
+        ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it.
         """
         draft = fresh_draft_of(state)
         if loss is not None:
-            draft.loss = loss
+            draft.loss = self.engine.settle(state, loss)
         clip = self.clip_grad
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
@@ -205,14 +202,15 @@ class Stages:
         trained = params if whole else FrozenDict((name, params[name]) for name in names)
         draft = fresh_draft_of(state)
         with GradMode(False):
-            new, opt_state = _updated(optimizer, state, trained)
+            new, opt_state = _updated(self.engine, optimizer, state, trained)
             # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
             fresh = list(new.values())
             if any(map(is_, fresh, trained.values())):
                 fresh = [tensor for tensor, old in zip(fresh, trained.values(), strict=True) if tensor is not old]
-            found = find_nonfinite(total_loss(state.loss), fresh)
+            found = find_nonfinite(total_loss(state.loss), self.engine.local(fresh))
             if not optimizer.spreads_nonfinite:
-                found = torch.maximum(found, gradients_nonfinite(state._grads))
+                found = torch.maximum(found, gradients_nonfinite(self.engine.local(state._grads.values())))
+            found = self.engine.anywhere(found)
             scale = state.loss_scale
             if scale is not None:
                 draft.loss_scale = scale.update(found)
@@ -253,12 +251,12 @@ class Stages:
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
         microbatch, task = state.microbatch, self.task
-        seed = derive(state.seed, label, batch, index, self.rank)
+        seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
         params = state.model.leaves(state.params)
         with seeded(seed, state.device), GradMode(False), self._autocast(state):
-            outputs, buffers = state.model.apply(
-                lambda module: task.evaluate(module, microbatch), params, state.buffers, training=False
+            outputs, buffers = self.engine.apply(
+                state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         draft = fresh_draft_of(state)
         draft.outputs, draft.buffers = outputs, buffers
@@ -278,7 +276,7 @@ class Stages:
         def method(module: Any) -> Any:
             return module.loss(outputs, microbatch)
 
-        return state.model.apply(method, state.params, state.buffers, training=training)
+        return self.engine.apply(state, method, state.params, training=training)
 
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
@@ -290,7 +288,7 @@ class Stages:
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp
-        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.rank), state.device)
+        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank), state.device)
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
         if self.precision.dtype is not None:
@@ -338,10 +336,10 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
 
 
 def _updated(
-    optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]
+    engine: Engine, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]
 ) -> tuple[FrozenDict[str, Tensor], Any]:
     """What the optimizer makes of the parameters; its author may be the user."""
-    updated: Any = optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
+    updated: Any = engine.update(optimizer, state, trained)
     if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
         raise ArgumentTypeError(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
@@ -367,12 +365,6 @@ def _detached_loss(state: State) -> LossError:
         f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
         "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"
     )
-
-
-def _add(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(a is None or b is None for a, b in zip(before, found, strict=True)):
-        return tuple(b if a is None else a if b is None else a + b for a, b in zip(before, found, strict=True))
-    return tuple(torch._foreach_add(before, list(found)))
 
 
 def _detach(tree: Any) -> Any:

@@ -20,6 +20,7 @@ import pure_loop as pl
 from pure_loop import Event, _evaluation, driver, loop, stages
 from pure_loop._weights import Weights
 from pure_loop.evaluator import BoundEvaluator
+from pure_loop.sources import END
 from pure_loop.stages import Stages
 from pure_loop.testing.case import Fit
 
@@ -180,11 +181,11 @@ def evaluation_changes_the_data() -> Fit:
     """What comes after an evaluation is trained on in another order of samples."""
     real = loop._load
 
-    def load(state: pl.State, fit: Any, loaded: Any) -> Any:
-        if state.metrics:
+    def load(state: pl.State, fit: Any, loaded: Any, stopwatch: Any) -> Any:
+        if state.metrics and loaded is not END:
             loaded = tuple(part.flip(0) for part in loaded)
             loaded = (loaded[0], loaded[1].roll(1, 0))
-        return real(state, fit, loaded)
+        return real(state, fit, loaded, stopwatch)
 
     return while_patched(lambda: patch.object(loop, "_load", load))
 

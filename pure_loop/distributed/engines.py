@@ -1,0 +1,60 @@
+"""From the ``parallel=`` argument to an engine, and how each dataloader is read then."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from pure_loop.distributed.joint import JointEngine
+from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.ranks import Ranks, local_rank
+from pure_loop.errors import ArgumentError
+
+__all__ = ["device_of_rank", "engine_of", "reads_its_own"]
+
+
+def engine_of(parallel: Parallel, device: torch.device) -> JointEngine:
+    """The engine; it meets the other ranks when it starts."""
+    ranks = Ranks(rank(), world_size(), device, parallel.seconds)
+    if parallel.kind == "shard":
+        from pure_loop.distributed.shard import ShardEngine
+
+        return ShardEngine(parallel, ranks)
+    from pure_loop.distributed.replicate import ReplicateEngine
+
+    return ReplicateEngine(parallel, ranks)
+
+
+def device_of_rank(device: Any) -> Any:
+    """``device=``, in which "cuda" is this rank's own."""
+    if device is None or torch.device(device).type == "cpu" or torch.device(device).index is not None:
+        return device
+    return f"{torch.device(device).type}:{local_rank()}"
+
+
+def reads_its_own(parallel: Parallel, dataloader: Any) -> bool:
+    """Whether this rank's dataloader gives a part of its own, which is not to be split again.
+
+    Raises:
+        ArgumentError: its DistributedSampler is for another number of ranks, or another rank.
+    """
+    from torch.utils.data.distributed import DistributedSampler
+
+    given: Literal["split", "own"] | None = parallel.data
+    samplers = [getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)]
+    samplers.append(getattr(samplers[1], "sampler", None))
+    found = next((each for each in samplers if isinstance(each, DistributedSampler)), None)
+    if found is None:
+        return given == "own"
+    if given == "split":
+        raise ArgumentError(
+            "the DataLoader has a DistributedSampler, which gives each rank its part, and Parallel(data='split') would "
+            "split that again: leave out one of the two."
+        )
+    if (found.num_replicas, found.rank) != (world_size(), rank()):
+        raise ArgumentError(
+            f"the DataLoader's DistributedSampler is that of rank {found.rank} of {found.num_replicas}, and this is "
+            f"rank {rank()} of {world_size()}."
+        )
+    return True

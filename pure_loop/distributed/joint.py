@@ -1,0 +1,295 @@
+"""What the engines of several ranks share: what ranks tell each other in a step, and what they start from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
+from pure_loop._weights import Weights
+from pure_loop.data import map_tensors
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.distributed.ranks import Ranks
+from pure_loop.engine import Engine
+from pure_loop.errors import DataError, DistributedError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.sources import END
+from pure_loop.state import State
+
+__all__ = ["JointEngine"]
+
+# What a rank has instead of a batch that counts.
+_NOTHING, _PADDING, _BATCH = 0, 1, 2
+
+
+class JointEngine(Engine):
+    """Several ranks. What is computed where is left to its subclasses.
+
+    Args:
+        parallel: what the user chose.
+        ranks: this process and the others, not yet connected.
+    """
+
+    def __init__(self, parallel: Parallel, ranks: Ranks) -> None:
+        self.parallel = parallel
+        self.talk = ranks
+        self.rank, self.ranks = ranks.rank, ranks.size
+        self._last_batch: Any = END
+        self._seconds = 0.0
+        # How much this rank's part of the batch weighs, and everybody's.
+        self._weights: list[float] = []
+        self._written: frozenset[str] | None = None
+        self._epoch: int | None = None
+
+    # The beginning and the end.
+
+    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        self.talk.connect()
+        mine = {**{name: repr(value) for name, value in settings.items()}, **_model(state)}
+        if not fresh:
+            mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
+        self._compare(mine, "is about to do something else than rank 0")
+        if fresh:
+            return self._shared(state)
+        self._compare(_digests(state), "goes on from another State than rank 0")
+        return state
+
+    def _shared(self, state: State) -> State:
+        """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
+        names = [*((True, name) for name in state.params), *((False, name) for name in state.buffers)]
+        values = [*state.params.values(), *state.buffers.values()]
+        given = self.talk.broadcast(values)
+        same = [
+            torch.empty_like(old).copy_(new) if old.stride() != new.stride() else new
+            for old, new in zip(values, given, strict=True)
+        ]
+        found = dict(zip(names, same, strict=True))
+        return state.replace(
+            params=FrozenDict((name, found[True, name]) for name in state.params),
+            buffers=FrozenDict((name, found[False, name]) for name in state.buffers),
+        )
+
+    def _compare(self, mine: dict[str, str], what: str) -> None:
+        """Refuse ranks of which one differs from the first.
+
+        Raises:
+            DistributedError: names the rank, what differs, and both values.
+        """
+        everybody = self.talk.gather(mine)
+        for rank, theirs in enumerate(everybody):
+            for name in {**everybody[0], **theirs}:
+                one, other = everybody[0].get(name, "nothing"), theirs.get(name, "nothing")
+                if one != other:
+                    raise DistributedError(
+                        f"rank {rank} of {self.ranks} {what}, at the start: {name} is {_short(other)} on rank {rank} "
+                        f"and {_short(one)} on rank 0. Every rank runs the same script with the same arguments; what "
+                        "may differ between ranks is the data, with Parallel(data='own')."
+                    )
+
+    def meet(self, state: State, event: Event) -> None:
+        self.talk.exchange(event, state.timestamp.batch)
+
+    def failed(self, error: BaseException, event: Event, state: State | None) -> None:
+        self._forget()
+        self.talk.failed(error, event, 0 if state is None else state.timestamp.batch)
+
+    def close(self) -> None:
+        self._forget()
+        self.talk.close()
+
+    def _forget(self) -> None:
+        """Let go of what holds the process group."""
+
+    # Data.
+
+    def next_batch(
+        self,
+        state: State,
+        batch: Any,
+        samples: int,
+        tokens: int,
+        seconds: Callable[[], float],
+        event: Event,
+        counted: bool,
+        uneven: str | None,
+    ) -> tuple[Any, int, int]:
+        has = _BATCH if counted else _NOTHING if batch is END else _PADDING
+        everybody = self.talk.exchange(event, state.timestamp.batch, has, samples, tokens, seconds())
+        self._seconds = everybody[0][3]
+        missing = [rank for rank, row in enumerate(everybody) if row[0] == _NOTHING]
+        if missing:
+            if len(missing) < self.ranks and uneven is None:
+                self._refuse_uneven(missing, state)
+            if len(missing) == self.ranks or uneven == "stop":
+                self._last_batch = END
+                return END, 0, 0
+        self.padding = not counted
+        if batch is END:
+            if self._last_batch is END:
+                raise DataError(
+                    f"rank {self.rank} of {self.ranks} has no batch in epoch {state.timestamp.epoch}, and others have: "
+                    "to take part in theirs it needs one of its own at least. Give it data, or write uneven='stop'."
+                )
+            batch = self._last_batch
+        if uneven == "pad":
+            self._last_batch = batch
+        return batch, int(sum(row[1] for row in everybody)), int(sum(row[2] for row in everybody))
+
+    def _refuse_uneven(self, missing: list[int], state: State) -> NoReturn:
+        t = state.timestamp
+        raise DistributedError(
+            f"the data of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.ranks} ended "
+            f"at BEFORE_DATALOADER of batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it), and the "
+            "others have a batch. Each batch is split over the ranks, so every rank has to be given the same "
+            "dataloader; where each gives a part of its own write parallel=pl.distributed.Parallel(data='own')."
+        )
+
+    def length(self, length: int | None, uneven: str | None) -> int | None:
+        lengths = self.talk.gather(length)
+        if None in lengths:
+            return None
+        found: int = max(lengths) if uneven == "pad" else min(lengths)
+        return found
+
+    def seconds(self, seconds: Callable[[], float]) -> float:
+        return self._seconds
+
+    def weigh(self, weights: Sequence[float | Tensor], state: State) -> tuple[Weights, int]:
+        mine: list[Any] = [0] * len(weights) if self.padding else list(weights)
+        mine = [w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in mine]
+        on_device = any(isinstance(weight, Tensor) for weight in weights) and state.device.type != "cpu"
+        batch = state.timestamp.batch
+        if on_device:
+            share = torch.as_tensor(sum(mine), dtype=torch.float64, device=state.device).reshape(1)
+            total: Any = self.talk.sum(share)[0]
+            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine))
+            self._weights = []
+        else:
+            own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
+            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), own)
+            self._weights = [row[1] for row in everybody]
+            total = sum(self._weights)
+        count = int(max(row[0] for row in everybody))
+        mine += [0] * (count - len(mine))
+        return Weights.of(mine, batch, total), count
+
+    def count(self, pieces: int, state: State) -> int:
+        return int(max(row[0] for row in self.talk.exchange(Event.EVAL_BEFORE_FORWARD, state.timestamp.batch, pieces)))
+
+    # After a batch.
+
+    def settle(self, state: State, loss: Any) -> Any:
+        if not isinstance(loss, dict):
+            return self._sum_of([loss], state.device)[0]
+        return dict(zip(loss, self._sum_of(list(loss.values()), state.device), strict=True))
+
+    def _sum_of(self, values: list[Any], device: torch.device) -> list[Any]:
+        """Each of these scalars, summed over ranks in one exchange."""
+        tensors = [torch.as_tensor(value, device=device) for value in values]
+        wide = torch.stack([tensor.double() if _is_wide(tensor) else tensor.float() for tensor in tensors])
+        return [each.to(tensor.dtype) for each, tensor in zip(self.talk.sum(wide).unbind(), tensors, strict=True)]
+
+    def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
+        names = self._names_written(state, before)
+        if not names:
+            return state
+        share = self._weights[self.rank] / sum(self._weights) if self._weights else 1.0 / self.ranks
+        floats = [name for name in names if state.buffers[name].is_floating_point()]
+        others = [name for name in names if name not in floats]
+        agreed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(state.buffers[name].dtype for name in floats):
+            alike = [state.buffers[name] for name in floats if state.buffers[name].dtype is dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            wide = flat.double() if _is_wide(flat) else flat.float()
+            # A rank without samples may hold what is no number, which 0 times it would not be either.
+            total = self.talk.sum(wide * share if share else torch.zeros_like(wide)).to(dtype)
+            parts = torch.split(total, [tensor.numel() for tensor in alike])
+            agreed |= zip(
+                [name for name in floats if state.buffers[name].dtype is dtype],
+                [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)],
+                strict=True,
+            )
+        source = next((rank for rank, weight in enumerate(self._weights) if weight > 0), 0)
+        agreed |= zip(others, self.talk.broadcast([state.buffers[name] for name in others], source), strict=True)
+        return state.replace(
+            buffers=FrozenDict((name, agreed.get(name, tensor)) for name, tensor in state.buffers.items())
+        )
+
+    def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
+        """The buffers that forwards write to, judged by the first batch of each epoch; the same on all ranks."""
+        if not state.buffers:
+            return []
+        epoch = state.timestamp.epoch
+        if self._written is None or epoch != self._epoch:
+            changed = [name for name, tensor in state.buffers.items() if not torch.equal(tensor, before[name])]
+            found = frozenset(name for names in self.talk.gather(changed) for name in names)
+            self._written = found | (self._written or frozenset())
+            self._epoch = epoch
+        return [name for name in state.buffers if name in self._written]
+
+    def measured(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+        def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
+            return lambda tensor: tensor.detach().to(device)
+
+        everybody = self.talk.gather(map_tensors(to("cpu"), accumulated))
+        merged = {}
+        for metric in metrics:
+            parts = [each[metric.name] for each in everybody if each]
+            merge = metric.merge
+            if merge is None:
+                raise DistributedError(
+                    f"evaluator {state.evaluator!r}: the metric {metric.name!r} of {len(parts)} ranks can't be put "
+                    "together: give it pl.Metric(..., merge=lambda one, other: ...), one accumulator from two."
+                )
+            merged[metric.name] = map_tensors(to(state.device), reduce(merge, parts))
+        return merged
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.int64)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 200 else f"{value[:200]} ..."
+
+
+def _model(state: State) -> dict[str, str]:
+    named = [("params", state.params), ("buffers", state.buffers)]
+    shapes = {
+        f"{kind}[{name!r}]": f"{tuple(tensor.shape)} {tensor.dtype}"
+        for kind, some in named
+        for name, tensor in some.items()
+    }
+    return {"the model": type(state.model._skeleton).__name__, **shapes}
+
+
+def _counts(state: State) -> str:
+    t = state.timestamp
+    return f"epoch {t.epoch}, batch {t.batch}, sample {t.sample}, batch {t.batch_in_epoch} in its epoch"
+
+
+def _digests(state: State) -> dict[str, str]:
+    """A few bytes for each tensor that a State holds between batches."""
+    found = {}
+    for kind in ("params", "buffers", "opt_state", "algorithm_state", "loss_scale"):
+        paths, leaves, _ = optree.tree_flatten_with_path(getattr(state, kind), namespace=NAMESPACE)
+        for path, leaf in zip(paths, leaves, strict=True):
+            where = kind + "".join(f"[{entry!r}]" for entry in path)
+            found[where] = _digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    numbers = flat.view(torch.uint8) if flat.numel() else flat
+    digest = hashlib.blake2b(bytes(numbers.untyped_storage())[: numbers.numel()], digest_size=8).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.dtype} with digest {digest}"

@@ -1,0 +1,234 @@
+"""How ranks talk: small exchanges of numbers, and an error on every rank, with names, when one of them fails.
+
+A rank that fails writes down where it was and breaks its connections, so that the others, who wait for it, wake up at
+once; one that was killed or hangs writes nothing down, by which the others know it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from pure_loop.errors import DistributedError
+from pure_loop.event import Event
+
+__all__ = ["Ranks"]
+
+# Seconds in which a rank that is alive notices that a connection broke, and says so.
+_ROLL_CALL = 5.0
+_NUMBERS = 6
+_EVENTS = tuple(Event)
+_serial = count()
+
+
+class Ranks:
+    """This process and the others, from the first thing that they tell each other to the end of the stream.
+
+    Args:
+        rank, size: this process among how many.
+        device: where tensors are that ranks exchange.
+        timeout: seconds until a rank that doesn't answer is an error.
+
+    Attributes:
+        group: the process group for tensors on the device; None before :meth:`connect` and after :meth:`close`.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.group: Any = None
+        self._control: Any = None
+        self._store: Any = None
+        self._owns = False
+        self._fake = False
+
+    def connect(self) -> None:
+        """Meet the others, in process groups of our own.
+
+        Raises:
+            DistributedError: they don't come in time.
+        """
+        patience = timedelta(seconds=self.timeout)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group(backend, timeout=patience)
+                self._owns = True
+            self._fake = dist.get_backend() == "fake"
+            # One after the other, on all ranks, so their numbers agree.
+            self._store = c10d.PrefixStore(f"pure_loop/{next(_serial)}", c10d._get_default_store())
+            self.group = dist.new_group(timeout=patience, backend=None if self._fake else backend)
+            # Numbers that Python has to read don't wait for a device.
+            self._control = self.group
+            if backend != "gloo" and not self._fake:
+                self._control = dist.new_group(timeout=patience, backend="gloo")
+            self.exchange(Event.INIT, 0)
+        except (RuntimeError, ValueError) as error:
+            self._disconnect()
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} could not meet the others within {self.timeout:g} s: {_line(error)} "
+                "Start all ranks with torchrun, or call torch.distributed.init_process_group in each before."
+            ) from error
+
+    def exchange(self, event: Event, batch: int, *numbers: float) -> list[tuple[float, ...]]:
+        """What every rank gave, in the order of ranks. All have to be about to come to the same event.
+
+        Raises:
+            DistributedError: they aren't, and it says where each of them is.
+        """
+        mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
+        if self._fake:
+            return [mine[2:]] * self.size
+        given = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
+        given[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
+        all_given = [torch.empty_like(given) for _ in range(self.size)]
+        dist.all_gather(all_given, given, group=self._control)
+        rows = [row.tolist() for row in all_given]
+        if any(row[:2] != rows[0][:2] for row in rows):
+            places = [f"{_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
+            raise DistributedError(
+                f"the ranks have lost step: {self._listed(places, 'rank {rank} is about to come to {what}')}. Every "
+                "rank has to be given the same data, durations, evaluators and algorithms, and none may leave the loop "
+                "alone; where each rank's dataloader gives data of its own write parallel=Parallel(data='own')."
+            )
+        return [tuple(row[2 : len(mine)]) for row in rows]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Any value that can be pickled, of every rank."""
+        if self._fake:
+            return [value] * self.size
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, written into ``tensor``, which is contiguous."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The largest over all ranks, written into ``tensor``."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
+        """Copies that hold what they hold on rank ``source``."""
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        if copies and not self._fake:
+            torch._C._distributed_c10d._broadcast_coalesced(self.group, copies, 250 << 20, source)
+        return copies
+
+    def failed(self, error: BaseException, event: Event, batch: int) -> None:
+        """The stream ends with an error on this rank.
+
+        Raises:
+            DistributedError: it ends because of another rank; it says which, and what happened there.
+        """
+        if self._store is None:
+            return
+        place = f"{event.name} of batch {batch}"
+        lost = _is_lost(error)
+        told = isinstance(error, DistributedError)
+        if isinstance(error, GeneratorExit):
+            self._write("fell", f"left the loop at {place}")
+        elif lost:
+            self._write("waited", f"waited for another rank after {place}")
+        elif not told:
+            self._write("fell", f"raised {type(error).__name__} after {place}: {_line(error)}")
+        store, self._store = self._store, None
+        self._disconnect()
+        if lost:
+            raise DistributedError(self._roll_call(store, place)) from error
+
+    def close(self) -> None:
+        """Leave the others; nothing is left behind."""
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        groups = {id(group): group for group in (self.group, self._control) if group is not None}
+        # No other reference may be left: a group closes its connections when its last one goes.
+        self.group = self._control = self._store = None
+        while groups:
+            _, group = groups.popitem()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+            del group
+        if self._owns and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns = False
+
+    def _write(self, kind: str, text: str) -> None:
+        try:
+            self._store.set(str(self.rank), f"{kind}|{text}")
+        except (RuntimeError, ValueError):
+            # The process that held the store is gone, and with it whoever could read this.
+            return
+
+    def _roll_call(self, store: Any, place: str) -> str:
+        """Who fell, and who doesn't answer."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        said: dict[int, str] = {}
+        until = time.monotonic() + min(_ROLL_CALL, max(self.timeout, 1.0))
+        try:
+            while len(said) < len(others) and time.monotonic() < until:
+                for rank in others:
+                    if rank not in said and store.check([str(rank)]):
+                        said[rank] = store.get(str(rank)).decode()
+                if any(text.startswith("fell") for text in said.values()):
+                    break
+                time.sleep(0.05)
+            unreachable = ""
+        except (RuntimeError, ValueError):
+            unreachable = " The process that ranks met at is gone too."
+        fell = {rank: text.partition("|")[2] for rank, text in said.items() if text.startswith("fell")}
+        silent = [rank for rank in others if rank not in said]
+        head = f"rank {self.rank} of {self.size} waited after {place}, and training can't go on: "
+        if fell:
+            return head + "; ".join(f"rank {rank} {text}" for rank, text in sorted(fell.items())) + "."
+        if silent:
+            names = ", ".join(map(str, silent))
+            return (
+                f"{head}rank{'s' if len(silent) > 1 else ''} {names} did not come to what follows {place} and "
+                f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than the "
+                f"timeout of {self.timeout:g} s.{unreachable} Look at the output of that process."
+            )
+        return f"{head}a connection between ranks broke, though all of them are alive."
+
+    def _listed(self, values: Sequence[str], pattern: str) -> str:
+        """What ranks said, those that said the same together."""
+        groups: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            groups.setdefault(value, []).append(rank)
+        parts = []
+        for what, ranks in groups.items():
+            some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            parts.append(pattern.format(rank=some, what=what))
+        return "; ".join(parts)
+
+
+def local_rank() -> int:
+    """This process among those on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _line(error: BaseException) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return line if len(line) < 300 else line[:300] + " ..."
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank could not be reached."""
+    if isinstance(error, DistributedError):
+        return False
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "Gloo", "NCCL", "ProcessGroup"))

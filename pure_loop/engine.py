@@ -1,0 +1,161 @@
+"""The engine: where forwards and backwards run, and what ranks have to agree on. Here: one rank, eagerly.
+
+The stages and the loop ask an engine whatever may depend on there being several ranks, and so don't know whether there
+are. :mod:`pure_loop.distributed` has the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pure_loop._autograd import gradient_of
+from pure_loop._weights import Weights
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+
+if TYPE_CHECKING:
+    from pure_loop.metrics import Metric
+    from pure_loop.optim import Optimizer
+    from pure_loop.state import State
+
+__all__ = ["ONE_RANK", "Engine"]
+
+T = TypeVar("T")
+
+
+class Engine:
+    """One rank: nothing has to be agreed on.
+
+    Attributes:
+        rank: this process among the ranks, part of every seed that must differ between them.
+        ranks: how many there are.
+        padding: whether the batch at hand only keeps this rank company: it has samples, and none of them counts.
+    """
+
+    rank = 0
+    ranks = 1
+    padding = False
+
+    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        """Meet the others, see that all are about to do the same, and start from the same State."""
+        return state
+
+    def next_batch(
+        self,
+        state: State,
+        batch: Any,
+        samples: int,
+        tokens: int,
+        seconds: Callable[[], float],
+        event: Event,
+        counted: bool,
+        uneven: str | None,
+    ) -> tuple[Any, int, int]:
+        """The batch that this rank goes on with (END at the end, which comes for all at once), and the counts of all.
+
+        Args:
+            state: the State before it.
+            batch: what this rank's data gave, or END.
+            samples, tokens: in it.
+            seconds: how long it is since this was asked last.
+            event: which comes next if there is a batch.
+            counted: whether it counts: it is neither END nor padding.
+            uneven: what to do where some ranks have a batch and others none: "stop", "pad", or None for an error.
+        """
+        return batch, samples, tokens
+
+    def length(self, length: int | None, uneven: str | None) -> int | None:
+        """How many batches an epoch has for all, where this rank's data has so many."""
+        return length
+
+    def seconds(self, seconds: Callable[[], float]) -> float:
+        """How long the batch took, the same on all ranks."""
+        return seconds()
+
+    def meet(self, state: State, event: Event) -> None:
+        """Wait until all ranks are here."""
+
+    def weigh(self, weights: Sequence[float | Tensor], state: State) -> tuple[Weights, int]:
+        """What each microbatch counts in the whole batch, and how many every rank goes through."""
+        return Weights.of(weights, state.timestamp.batch), len(weights)
+
+    def count(self, pieces: int, state: State) -> int:
+        """How many microbatches of an evaluation every rank goes through, if this one has so many."""
+        return pieces
+
+    def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
+        """The parameters that a forward differentiates by; ``last`` in this batch, after which ranks exchange."""
+        return state.model.leaves(state.params)
+
+    def apply(
+        self,
+        state: State,
+        function: Callable[[nn.Module], T],
+        params: FrozenDict[str, Tensor],
+        *,
+        training: bool,
+        hold: bool = False,
+    ) -> tuple[T, FrozenDict[str, Tensor]]:
+        """Call ``function(module)`` with these parameters; gives its result and the buffers after it."""
+        return state.model.apply(function, params, state.buffers, training=training, hold=hold)
+
+    def gradient(self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None) -> tuple[Any, ...]:
+        """The gradient of this microbatch and of those before it.
+
+        Args:
+            state: with the gradients of the microbatches before.
+            loss: what is differentiated; None for a microbatch that counts nothing.
+            inputs: by what: the trained parameters, in their order.
+            seed: what the loss is multiplied by.
+        """
+        if loss is None:
+            found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
+        else:
+            found = gradient_of(loss, inputs, seed)
+        before = state._grads
+        if before is None or (found[0] is None and all(gradient is None for gradient in found)):
+            return found
+        return _sum([before[name] for name in state.model.trainable], found)
+
+    def settle(self, state: State, loss: Any) -> Any:
+        """The loss of the whole batch from this rank's share of it."""
+        return loss
+
+    def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
+        """The State of a batch on which all ranks agree: buffers, which forwards wrote to, are averaged."""
+        return state
+
+    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
+        """What the optimizer makes of the parameters and its memory."""
+        return optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
+
+    def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        """What this rank holds of these tensors."""
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def anywhere(self, found: Tensor) -> Tensor:
+        """1 where any rank found something; float32, shape (1,)."""
+        return found
+
+    def measured(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+        """The accumulators of an evaluation over all ranks."""
+        return accumulated
+
+    def failed(self, error: BaseException, event: Event, state: State | None) -> None:
+        """The stream ends with this error: tell the others; or raise one that says which of them failed."""
+
+    def close(self) -> None:
+        """Leave the others."""
+
+
+ONE_RANK = Engine()
+
+
+def _sum(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(a is None or b is None for a, b in zip(before, found, strict=True)):
+        return tuple(b if a is None else a if b is None else a + b for a, b in zip(before, found, strict=True))
+    return tuple(torch._foreach_add(before, list(found)))
