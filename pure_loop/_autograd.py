@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,16 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
     return found
 
 
-def refuse_strangers(loss: Tensor) -> None:
+def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = ()) -> None:
     """Refuse a loss whose graph goes where gradients would be lost without an error.
+
+    ``known`` parameters are no strangers; None: no parameter is.
 
     Raises:
         ModelError: it depends on a parameter that the model was not called with, or goes through a reentrant
             checkpoint.
     """
+    family = None if known is None else set(map(id, known))
     seen: set[Any] = set()
     open_nodes: list[Any] = [loss.grad_fn]
     while open_nodes:
@@ -79,7 +82,7 @@ def refuse_strangers(loss: Tensor) -> None:
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
-        if isinstance(stranger, nn.Parameter):
+        if isinstance(stranger, nn.Parameter) and family is not None and id(stranger) not in family:
             raise ModelError(
                 f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "
                 "so it would get no gradient: a loss, lambda or hook that holds on to a module uses that module's own "

@@ -12,6 +12,7 @@ from torch import Tensor
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Algorithm
 from pure_loop.driver import POSITIONS
+from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -158,15 +159,19 @@ def _keys(opt_state: Any) -> str:
 
 def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
     return FrozenDict(
-        (name, torch.empty_like(state.params[name], device="meta") if meta else state.params[name])
-        for name in state.model.trainable
+        (name, _on_meta(state.params[name]) if meta else state.params[name]) for name in state.model.trainable
     )
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def preparation(
     optimizer: Optimizer,
     precision: Precision,
     algorithms: tuple[Algorithm, ...],
+    engine: Engine = ONE_RANK,
     meet: Callable[[State], State] | None = None,
 ) -> Callable[[State], State]:
     """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms.
@@ -178,7 +183,7 @@ def preparation(
         if meet is not None:
             state = meet(state)
         if state.opt_state is None:
-            state = state.replace(opt_state=optimizer.init(_trained(state)))
+            state = state.replace(opt_state=engine.memory(optimizer, _trained(state)))
         if precision.scaled and state.loss_scale is None:
             state = state.replace(loss_scale=LossScale.initial(state.device))
         elif not precision.scaled and state.loss_scale is not None:

@@ -103,8 +103,14 @@ class Engine:
         """Call ``function(module)`` with these parameters; gives its result and the buffers after it."""
         return state.model.apply(function, params, state.buffers, training=training, hold=hold)
 
-    def gradient(self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None) -> tuple[Any, ...]:
-        """The gradient of this microbatch and of those before it.
+    def parameters(self) -> Iterable[Tensor] | None:
+        """Parameters of the engine's own that stand for those of a State in a graph; None where it can't tell."""
+        return ()
+
+    def gradient(
+        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
+    ) -> tuple[Any, ...] | None:
+        """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
         Args:
             state: with the gradients of the microbatches before.
@@ -128,6 +134,10 @@ class Engine:
     def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
         """The State of a batch on which all ranks agree: buffers, which forwards wrote to, are averaged."""
         return state
+
+    def memory(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+        """The optimizer's memory of nothing yet."""
+        return optimizer.init(trained)
 
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         """What the optimizer makes of the parameters and its memory."""

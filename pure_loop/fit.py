@@ -274,7 +274,9 @@ def prepare(
             iteration_length=length,
             clock=clock,
             fresh=fresh,
-            prepare=preparation(optimizer, mode, listed, together.meeting(stages.engine, data, settings, fresh)),
+            prepare=preparation(
+                optimizer, mode, listed, stages.engine, together.meeting(stages.engine, data, settings, fresh)
+            ),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
         ),
         algorithms=listed,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._parts import is_part, on_parts, part_of, sum_over_parts, with_part
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "global_norm", "map_present"]
@@ -24,7 +25,7 @@ def map_present(
     present = {name: gradient for name, gradient in grads.items() if gradient is not None}
     if not present:
         return FrozenDict(grads)
-    changed = FrozenDict(zip(present, function(list(present.values())), strict=True))
+    changed = FrozenDict(zip(present, on_parts(function, list(present.values())), strict=True))
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
 
@@ -32,14 +33,32 @@ def map_present(
 def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Tensor:
     """The norm of all tensors taken as one long vector; shape (), on their device.
 
+    Of tensors in parts (DTensors) it is that of the whole, and all ranks have to ask for it.
+
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
     present = [tensor for tensor in tensors.values() if tensor is not None]
     if not present:
         return torch.zeros(())
+    if any(map(is_part, present)):
+        total: Tensor = torch.linalg.vector_norm(_whole_norms(present, norm_type), norm_type)
+        return total
     norms = torch._foreach_norm(present, norm_type)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total  # noqa: RET504 - the type checker wants it named
+
+
+def _whole_norms(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of each tensor, all of which ranks hold parts of, in one exchange; shape (len(tensors),)."""
+    # The norm of nothing is 0, and the largest of nothing an error.
+    held = [part_of(tensor) for tensor in tensors]
+    norms = torch.stack(
+        [torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(()) for part in held]
+    )
+    if norm_type == torch.inf:
+        return sum_over_parts(norms, tensors[0], largest=True)
+    total: Tensor = sum_over_parts(norms**norm_type, tensors[0]) ** (1.0 / norm_type)
     return total
 
 
@@ -89,9 +108,21 @@ def clip_adaptively(
     ``eps`` is the least weight norm that counts, so that weights at zero can leave it.
     """
 
+    # Ranks hold whole rows of a matrix, and parts of a vector.
+    vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_part(g)]
+    both = [*(params[name] for name in vectors), *(grads[name] for name in vectors)]
+    norms = _whole_norms(both).split(len(vectors)) if vectors else ()  # type: ignore[arg-type, no-untyped-call]
+    known = {name: pair for name, *pair in zip(vectors, *norms, strict=True)}
+
     def clip(name: str, gradient: Tensor) -> Tensor:
-        limit = clipping * _unit_norm(params[name].detach()).clamp(min=eps)
-        norm = _unit_norm(gradient)
+        if name in known:
+            size, norm = known[name]
+        else:
+            size, norm = _unit_norm(part_of(params[name]).detach()), _unit_norm(part_of(gradient))
+        limit = clipping * size.clamp(min=eps)
+        return with_part(gradient, scale(part_of(gradient), norm, limit))
+
+    def scale(gradient: Tensor, norm: Tensor, limit: Tensor) -> Tensor:
         return torch.where(norm > limit, gradient * (limit / norm.clamp(min=1e-6)), gradient)
 
     return FrozenDict((name, None if g is None else clip(name, g)) for name, g in grads.items())

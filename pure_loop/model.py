@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from pure_loop._parts import whole_of
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
@@ -160,11 +161,15 @@ class ModelDef:
         return leaves
 
     def module(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]) -> nn.Module:
-        """A plain, independent ``nn.Module`` with copies of these tensors; yours to change."""
+        """A plain, independent ``nn.Module`` with copies of these tensors; yours to change.
+
+        Where ranks hold parts of them, all ranks have to ask for it.
+        """
         module = copy.deepcopy(self._skeleton)
         wanted = frozenset(self.trainable)
         parameters = {
-            name: nn.Parameter(tensor.detach().clone(), requires_grad=name in wanted) for name, tensor in params.items()
+            name: nn.Parameter(whole_of(tensor.detach()).clone(), requires_grad=name in wanted)
+            for name, tensor in params.items()
         }
         for name, tensors, key in _places(module, self.parameter_names, "_parameters"):
             tensors[key] = parameters[name]

@@ -141,7 +141,7 @@ class Stages:
             found = self.engine.gradient(state, None, inputs, seed)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
-                refuse_strangers(loss)  # once a run: it walks the whole graph
+                refuse_strangers(loss, self.engine.parameters())  # once a run: it walks the whole graph
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():
@@ -150,10 +150,12 @@ class Stages:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = self.engine.gradient(state, loss, inputs, seed)
         state.model.give_back(leaves)
-        if found[0] is None and all(gradient is None for gradient in found):
-            raise _detached_loss(state)
         draft = fresh_draft_of(state)
-        draft.params, draft._grads = origin, FrozenDict(zip(names, found, strict=True))
+        draft.params = origin
+        if found is not None:
+            if found[0] is None and all(gradient is None for gradient in found):
+                raise _detached_loss(state)
+            draft._grads = FrozenDict(zip(names, found, strict=True))
         draft.outputs, draft.loss = _detach(state.outputs), _detach(state.loss)
         return _frozen(draft, state)
 
@@ -253,7 +255,7 @@ class Stages:
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
-        params = state.model.leaves(state.params)
+        params = self.engine.leaves(state, last=False)
         with seeded(seed, state.device), GradMode(False), self._autocast(state):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False

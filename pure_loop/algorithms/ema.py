@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._parts import on_parts
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_fraction, check_time
 from pure_loop.cadence import every
@@ -58,8 +59,12 @@ def moving_average(
     names = [name for name, old in average.items() if old is not tensors[name]]
     if not names:
         return FrozenDict(average)
-    before, now = [_wide(average[name]) for name in names], [_wide(tensors[name]) for name in names]
-    changed = dict(zip(names, torch._foreach_lerp(before, now, 1.0 - smoothing), strict=True))
+
+    def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_lerp(list(map(_wide, before)), list(map(_wide, now)), 1.0 - smoothing))
+
+    found = on_parts(lerp, [average[name] for name in names], [tensors[name] for name in names])
+    changed = dict(zip(names, found, strict=True))
     return FrozenDict((name, changed.get(name, old)) for name, old in average.items())
 
 

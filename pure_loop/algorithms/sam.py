@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._parts import on_parts
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_flag, check_integer, check_positive
 from pure_loop.event import Event
@@ -57,16 +58,21 @@ def perturb(
     weights: list[Tensor] = [params[name] for name in names]
     directions: Any = [grads[name] for name in names]
     if adaptive:
-        sizes = torch._foreach_abs(weights)
-        directions = torch._foreach_mul(directions, sizes)
+        directions = on_parts(_sized, directions, weights)
     norm = global_norm(dict(zip(names, directions, strict=True)))
     # In float32 at least: epsilon is 0 in float16.
     scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
-    steps = torch._foreach_mul(directions, scale)
-    if adaptive:
-        steps = torch._foreach_mul(steps, sizes)
-    moved = dict(zip(names, torch._foreach_add(weights, list(steps)), strict=True))
+
+    def move(weights: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+        steps = list(torch._foreach_mul(directions, scale))
+        return list(torch._foreach_add(weights, _sized(steps, weights) if adaptive else steps))
+
+    moved = dict(zip(names, on_parts(move, weights, directions), strict=True))
     return FrozenDict((name, moved.get(name, tensor)) for name, tensor in params.items())
+
+
+def _sized(tensors: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_mul(tensors, torch._foreach_abs(weights)))
 
 
 def sam(

@@ -6,6 +6,7 @@ once; one that was killed or hangs writes nothing down, by which the others know
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ class Ranks:
             DistributedError: they don't come in time.
         """
         patience = timedelta(seconds=self.timeout)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = self.backend
         try:
             if not dist.is_initialized():
                 dist.init_process_group(backend, timeout=patience)
@@ -65,10 +66,10 @@ class Ranks:
             self._fake = dist.get_backend() == "fake"
             # One after the other, on all ranks, so their numbers agree.
             self._store = c10d.PrefixStore(f"pure_loop/{next(_serial)}", c10d._get_default_store())
-            self.group = dist.new_group(timeout=patience, backend=None if self._fake else backend)
+            self.group = self.new_group()
             # Numbers that Python has to read don't wait for a device.
             self._control = self.group
-            if backend != "gloo" and not self._fake:
+            if backend == "nccl" and not self._fake:
                 self._control = dist.new_group(timeout=patience, backend="gloo")
             self.exchange(Event.INIT, 0)
         except (RuntimeError, ValueError) as error:
@@ -77,6 +78,22 @@ class Ranks:
                 f"rank {self.rank} of {self.size} could not meet the others within {self.timeout:g} s: {_line(error)} "
                 "Start all ranks with torchrun, or call torch.distributed.init_process_group in each before."
             ) from error
+
+    @property
+    def backend(self) -> str:
+        """What tensors on the device are exchanged with."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def new_group(self) -> Any:
+        """A process group of all ranks, with our timeout."""
+        backend = None if self._fake else self.backend
+        return dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+
+    def keep(self) -> None:
+        """Leave the process group that was made here to the end of the process: States go on to use it."""
+        if self._owns:
+            self._owns = False
+            atexit.register(_leave)
 
     def exchange(self, event: Event, batch: int, *numbers: float) -> list[tuple[float, ...]]:
         """What every rank gave, in the order of ranks. All have to be about to come to the same event.
@@ -212,6 +229,11 @@ class Ranks:
             some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
             parts.append(pattern.format(rank=some, what=what))
         return "; ".join(parts)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def local_rank() -> int:

@@ -7,6 +7,7 @@ while the backward goes on. Microbatches before the last one are differentiated 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ __all__ = ["ReplicateEngine"]
 class _Holder(nn.Module):
     """Parameters without a model, and a forward for DistributedDataParallel to see the loss come by."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.held = nn.ParameterList(parameters)
 
@@ -39,7 +40,7 @@ class ReplicateEngine(JointEngine):
     """Gradients averaged by DistributedDataParallel."""
 
     _model: ModelDef | None = None
-    _held: list[nn.Parameter]
+    _held: Sequence[nn.Parameter] = ()
     _averaging: DistributedDataParallel | None = None
     _views: FrozenDict[str, Tensor] | None = None
 
@@ -61,7 +62,12 @@ class ReplicateEngine(JointEngine):
         self._views = leaves
         return leaves
 
-    def gradient(self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None) -> tuple[Any, ...]:
+    def parameters(self) -> Iterable[Tensor] | None:
+        return self._held
+
+    def gradient(
+        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
+    ) -> tuple[Any, ...] | None:
         if state.params is not self._views:
             return super().gradient(state, loss, inputs, seed)
         self._views = None
@@ -145,7 +151,7 @@ class ReplicateEngine(JointEngine):
 
     def _forget(self) -> None:
         self._averaging = self._model = self._views = None
-        self._held = []
+        self._held = ()
 
 
 def _count_unreached(loss: Tensor, inputs: list[Tensor]) -> int:

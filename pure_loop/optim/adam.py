@@ -152,7 +152,13 @@ class _Adam:
         options = attrs.asdict(rule, filter=attrs.filters.exclude("name", "lr", "beta1", "beta2"))
         options = FrozenDict({"betas": (rule.beta1, rule.beta2), **options})
         return Optimizer(
-            name=name, init=rule.init, update=rule.update, lr=rule.lr, options=options, spreads_nonfinite=True
+            name=name,
+            init=rule.init,
+            update=rule.update,
+            lr=rule.lr,
+            options=options,
+            spreads_nonfinite=True,
+            elementwise=True,
         )
 
     @property

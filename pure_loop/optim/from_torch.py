@@ -59,6 +59,9 @@ _MACHINERY = frozenset(
         "_zero_grad_profile_name",
     }
 )
+_ELEMENTWISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 _ATOMS = (bool, int, float, str)
 _KEYS = ("memory", "started", "shared", "group", "attributes")
 
@@ -115,7 +118,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     if "lr" in defaults:
         rate = as_schedule("from_torch", lr if callable(lr) else float(defaults["lr"]))
     shown = FrozenDict({key: value for key, value in rest.items() if key != "lr"})
-    return Optimizer(name=f"from_torch({name})", init=rule.init, update=rule.update, lr=rate, options=shown)
+    return Optimizer(
+        name=f"from_torch({name})",
+        init=rule.init,
+        update=rule.update,
+        lr=rate,
+        options=shown,
+        elementwise=cls.__module__.startswith("torch.optim.") and cls.__name__ in _ELEMENTWISE,
+    )
 
 
 def _no_rate(timestamp: Timestamp) -> float:

@@ -60,6 +60,8 @@ class Optimizer:
         options: the other hyperparameters, for the repr.
         spreads_nonfinite: whether a gradient that is NaN or infinite makes its parameter so, where it is then found;
             if not, the loop looks at the gradients themselves.
+        elementwise: whether each element's update depends on nothing but that element's gradient and memory, so that a
+            rank which holds a part of a parameter can update its part alone.
         parts: the optimizers this one is made of, by label (see :func:`partition`).
 
     An optimizer of one's own needs nothing else:
@@ -81,6 +83,7 @@ class Optimizer:
     lr: RateFunction = attrs.field(validator=_callable)
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
+    elementwise: bool = False
     parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
 
     def __repr__(self) -> str:

@@ -64,6 +64,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,
         parts=rule.parts,
+        elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
     )
 

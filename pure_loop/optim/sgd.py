@@ -103,7 +103,13 @@ def sgd(
     )
     options = FrozenDict(attrs.asdict(rule, filter=attrs.filters.exclude("lr")))
     return Optimizer(
-        name="sgd", init=rule.init, update=rule.update, lr=rule.lr, options=options, spreads_nonfinite=True
+        name="sgd",
+        init=rule.init,
+        update=rule.update,
+        lr=rule.lr,
+        options=options,
+        spreads_nonfinite=True,
+        elementwise=True,
     )
 
 

@@ -1,0 +1,66 @@
+"""Tensors of which every rank holds a part (torch's DTensors): reading a part, and putting another one in its place.
+
+torch.distributed is not imported here: who has no such tensors doesn't pay for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["is_part", "on_parts", "part_of", "sum_over_parts", "whole_of", "with_part"]
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether this is a tensor of which this rank holds a part.
+
+    >>> is_part(torch.ones(2))
+    False
+    """
+    return hasattr(tensor, "_local_tensor")
+
+
+def part_of(tensor: Any) -> Any:
+    """What this rank holds of a tensor: all of a plain one."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def whole_of(tensor: Any) -> Any:
+    """The whole tensor; all ranks have to ask for it."""
+    return tensor.full_tensor() if is_part(tensor) else tensor
+
+
+def with_part(tensor: Any, part: Tensor) -> Any:
+    """A tensor like this one, of which this rank holds ``part``."""
+    if not is_part(tensor):
+        return part
+    spec = tensor._spec
+    if part.dtype is not tensor.dtype:
+        spec = type(spec)(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=part.dtype))
+    return type(tensor)(part, spec, requires_grad=False)
+
+
+def on_parts(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """An elementwise function of lists of tensors, applied to what this rank holds of them.
+
+    >>> on_parts(torch._foreach_neg, [torch.tensor(1.0)])
+    [tensor(-1.)]
+    """
+    if not any(map(is_part, lists[0])):
+        return list(function(*lists))
+    new = function(*[[part_of(tensor) for tensor in some] for some in lists])
+    return [with_part(old, part) for old, part in zip(lists[0], new, strict=True)]
+
+
+def sum_over_parts(values: Tensor, tensor: Any, *, largest: bool = False) -> Tensor:
+    """Values computed from the part of ``tensor``, summed (or their largest) over the ranks that hold the others."""
+    dist: Any = sys.modules["torch.distributed"]
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    values = values.clone()
+    for dimension, placement in enumerate(tensor._spec.placements):
+        if placement.is_shard():
+            dist.all_reduce(values, op=op, group=tensor._spec.mesh.get_group(dimension))
+    return values

@@ -1,0 +1,259 @@
+"""Sharded: every rank holds a part of each parameter, gradient and memory of the optimizer; torch's ``fully_shard``.
+
+In a State they are DTensors, split along their first dimension. A private module, to which ``fully_shard`` was
+applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's parts are
+copied into it. Optimizers work on the parts alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from pure_loop._autograd import GradMode
+from pure_loop._parts import is_part, part_of, with_part
+from pure_loop._pytree import NAMESPACE
+from pure_loop.distributed.joint import JointEngine
+from pure_loop.errors import ArgumentError, ModelError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.model import ModelDef, _places
+from pure_loop.optim import Optimizer
+from pure_loop.state import State
+
+__all__ = ["ShardEngine"]
+
+T = TypeVar("T")
+
+_meshes: dict[str, DeviceMesh] = {}
+
+
+class ShardEngine(JointEngine):
+    """Parameters in parts, gathered by ``fully_shard`` where they are needed."""
+
+    _mesh: DeviceMesh
+    _model: ModelDef | None = None
+    _module: Any = None
+    _held: dict[str, nn.Parameter]
+    _buffers: list[tuple[str, dict[str, Any], str]]
+    _copied: Any = None
+    _last = True
+
+    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        state = super().start(state, settings, fresh=fresh)
+        held: Any = next((tensor for tensor in state.params.values() if is_part(tensor)), None)
+        self._mesh = self._find_mesh() if held is None else held._spec.mesh
+        return state if held is not None else self._in_parts(state)
+
+    def failed(self, error: BaseException, event: Event, state: State | None) -> None:
+        # The others may wait for this rank in the middle of a forward, and wake when its connections break.
+        mesh = _meshes.pop(self.talk.device.type, None)
+        if mesh is not None and dist.is_initialized():
+            dist.destroy_process_group(mesh.get_group())
+        super().failed(error, event, state)
+
+    def _find_mesh(self) -> DeviceMesh:
+        if self.parallel.mesh is not None:
+            return self.parallel.mesh
+        kind = self.talk.device.type
+        if kind not in _meshes:
+            # Not a group of the stream's: the State that is left after it is still in parts.
+            _meshes[kind] = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=("shard",))
+            self.talk.keep()
+        return _meshes[kind]
+
+    @property
+    def _placements(self) -> tuple[Placement, ...]:
+        return (Shard(0),) if self._mesh.ndim == 1 else (Replicate(), Shard(0))
+
+    def _in_parts(self, state: State) -> State:
+        """A State of whole tensors as one of parts: parameters, and what is kept of each of them."""
+        shapes = {name: tensor.shape for name, tensor in state.params.items()}
+
+        def split(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = next((each for each in path if each in shapes), None)
+            belongs = name is not None and isinstance(leaf, Tensor) and leaf.shape == shapes[name] and leaf.ndim > 0
+            return self._part(leaf) if belongs else leaf
+
+        fields = {}
+        for field in ("params", "opt_state", "algorithm_state"):
+            tree = getattr(state, field)
+            fields[field] = optree.tree_map_with_path(split, tree, namespace=NAMESPACE)
+        return state.replace(**fields)
+
+    def _part(self, whole: Tensor) -> Any:
+        place = self._mesh.get_local_rank(self._mesh.ndim - 1)
+        size = self._mesh.size(self._mesh.ndim - 1)
+        chunks = whole.detach().chunk(size, 0)
+        part = chunks[place] if place < len(chunks) else whole.detach()[:0]
+        return DTensor.from_local(
+            part.clone(memory_format=torch.contiguous_format),
+            self._mesh,
+            self._placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=torch.empty(whole.shape, device="meta").stride(),
+        )
+
+    # Forward and backward.
+
+    def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
+        self._last = last
+        params: Any = state.params
+        origin = getattr(params, "origin", params)
+        leaves = FrozenDict(origin)
+        leaves.origin = origin
+        return leaves
+
+    def apply(
+        self,
+        state: State,
+        function: Callable[[nn.Module], T],
+        params: FrozenDict[str, Tensor],
+        *,
+        training: bool,
+        hold: bool = False,
+    ) -> tuple[T, FrozenDict[str, Tensor]]:
+        if self._model is not state.model:
+            self._build(state.model)
+        module = self._module
+        origin = getattr(params, "origin", params)
+        if self._copied is not origin:
+            with GradMode(False):
+                torch._foreach_copy_(
+                    [part_of(held) for held in self._held.values()], [part_of(origin[name]) for name in self._held]
+                )
+            self._copied = origin
+        if module.training is not training:
+            module.train(training)
+        if training and hold:
+            module.set_requires_gradient_sync(self._last)
+        copies = {name: buffer.clone() for name, buffer in state.buffers.items()}
+        for name, tensors, key in self._buffers:
+            tensors[key] = copies[name]
+        result = function(module)
+        after = {name: tensors[key] for name, tensors, key in self._buffers}
+        return result, FrozenDict((name, after[name].detach().clone()) for name in state.buffers)
+
+    def parameters(self) -> Iterable[Tensor] | None:
+        return None  # the gathered ones are fully_shard's own
+
+    def gradient(
+        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
+    ) -> tuple[Any, ...] | None:
+        with GradMode(True):
+            if loss is None:
+                # A backward in which nothing counts, and in which this rank takes part.
+                outputs = [each for each in _tensors(state.outputs) if each.requires_grad]
+                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+            else:
+                # It divides by the number of ranks.
+                factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
+                torch.autograd.backward(loss, factor)
+        if not self._last:
+            return None
+        held = [self._held[name] for name in state.model.trainable]
+        found = tuple(each.grad for each in held)
+        for each in held:
+            each.grad = None
+        return found
+
+    def _build(self, model: ModelDef) -> None:
+        self._forget()
+        module = copy.deepcopy(model._skeleton)
+        groups = self.parallel.groups
+        chosen = (
+            [each for name, each in module.named_modules() if name and groups(name, each)]
+            if groups is not None
+            else list(_repeated(module))
+        )
+        # Inner ones first.
+        for each in reversed(chosen):
+            fully_shard(each, mesh=self._mesh)
+        fully_shard(module, mesh=self._mesh)
+        module.to_empty(device=self.talk.device)
+        self._module, self._model = module, model
+        self._held = dict(module.named_parameters())
+        self._buffers = list(_places(module, model.buffer_names, "_buffers"))
+        if set(self._held) != set(model.parameter_names):
+            raise ModelError(
+                f"{type(module).__name__} can't be sharded as it is: a parameter that several layers share has to "
+                "be in one group with all of them; say which submodules are gathered as one, "
+                "Parallel(kind='shard', groups=lambda name, module: ...)."
+            )
+
+    # The update.
+
+    def memory(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+        if not optimizer.elementwise:
+            raise ArgumentError(
+                f"optimizer {optimizer.name!r} may need whole parameters, and with parallel='shard' a rank holds a "
+                "part of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own says so with "
+                "Optimizer(..., elementwise=True)), or parallel='replicate'."
+            )
+        return self._wrapped(optimizer.init(_parts(trained)), trained)
+
+    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
+        assert state._grads is not None
+        memory: Any = optree.tree_map(part_of, state.opt_state, namespace=NAMESPACE)
+        new, opt_state = optimizer.update(_parts(state._grads), memory, _parts(trained), state.timestamp)
+        params = FrozenDict((name, with_part(trained[name], new[name])) for name in trained)
+        return params, self._wrapped(opt_state, trained)
+
+    def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor]) -> Any:
+        """An optimizer's memory of parts, as parts of what it would remember of the whole."""
+        shapes = {name: part_of(tensor).shape for name, tensor in trained.items()}
+
+        def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = next((each for each in path if each in shapes), None)
+            if name is None or not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape != shapes[name]:
+                return leaf
+            return with_part(trained[name], leaf)
+
+        return optree.tree_map_with_path(wrap, memory, namespace=NAMESPACE)
+
+    def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        return [part_of(tensor) for tensor in tensors if tensor is not None]
+
+    def anywhere(self, found: Tensor) -> Tensor:
+        return self.talk.max(found.clone())
+
+    def _forget(self) -> None:
+        self._module = self._model = self._copied = None
+        self._held, self._buffers = {}, []
+
+
+def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:
+    return FrozenDict((name, part_of(tensor)) for name, tensor in tensors.items())
+
+
+def _repeated(module: nn.Module) -> Iterable[nn.Module]:
+    """The elements of the outermost lists of layers."""
+    for child in module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ():
+        if any(True for _ in child.parameters()):
+            yield child
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        for child in module.children():
+            yield from _repeated(child)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    from pure_loop.data import map_tensors
+
+    found: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(take, tree)
+    return found
