@@ -548,6 +548,25 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("blocked", [True, False])
+def test_what_looks_at_all_of_the_package_needs_no_hypothesis(blocked: bool) -> None:
+    code = """
+import inspect, pydoc
+import pure_loop as pl
+from pure_loop import *
+assert fit is pl.fit
+names = [name for name, _ in inspect.getmembers(pl)]
+assert "schedules" in names
+pydoc.render_doc(pl)
+"""
+    if blocked:
+        code = f"import sys; sys.modules['hypothesis'] = None\n{code}assert 'testing' not in dir(pl)"
+    else:
+        code += "assert 'testing' in dir(pl) and pl.testing.check_algorithm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_evaluators_of_plans_are_those_of_cases() -> None:
     plan = Plan(batches=(2,), max_duration="1ba", evaluators={"val": EvaluatorPlan(batches=(1, 2))})
     assert [len(batch[0]) for batch in testing.Case(plan=plan).held_out()["val"]] == [1, 2]
