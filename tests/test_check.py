@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -376,6 +377,21 @@ def test_a_law_in_a_hypothesis_test_of_one_s_own() -> None:
         laws.purity(lambda: pl.algorithms.gradient_clipping("norm", norm), case)
 
     holds()
+
+
+def test_only_the_clock_s_own_times_may_be_others_on_processes() -> None:
+    """What an algorithm remembers is its result, also where its name ends as those of the timestamp do."""
+
+    def wait(state: pl.State) -> pl.State:
+        torch.distributed.all_reduce(torch.ones(1))
+        return state.remember("waiting", {"idle_seconds": float(os.getpid())})  # one process in the simulation
+
+    def make() -> pl.Algorithm:
+        return pl.Algorithm("waiting", {Event.BATCH_END: wait}, init=lambda state: {"idle_seconds": 0.0})
+
+    case = testing.Case(plan=Plan(batches=(2,), max_duration="1ba"))
+    with pytest.raises(LawViolation, match=r"on 2 processes with gloo, rank 1 came .* at BATCH_END"):
+        laws.rank_agreement(make, case)
 
 
 def test_whether_two_algorithms_commute_is_a_fact() -> None:

@@ -27,7 +27,7 @@ from pure_loop.testing.problems import Problem
 from pure_loop.testing.report import Report
 from pure_loop.testing.subject import fresh_copies
 from pure_loop.testing.trial import Trial, drawn_from
-from pure_loop.testing.violation import LawViolation, broken_off, moment
+from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
 
 __all__ = ["check_callback"]
 
@@ -145,12 +145,11 @@ def purity(subject: Any, case: Case, fit: Fit) -> None:
             changed, difference = around.changed(), snapshot.changed()
             at = moment(state)
             if difference is not None:
-                raise LawViolation(
+                raise written_to(
                     f"callback {subject.name} changed a leaf of the State that it was shown, at {at}.",
-                    event=event,
-                    difference=difference,
-                    labels=("it is", "it was"),
-                    advice="A callback observes. What changes training is an algorithm.",
+                    event,
+                    difference,
+                    "A callback observes. What changes training is an algorithm.",
                 )
             if changed is not None:
                 raise LawViolation(f"callback {subject.name} changed {changed} at {at}.", event=event)

@@ -138,6 +138,7 @@ class _Check:
             outcome = attrs.evolve(outcome, result="passed", reason="")
         pytest: Any = sys.modules.get("pytest")
         if outcome.result == "expected failure" and pytest is not None:
+            # It raises: a check that returned would be listed as passed, and without its reason.
             pytest.xfail(outcome.reason)
         if outcome.failed or problem:
             raise CheckFailed(Report(self._trial.subject.name, (outcome,), problem=problem))

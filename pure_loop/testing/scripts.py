@@ -23,7 +23,7 @@ from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import nosy_run, same_events, same_stream
 from pure_loop.testing.report import Report
 from pure_loop.testing.trial import Trial
-from pure_loop.testing.violation import LawViolation, moment
+from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["check_script"]
 
@@ -172,13 +172,8 @@ def value(subject: Any, case: Any, fit: Fit) -> None:
     for snapshot in kept:
         changed = snapshot.changed()
         if changed is not None:
-            raise LawViolation(
-                f"a State was written to, that of {moment(snapshot.state)}.",
-                event=snapshot.state.event,
-                difference=changed,
-                labels=("it is", "it was"),
-                advice="Compute a new tensor, x = x + 1 and not x += 1, and put it in with state.replace(...).",
-            )
+            what = f"a State was written to, that of {moment(snapshot.state)}."
+            raise written_to(what, snapshot.state.event, changed)
 
 
 @law(

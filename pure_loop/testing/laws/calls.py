@@ -17,7 +17,7 @@ from pure_loop.testing.comparison import Difference, Keeper, Snapshot, differenc
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import as_far_as_it_goes
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, moment
+from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["memory", "purity", "structure"]
 
@@ -58,13 +58,11 @@ def purity(subject: Subject, case: Case, fit: Fit) -> None:
     changed = keeper.changed()
     if changed is not None:
         state, difference = changed
-        raise LawViolation(
+        raise written_to(
             f"a State that {subject.name} had at {moment(state)}, was written to later: something kept one of its "
             "tensors and wrote to it in place.",
-            event=state.event,
-            difference=difference,
-            labels=("it is", "it was"),
-            advice="Compute a new tensor: x = x + 1, not x += 1 or x.add_(1). What a State has is its own for good.",
+            state.event,
+            difference,
         )
     for name, tensor in module.named_parameters():
         if tensor.grad is not None:
@@ -78,22 +76,16 @@ def _not_written(call: Call, snapshot: Snapshot) -> None:
     changed = snapshot.changed()
     if changed is None:
         return
-    assert changed.leaf is not None
     if changed.leaf.endswith(".grad"):
-        raise LawViolation(
+        raise written_to(
             f"{call.who} left a gradient in a tensor of the State that it was given at {call.where}.",
-            event=call.event,
-            difference=changed,
-            labels=("it is", "it was"),
-            advice="loss.backward() writes to .grad. torch.autograd.grad(loss, tensors) writes to nothing, and "
+            call.event,
+            changed,
+            "loss.backward() writes to .grad. torch.autograd.grad(loss, tensors) writes to nothing, and "
             "stages.gradients(state) is the loop's own gradient.",
         )
-    raise LawViolation(
-        f"{call.who} changed a leaf of the State that it was given, in place, at {call.where}.",
-        event=call.event,
-        difference=changed,
-        labels=("it is", "it was"),
-        advice="Compute a new tensor, x = x + 1 and not x += 1 or x.add_(1), and give it back with state.replace(...).",
+    raise written_to(
+        f"{call.who} changed a leaf of the State that it was given, in place, at {call.where}.", call.event, changed
     )
 
 

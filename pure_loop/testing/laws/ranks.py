@@ -12,6 +12,7 @@ from torch import Tensor
 from pure_loop._pytree import NAMESPACE
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.comparison import is_wall_clock
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.ranks import CollectiveError, RankError, shared_pool, simulate
@@ -77,7 +78,7 @@ def _digest(state: State) -> str:
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     found = hashlib.blake2b(digest_size=16)
     for path, leaf in zip(paths, leaves, strict=True):
-        if path and str(path[-1]).endswith("_seconds"):
+        if is_wall_clock(path):
             continue
         found.update(repr(path).encode())
         if isinstance(leaf, Tensor):

@@ -14,7 +14,7 @@ from pure_loop.testing.comparison import Keeper, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import outside_fit, same_events, same_stream
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, broken_off, moment
+from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
 
 __all__ = ["closing", "determinism", "order", "value", "watch_equality"]
 
@@ -51,11 +51,8 @@ def value(subject: Subject, case: Case, fit: Fit) -> None:
     changed = keeper.changed()
     if changed is not None:
         state, difference = changed
-        raise LawViolation(
-            f"a State that was kept at {moment(state)}, was written to afterwards.",
-            event=state.event,
-            difference=difference,
-            labels=("it is", "it was"),
+        raise written_to(
+            f"a State that was kept at {moment(state)}, was written to afterwards.", state.event, difference
         )
 
 
