@@ -181,11 +181,11 @@ def _events(events: Iterable[Event]) -> str:
     return ", ".join(f"`{event.name}`" for event in events)
 
 
-def _loop_laws() -> str:
-    """The laws of the loop, in words."""
+def _laws_of(kind: str) -> str:
+    """The laws of loops, callbacks or scripts, in words."""
     from pure_loop.testing import laws
 
-    listed = (f"* `{law.name}`: {law.statement}." for law in laws.OF_LOOPS)
+    listed = (f"* `{law.name}`: {law.statement}." for law in getattr(laws, f"OF_{kind.upper()}"))
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in listed)
 
 
@@ -255,7 +255,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "fields": _fields,
     "boundaries": _boundaries,
     "laws": _laws,
-    "loop-laws": _loop_laws,
+    "laws-of": _laws_of,
     "may-change": _may_change,
     "unavailable": _unavailable,
     "strategies": _strategies,

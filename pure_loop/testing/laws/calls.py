@@ -16,14 +16,14 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Difference, Keeper, Snapshot, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import as_far_as_it_goes
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["memory", "purity", "structure"]
 
 
 @law("an algorithm is a function of the State alone, and changes nothing but what it returns")
-def purity(subject: Subject, case: Case, fit: Fit) -> None:
+def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Calls each function twice, on fresh instances and with other global random states, and looks around."""
     keeper = Keeper()
     module = case.model()
@@ -129,7 +129,7 @@ def _readable(result: Any) -> Any:
     "what an algorithm remembers is in the State: a fresh instance goes on where another one stopped",
     rests_on=("purity",),
 )
-def memory(subject: Subject, case: Case, fit: Fit) -> None:
+def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """At every call, an instance that saw all that came before gives what a fresh one gives."""
 
     def tap(call: Call) -> Any:
@@ -174,7 +174,7 @@ _OF_TENSORS = ("params", "buffers", "grads")
 
 
 @law("trees, shapes, dtypes and devices stay as they are, those of an algorithm's memory too")
-def structure(subject: Subject, case: Case, fit: Fit) -> None:
+def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Looks at what each handler returns, and at its memory from its first to its last."""
 
     def tap(call: Call) -> Any:

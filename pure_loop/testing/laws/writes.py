@@ -24,7 +24,7 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import as_far_as_it_goes
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = ["MAY_CHANGE", "WHY_NOWHERE_ELSE", "discipline", "visibility"]
@@ -88,7 +88,7 @@ _WITNESS = "witness of the law"
 
 
 @law("at each event an algorithm changes only what may change there: what is read afterwards, and its own memory")
-def discipline(subject: Subject, case: Case, fit: Fit) -> None:
+def discipline(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Compares, field by field, what a handler is given and what it returns; a witness with a memory runs beside it."""
 
     def tap(call: Call) -> Any:
@@ -183,7 +183,7 @@ _IN_EVALUATION = frozenset(
     "what is written at an event is what every later event and every computation reads",
     rests_on=("order", "value", "determinism"),
 )
-def visibility(subject: Subject, case: Case, fit: Fit) -> None:
+def visibility(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Repeats every computation of the loop from the State as the algorithms left it, and compares.
 
     Where nothing is on trial but the loop, an algorithm that writes at every event is put in.
@@ -202,7 +202,7 @@ def visibility(subject: Subject, case: Case, fit: Fit) -> None:
             raise LawViolation(f"the State that was yielded at {event.name} is not the one that was left.", event=event)
 
 
-def _stream(subject: Subject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
+def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
     try:
         yield from case.stream(algorithms, fit=fit)
     except LawViolation:
