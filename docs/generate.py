@@ -6,7 +6,7 @@
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
-tables of laws and strategies come from ``pure_loop.testing``.
+tables of laws, fields and strategies come from ``pure_loop.testing``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +174,18 @@ def _fields() -> str:
 
 
 def _boundaries() -> str:
-    return ", ".join(f"`{event.name}`" for event in Event if event in order.BOUNDARIES) + "."
+    return _events(event for event in Event if event in order.BOUNDARIES) + "."
 
 
-def _loop_laws() -> str:
-    """The laws of the loop, in words."""
+def _events(events: Iterable[Event]) -> str:
+    return ", ".join(f"`{event.name}`" for event in events)
+
+
+def _laws_of(kind: str) -> str:
+    """The laws of loops, callbacks or scripts, in words."""
     from pure_loop.testing import laws
 
-    listed = (f"* `{law.name}`: {law.statement}." for law in laws.OF_LOOPS)
+    listed = (f"* `{law.name}`: {law.statement}." for law in getattr(laws, f"OF_{kind.upper()}"))
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in listed)
 
 
@@ -202,6 +206,23 @@ def _laws() -> str:
 def _named(wrong: Mapping[Any, str], law: str) -> str:
     """What is wrong with the first of those that break a law, in the words of their names."""
     return "; ".join([make.__name__.replace("_", " ") for make, broken in wrong.items() if broken == law][:3])
+
+
+def _may_change() -> str:
+    """Where algorithms may change which field of the State, and why not elsewhere."""
+    from pure_loop.testing.laws.writes import MAY_CHANGE, WHY_NOWHERE_ELSE
+
+    lines = ["| field | an algorithm may change it at | and not elsewhere, because |", "|---|---|---|"]
+    for field, allowed in MAY_CHANGE.items():
+        others = [event for event in Event if event not in allowed]
+        if len(others) < len(allowed):
+            where = f"all events but {_events(others)}" if others else "all events"
+        else:
+            where = _events(event for event in Event if event in allowed)
+        lines.append(f"| `{field}` | {where} | {WHY_NOWHERE_ELSE.get(field, '')} |")
+    alone = ", ".join(f"`{field.alias}`" for field in attrs.fields(pl.State) if field.alias not in MAY_CHANGE)
+    lines.append(f"| {alone} | no event | the loop alone writes them |")
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
 def _unavailable() -> str:
@@ -234,7 +255,8 @@ _PARTS: dict[str, Callable[..., str]] = {
     "fields": _fields,
     "boundaries": _boundaries,
     "laws": _laws,
-    "loop-laws": _loop_laws,
+    "laws-of": _laws_of,
+    "may-change": _may_change,
     "unavailable": _unavailable,
     "strategies": _strategies,
 }

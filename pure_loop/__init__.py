@@ -14,6 +14,7 @@
 
 import sys as _sys
 from importlib import import_module
+from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
 from pure_loop import gradients, metrics, optim, random, stages
@@ -79,7 +80,7 @@ __all__ = [
     "run",
     "schedules",
     "stages",
-    "testing",
+    # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed.
     *_errors,
 ]
 
@@ -94,7 +95,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *(["testing"] if _find_spec("hypothesis") else [])])
 
 
 # Whichever of the two is imported second introduces them: these lines, or the entry point that Hypothesis calls. While

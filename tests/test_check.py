@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import CheckFailed, LawViolation, check_algorithm, laws
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.wrong_algorithms import (
     adds_in_place,
     counts_microbatches_as_batches,
@@ -60,7 +61,7 @@ def test_the_library_s_algorithms_keep_every_law(name: str) -> None:
 
 
 def test_all_of_the_library_s_algorithms_are_among_them() -> None:
-    made = {algorithm.name for make, _ in LIBRARY.values() for algorithm in Subject(make).make()}
+    made = {algorithm.name for make, _ in LIBRARY.values() for algorithm in AlgorithmSubject(make).make()}
     factories = {name for name in pl.algorithms.__all__ if isinstance(_made(name), pl.Algorithm)}
     assert factories <= made
 
@@ -369,6 +370,32 @@ def test_a_law_alone_draws_its_cases_or_takes_one() -> None:
         laws.purity(adds_in_place, case)
 
 
+@pytest.mark.parametrize(
+    ("law", "given", "arguments", "error", "message"),
+    [
+        (
+            laws.purity,
+            clip,
+            {"case": testing.Seed(0)},
+            pl.ArgumentTypeError,
+            "a law of algorithms is tried on a .*Case",
+        ),
+        (laws.of_callbacks.purity, None, {}, pl.ArgumentTypeError, "give a function that makes a callback"),
+        (laws.of_scripts.value, clip, {}, pl.ArgumentTypeError, r"give testing\.Scripted\(make_script, start\)"),
+    ],
+)
+def test_a_law_is_of_one_kind_of_subject(law: Any, given: Any, arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        law(given, **arguments)
+
+
+def test_a_subject_that_is_made_already_is_taken_as_it_is() -> None:
+    """As laws of one's own have it, which may try another law on theirs."""
+    subject = AlgorithmSubject(adds_in_place)
+    with pytest.raises(LawViolation, match="purity does not hold"):
+        laws.purity(subject, problems="linear", max_examples=2)
+
+
 def test_a_law_in_a_hypothesis_test_of_one_s_own() -> None:
     @settings(max_examples=3)
     @given(testing.cases(problems="linear"), st.floats(0.1, 2.0))
@@ -376,6 +403,35 @@ def test_a_law_in_a_hypothesis_test_of_one_s_own() -> None:
         laws.purity(lambda: pl.algorithms.gradient_clipping("norm", norm), case)
 
     holds()
+
+
+def test_only_the_clock_s_own_times_may_be_others_on_processes() -> None:
+    """What an algorithm remembers is its result, also where its name ends as those of the timestamp do."""
+
+    def wait(state: pl.State) -> pl.State:
+        torch.distributed.all_reduce(torch.ones(1))
+        return state.remember("waiting", {"idle_seconds": float(os.getpid())})  # one process in the simulation
+
+    def make() -> pl.Algorithm:
+        return pl.Algorithm("waiting", {Event.BATCH_END: wait}, init=lambda state: {"idle_seconds": 0.0})
+
+    case = testing.Case(plan=Plan(batches=(2,), max_duration="1ba"))
+    with pytest.raises(LawViolation, match=r"on 2 processes with gloo, rank 1 came .* at BATCH_END"):
+        laws.rank_agreement(make, case)
+
+
+def test_an_algorithm_is_sent_to_processes_whatever_its_cases_are_drawn_from() -> None:
+    """A strategy, which a check is given, can't be sent."""
+
+    def share(state: pl.State) -> pl.State:
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.ones(1))
+        return state
+
+    report = check_algorithm(
+        lambda: pl.Algorithm("sharing", {Event.BATCH_END: share}), plans=testing.plans(max_batches=2), **FEW
+    )
+    assert report["rank_agreement"].result == "passed"
 
 
 def test_whether_two_algorithms_commute_is_a_fact() -> None:
@@ -419,7 +475,7 @@ def test_each_pair_is_a_test_of_its_own(tmp_path: Path) -> None:
 
         @testing.parametrize_with_checks(
             [pl.algorithms.gradient_clipping("norm", 1.0), counts_microbatches_as_batches()],
-            expected_failures={"microbatch_invariance": "warms up by microbatches"}, problems="linear", max_examples=2,
+            expected_failures={"microbatch_invariance": "warms up by microbatches"}, problems="linear", max_examples=4,
         )
         def test_contract(algorithm, check):
             check(algorithm)
@@ -546,6 +602,25 @@ else:
     raise SystemExit("no error")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_what_looks_at_all_of_the_package_needs_no_hypothesis(blocked: bool) -> None:
+    code = """
+import inspect, pydoc
+import pure_loop as pl
+from pure_loop import *
+assert fit is pl.fit
+names = [name for name, _ in inspect.getmembers(pl)]
+assert "schedules" in names
+pydoc.render_doc(pl)
+"""
+    if blocked:
+        code = f"import sys; sys.modules['hypothesis'] = None\n{code}assert 'testing' not in dir(pl)"
+    else:
+        code += "assert 'testing' in dir(pl) and pl.testing.check_algorithm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_evaluators_of_plans_are_those_of_cases() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.order import EvaluatorPlan, Plan
-from pure_loop.testing import CheckFailed, check_callback
+from pure_loop.order import EvaluatorPlan, Plan, expected
+from pure_loop.testing import Case, CheckFailed, LawViolation, check_callback, laws
 
 PLAN = Plan(batches=(3, 2), max_duration="2ep", evaluators={"val": EvaluatorPlan(batches=(2,), interval="1ba")})
 FEW: dict[str, Any] = {"problems": "linear", "plans": st.just(PLAN), "max_examples": 4}
@@ -112,10 +112,40 @@ def test_exactly_the_intended_law_catches_the_callback(make: Callable[[], Any], 
     try:
         with pytest.raises(CheckFailed) as caught:
             check_callback(make, **FEW)
+        assert [outcome.law for outcome in caught.value.report.failures] == [law]
+        violation = caught.value.report.failures[0].violation
+        assert violation is not None
+        assert f"testing.laws.of_callbacks.{law}(make_callback, case)" in violation.code
+        with pytest.raises(LawViolation, match=f"{law} does not hold"):
+            exec(violation.code, {})
     finally:
         while LeavesAFile.kept:
             LeavesAFile.kept.pop().close()
-    assert [outcome.law for outcome in caught.value.report.failures] == [law]
+
+
+class LeavesAThreadAtTheEnd(pl.Callback):
+    def epoch_end(self, state: pl.State, logger: Any) -> None:
+        threading.Thread(target=threading.Event().wait, args=(1,), daemon=True).start()
+
+
+def test_the_code_that_reproduces_a_failure_has_the_seed() -> None:
+    """By which the law chose the event at which it left the loop."""
+    plan = Plan(batches=(2,), max_duration="1ep")
+    events = expected(plan)
+    left = {seed: events[(seed * 31 + 17) % len(events)] for seed in range(40)}
+    early = next(seed for seed, event in left.items() if event is Event.BATCH_START)
+    late = next(seed for seed, event in left.items() if event is Event.FIT_END)
+    laws.of_callbacks.closing(LeavesAThreadAtTheEnd, Case(plan=plan, seed=early))
+    with pytest.raises(LawViolation, match="left at FIT_END") as caught:
+        laws.of_callbacks.closing(LeavesAThreadAtTheEnd, Case(plan=plan, seed=late))
+    with pytest.raises(LawViolation, match="left at FIT_END"):
+        exec(caught.value.code, {})
+
+
+def test_a_law_alone_draws_its_cases() -> None:
+    laws.of_callbacks.joining(pl.callbacks.SpeedMonitor, problems="linear", max_examples=2)
+    with pytest.raises(LawViolation, match="joining does not hold"):
+        laws.of_callbacks.joining(NeedsTheStart, problems="linear")
 
 
 def test_one_that_closes_its_file_leaves_none() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.testing import CheckFailed, check_script
+from pure_loop.testing import CheckFailed, LawViolation, Scripted, Seed, check_script, laws
 
 Script = pl.Script
 
@@ -139,7 +139,51 @@ def test_exactly_the_intended_law_catches_the_script(script: Callable[..., Scrip
     assert [outcome.law for outcome in caught.value.report.failures] == [law]
     violation = caught.value.report.failures[0].violation
     assert violation is not None
-    assert "testing.check_script(make_script, start(0))" in violation.code
+    assert f"testing.laws.of_scripts.{law}(script, testing.Seed(0))" in violation.code
+    with pytest.raises(LawViolation, match=f"{law} does not hold"):
+        exec(violation.code, {})
+
+
+def breaks_with_an_odd_seed(state: pl.State) -> Script:
+    assert state.seed % 2 == 0, "odd"
+    state = yield Event.BATCH_END, state
+    return state
+
+
+def test_the_code_that_reproduces_a_failure_has_the_seed() -> None:
+    script = Scripted(breaks_with_an_odd_seed, start)
+    laws.of_scripts.completion(script, Seed(2))
+    with pytest.raises(LawViolation, match=r"(?s)completion does not hold.*AssertionError: odd.*Seed\(3\)") as caught:
+        laws.of_scripts.completion(script, Seed(3))
+    assert "testing.laws.of_scripts.completion(script, testing.Seed(3))" in caught.value.code
+    with pytest.raises(LawViolation, match="completion does not hold"):
+        exec(caught.value.code, {})
+
+
+def test_a_law_alone_draws_its_seeds() -> None:
+    with pytest.raises(LawViolation, match="completion does not hold") as caught:
+        laws.of_scripts.completion(Scripted(breaks_with_an_odd_seed, start))
+    assert caught.value.case == Seed(1), "the smallest"
+
+
+def test_what_can_t_be_imported_is_left_to_the_reader() -> None:
+    script = Scripted(lambda state: raises(state), start(0), boundaries=["epoch_end", Event.BATCH_END])
+    with pytest.raises(LawViolation) as caught:
+        laws.of_scripts.completion(script)
+    assert "make_script = ...  # what was checked\nstart = ...  # what was checked\n" in caught.value.code
+    assert "testing.Scripted(make_script, start, boundaries=['batch_end', 'epoch_end'])" in caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"case": 3}, pl.ArgumentTypeError, r"a law of scripts is tried on a testing\.Seed"),
+        ({"problems": "linear"}, pl.ArgumentError, "a script has a model and data of its own"),
+    ],
+)
+def test_what_is_not_for_scripts(arguments: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        laws.of_scripts.value(Scripted(right, start), **arguments)
 
 
 def test_one_state_is_one_example() -> None:

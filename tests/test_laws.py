@@ -11,11 +11,11 @@ import pure_loop as pl
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import Case, cases, laws, plans
 from pure_loop.testing.laws.resumption import resumption_from
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from tests.conftest import THOROUGH
 from tests.sameness import Pairs, assert_same_stream
 
-LOOP = Subject(None)
+LOOP = AlgorithmSubject(None)
 
 
 def examples(fast: int, thorough: int) -> settings:

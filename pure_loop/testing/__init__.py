@@ -22,15 +22,15 @@ if importlib.util.find_spec("hypothesis") is None:
     )
 
 from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops
-from pure_loop.testing.callbacks import check_callback
 from pure_loop.testing.case import Case
-from pure_loop.testing.check import check_algorithm, check_loop, parametrize_with_checks
+from pure_loop.testing.check import check_algorithm, check_callback, check_loop, check_script
 from pure_loop.testing.comparison import Difference, differences
 from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, commutation
+from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, Outcome, Report
-from pure_loop.testing.scripts import check_script
+from pure_loop.testing.scripts import Scripted, Seed
 from pure_loop.testing.strategies import (
     algorithms,
     batches,
@@ -56,6 +56,8 @@ __all__ = [
     "Outcome",
     "Problem",
     "Report",
+    "Scripted",
+    "Seed",
     "algorithms",
     "batches",
     "cases",

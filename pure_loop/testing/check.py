@@ -1,37 +1,36 @@
-"""The whole kit in one call: every law that applies, tried on cases that Hypothesis draws."""
+"""The whole kit in one call: every law that applies, tried on what Hypothesis draws."""
 
 from __future__ import annotations
 
-import sys
-import unittest
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import attrs
-from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
-from pure_loop.algorithm import Algorithm, Composition
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.loop import Script
+from pure_loop.stages import Stages
+from pure_loop.state import State
+from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Fit
 from pure_loop.testing.law import EXAMPLES
-from pure_loop.testing.laws import OF_ALGORITHMS, OF_LOOPS, UNAVAILABLE
-from pure_loop.testing.problems import Problem
-from pure_loop.testing.report import CheckFailed, Outcome, Report
-from pure_loop.testing.subject import Subject
-from pure_loop.testing.trial import Trial, drawn_from
+from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCRIPTS, UNAVAILABLE
+from pure_loop.testing.report import Report
+from pure_loop.testing.scripts import CUSTOMARY, Scripted
+from pure_loop.testing.subject import AlgorithmSubject, Problems
+from pure_loop.testing.trial import Trial
 
-__all__ = ["check_algorithm", "check_loop", "parametrize_with_checks"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
 
 
 def check_algorithm(
     make_algorithm: Any,
     *,
     fit: Fit = pl.fit,
-    problems: Problem | str | Iterable[Problem | str] | None = None,
-    plans: st.SearchStrategy[Any] | None = None,
+    problems: Problems = None,
+    plans: SearchStrategy[Any] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -61,16 +60,15 @@ def check_algorithm(
     >>> report.ok
     True
     """
-    subject, draw = Subject(_not_none(make_algorithm)), drawn_from(problems, plans)
-    trial = Trial(subject, OF_ALGORITHMS, UNAVAILABLE, draw, fit, expected_failures, skip, max_examples)
-    return trial.report()
+    subject = AlgorithmSubject(not_none(make_algorithm), problems, plans)
+    return Trial(subject, OF_ALGORITHMS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
 
 
 def check_loop(
     fit: Fit = pl.fit,
     *,
-    problems: Problem | str | Iterable[Problem | str] | None = None,
-    plans: st.SearchStrategy[Any] | None = None,
+    problems: Problems = None,
+    plans: SearchStrategy[Any] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -87,129 +85,89 @@ def check_loop(
     >>> check_loop(problems="linear", max_examples=1).ok
     True
     """
-    draw = drawn_from(problems, plans)
-    return Trial(Subject(None), OF_LOOPS, UNAVAILABLE, draw, fit, expected_failures, skip, max_examples).report()
+    subject = AlgorithmSubject(None, problems, plans)
+    return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
 
 
-def _not_none(make_algorithm: Any) -> Any:
+def not_none(make_algorithm: Any) -> Any:
+    """What is given, if it is something.
+
+    Raises:
+        ArgumentTypeError: it is None, which laws take for no algorithm.
+    """
     if make_algorithm is None:
         raise ArgumentTypeError("check_algorithm(None): give a function that makes an algorithm.")
     return make_algorithm
 
 
-def _by_name(given: Any, names: list[str]) -> list[Mapping[str, str] | None]:
-    """Expected failures that are given for each algorithm; empty if they are given for all."""
-    if not isinstance(given, Mapping) or not any(isinstance(value, Mapping) for value in given.values()):
-        return []
-    for name in given:
-        if name not in names:
-            raise ArgumentError(f"expected_failures: no algorithm in the list is named {name!r}; there are {names}.")
-    return [given.get(name) for name in names]
-
-
-class _Check:
-    """One law, as a function of one algorithm: what :func:`parametrize_with_checks` gives to a test."""
-
-    def __init__(self, given: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
-        self._given = given
-        self._trial = trial
-        self._together = together
-        self.subject = trial.subject.name
-        self.name = self.__name__ = name
-
-    def __call__(self, algorithm: Any = None) -> Outcome:
-        """
-        Raises:
-            CheckFailed: the law doesn't hold, or holds and was expected to fail.
-            unittest.SkipTest: it was not tried; says why.
-        """
-        if algorithm is not None and algorithm is not self._given:
-            raise ArgumentError(
-                f"check({algorithm!r}): this check is that of {self._given!r}; give it the test's own `algorithm`, and "
-                "put what you make of it into the list of parametrize_with_checks."
-            )
-        outcome = self._trial.outcome(self.name)
-        if outcome.result in ("skipped", "not run"):
-            raise unittest.SkipTest(f"{self.name}: {outcome.reason}")
-        problem = self._trial.never_ran()
-        if outcome.result == "UNEXPECTED PASS" and any(
-            trial.outcome(self.name).result == "expected failure" for trial in self._together
-        ):
-            outcome = attrs.evolve(outcome, result="passed", reason="")
-        pytest: Any = sys.modules.get("pytest")
-        if outcome.result == "expected failure" and pytest is not None:
-            pytest.xfail(outcome.reason)
-        if outcome.failed or problem:
-            raise CheckFailed(Report(self._trial.subject.name, (outcome,), problem=problem))
-        return outcome
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def parametrize_with_checks(
-    algorithms: Iterable[Any],
+def check_callback(
+    make_callback: Any,
     *,
-    problems: Problem | str | Iterable[Problem | str] | None = None,
-    plans: st.SearchStrategy[Any] | None = None,
-    expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
+    problems: Problems = None,
+    plans: SearchStrategy[Any] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
-) -> Callable[[F], F]:
-    """Make one test of each algorithm and each law; decorates a function of ``(algorithm, check)``.
-
-    Under pytest each pair is a test of its own. Elsewhere the function runs all pairs when it is called.
+) -> Report:
+    """Try the laws of callbacks, and raise if one doesn't hold.
 
     Args:
-        algorithms: algorithms, or functions that make them.
-        expected_failures: as in :func:`check_algorithm`, for each of the algorithms by its name,
-            ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all of them, and then at least
-            one must fail.
-        problems, plans, skip, max_examples: as in :func:`check_algorithm`.
+        make_callback: a function without arguments that makes a fresh callback, logger or function of
+            ``(event, state)``.
+        problems, plans, expected_failures, skip, max_examples: as in :func:`check_algorithm`.
+
+    Returns:
+        What was tried: ``print(report)`` is a table.
 
     Raises:
-        ArgumentError: no algorithm, or the name of a law that is not known.
-        ArgumentTypeError: something that is neither an algorithm nor a function that makes one.
+        CheckFailed: an AssertionError: a law doesn't hold.
+        ArgumentTypeError: ``make_callback`` makes something else.
 
     >>> import pure_loop as pl
-    >>> decorate = parametrize_with_checks([pl.algorithms.ema(half_life="10ba")], max_examples=5)
+    >>> check_callback(pl.callbacks.SpeedMonitor, problems="linear", max_examples=2).ok
+    True
     """
-    if isinstance(algorithms, Algorithm | Composition | str) or not isinstance(algorithms, Iterable):
-        raise ArgumentTypeError(
-            f"parametrize_with_checks({algorithms!r}): give a list of algorithms, or of functions that make them."
-        )
-    listed = list(algorithms)
-    if not listed:
-        raise ArgumentError("parametrize_with_checks([]): give one algorithm at least.")
-    subjects = [Subject(_not_none(given)) for given in listed]
-    by_name = _by_name(expected_failures, [subject.name for subject in subjects])
-    everywhere: list[Any] = [expected_failures] * len(subjects)
-    draw = drawn_from(problems, plans)
-    trials = [
-        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, draw, pl.fit, expected, skip, max_examples)
-        for subject, expected in zip(subjects, by_name or everywhere, strict=True)
-    ]
-    together = () if by_name else tuple(trials)
-    pairs = [
-        (given, _Check(given, trial, name, together))
-        for given, trial in zip(listed, trials, strict=True)
-        for name in trial.names
-    ]
-    names = [f"{check.subject}-{check.name}" for _, check in pairs]
+    subject = CallbackSubject(make_callback, problems, plans)
+    return Trial(subject, OF_CALLBACKS, {}, pl.fit, expected_failures, skip, max_examples).report()
 
-    def decorate(function: F) -> F:
-        # Where pytest is not running, there is nobody to ask for its mark.
-        pytest: Any = sys.modules.get("pytest")
-        if pytest is not None:
-            return pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)  # type: ignore[no-any-return]
 
-        def run_all() -> None:
-            for algorithm, check in pairs:
-                try:
-                    function(algorithm, check)
-                except unittest.SkipTest:
-                    continue
+def check_script(
+    make_script: Callable[[State], Script],
+    start: State | Callable[[int], State],
+    *,
+    boundaries: Iterable[Event | str] = CUSTOMARY,
+    stages: Stages | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    max_examples: int = 5,
+) -> Report:
+    """Try the laws of scripts, and raise if one doesn't hold.
 
-        return run_all  # type: ignore[return-value]
+    Args:
+        make_script: makes the generator from the State with which it starts, or from which it goes on.
+        start: the first State; or a function of a seed that makes it, of which several are tried.
+        boundaries: events at which a State can be kept so that the script goes on from it.
+        stages: what algorithms that ask for stages are given.
+        expected_failures: names of laws that it doesn't keep, each with the reason; strict.
+        skip: names of laws that are not to be tried, each with the reason.
+        max_examples: how many seeds are tried.
 
-    return decorate
+    Returns:
+        What was tried: ``print(report)`` is a table.
+
+    Raises:
+        CheckFailed: an AssertionError: a law doesn't hold.
+        ArgumentTypeError: something else than a function, or a State.
+
+    >>> import torch, pure_loop as pl
+    >>> def decay(state):
+    ...     while state.timestamp < "3ba":
+    ...         params = {name: 0.9 * tensor for name, tensor in state.params.items()}
+    ...         state = state.replace(params=params).count_batch(samples=1)
+    ...         state = yield pl.Event.BATCH_END, state
+    ...     return state
+    >>> check_script(decay, pl.State.create(torch.nn.Linear(1, 1))).ok
+    True
+    """
+    subject = Scripted(make_script, start, boundaries=boundaries, stages=stages)
+    return Trial(subject, OF_SCRIPTS, {}, pl.fit, expected_failures, skip, max_examples).report()

@@ -17,7 +17,7 @@ from pure_loop.state import State
 from pure_loop.strict import same
 from pure_loop.time import Timestamp
 
-__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "apart", "close", "differences", "shown"]
+__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "apart", "close", "differences", "is_wall_clock", "shown"]
 
 _WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
 _TIMESTAMPS = frozenset({"timestamp", "previous_timestamp"})
@@ -79,6 +79,15 @@ class Difference:
         return f"{self.leaf} is {given}, and should be {wanted}"
 
 
+def is_wall_clock(path: tuple[Any, ...]) -> bool:
+    """Whether the leaf of a State at this path says what a clock said, which no two runs have in common.
+
+    >>> is_wall_clock(("timestamp", "total_seconds")), is_wall_clock(("algorithm_state", "mine", "total_seconds"))
+    (True, False)
+    """
+    return len(path) > 1 and path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK
+
+
 def _leaves(tree: Any) -> Leaves:
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, values, strict=True))
@@ -120,7 +129,7 @@ def differences(
 def _differences(given: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
     one, other = _leaves(given), _leaves(wanted)
     for path in dict.fromkeys([*one, *other]):
-        if path and (path[0] in without or (path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK)):
+        if path and (path[0] in without or is_wall_clock(path)):
             continue
         a, b = one.get(path, _MISSING), other.get(path, _MISSING)
         if not same(a, b):

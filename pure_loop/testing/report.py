@@ -130,5 +130,5 @@ class CheckFailed(PureLoopError, AssertionError):  # noqa: N818
                     f"{outcome.law} was expected to fail ({outcome.reason!r}), and holds on all of {outcome.examples} "
                     "examples: take it out of expected_failures."
                 )
-                parts.append(textwrap.fill(passed, 110))
+                parts.append(textwrap.fill(passed, 95))
         super().__init__("\n\n".join(parts))

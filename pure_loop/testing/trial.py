@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
 
 import attrs
-from hypothesis import strategies as st
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.testing.case import Fit
 from pure_loop.testing.law import Law, try_examples
-from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.report import CheckFailed, Outcome, Report
+from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation
 
-__all__ = ["Draw", "Trial", "drawn_from"]
-
-Draw: TypeAlias = Callable[[Law], "st.SearchStrategy[Any] | str"]
-"""For a law, the strategy of what it is tried on; or a text that says why there is nothing to try it on."""
-
-Problems: TypeAlias = "Problem | str | Iterable[Problem | str] | None"
-
-
-def drawn_from(problems: Problems, plans: st.SearchStrategy[Any] | None) -> Draw:
-    """Cases of these problems and plans; None: of all that come along.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: what is neither problems nor plans.
-    """
-    if plans is not None and not isinstance(plans, st.SearchStrategy):
-        raise ArgumentTypeError(
-            f"plans={plans!r}: give a strategy, testing.plans(max_batches=3) or hypothesis.strategies.just(plan)."
-        )
-    listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
-    return lambda law: law.cases(listed, plans)
+__all__ = ["Trial"]
 
 
 @attrs.define
@@ -46,7 +25,6 @@ class Trial:
         subject: what is on trial.
         laws: the laws, each after those on which it rests.
         unavailable: names of laws that can't be tried, each with the reason.
-        draw: what a law is tried on.
         fit: the loop.
         expected_failures, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
 
@@ -54,10 +32,9 @@ class Trial:
         ArgumentError, ArgumentTypeError: an argument of the user's that can't be used.
     """
 
-    subject: Any
+    subject: Subject
     laws: Sequence[Law]
     unavailable: Mapping[str, str]
-    draw: Draw
     fit: Fit
     expected_failures: Mapping[str, str] | None
     skip: Mapping[str, str] | None
@@ -128,7 +105,7 @@ class Trial:
             return Outcome(name, "", "skipped", reason=self.skip.get(name, self.unavailable[name]))
         if name in self.skip:
             return Outcome(name, law.statement, "skipped", reason=self.skip[name])
-        cases = self.draw(law)
+        cases = self.subject.drawn(law)
         if isinstance(cases, str):
             return Outcome(name, law.statement, "skipped", reason=cases)
         for before in law.rests_on:

@@ -10,7 +10,7 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.comparison import Difference, apart, shown
 
-__all__ = ["LawViolation", "broken_off", "moment"]
+__all__ = ["LawViolation", "broken_off", "moment", "written_to"]
 
 
 def moment(state: State) -> str:
@@ -77,6 +77,19 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         if shown(self.given) == shown(self.wanted):
             lines.append(f"    {'where':<{width}}  {apart(self.given, self.wanted)}")
         return "\n".join([text, f"    {self.leaf}", *lines])
+
+
+def written_to(finding: str, event: Event | None, difference: Difference, advice: str = "") -> LawViolation:
+    """A violation for a State that was written to in place; ``advice`` where another than the usual one fits."""
+    return LawViolation(
+        finding,
+        event=event,
+        difference=difference,
+        labels=("it is", "it was"),
+        advice=advice
+        or "Compute a new tensor, x = x + 1 and not x += 1 or x.add_(1), and put it in with state.replace(...). What a "
+        "State has is its own for good.",
+    )
 
 
 def _filled(text: str) -> str:

@@ -324,14 +324,24 @@ def clips_though_nobody_asked() -> Fit:
     return wrong
 
 
-def yields_more_where_more_is_watched() -> Fit:
-    """The parameters are rounded at events that nobody watches."""
+def scales_the_weights_where_fewer_events_are_watched() -> Fit:
+    """Whoever watches some events only is shown other parameters than whoever watches all of them."""
 
     def wrong(*args: Any, watch: Any = None, **kwargs: Any) -> Any:
         for event, state in pl.fit(*args, watch=watch, **kwargs):
             if watch is not None:
                 state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
             yield event, state
+
+    return wrong
+
+
+def adds_the_rank_to_the_seed() -> Fit:
+    """As scripts for several ranks often do for the sake of the data; then each drops out other units, too."""
+
+    def wrong(*args: Any, seed: int = 0, **kwargs: Any) -> Any:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return pl.fit(*args, seed=seed + rank, **kwargs)
 
     return wrong
 
@@ -360,7 +370,8 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     composes_backwards: "composition",
     starts_the_epoch_again: "resumption",
     forgets_the_optimizer_memory: "resumption",
-    yields_more_where_more_is_watched: "watch_equality",
+    scales_the_weights_where_fewer_events_are_watched: "watch_equality",
+    adds_the_rank_to_the_seed: "rank_agreement",
     leaves_the_module_in_eval_mode: "closing",
     leaks_gradients: "closing",
     leaves_a_thread: "closing",

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from pure_loop.testing.law import Law
+from pure_loop.testing.laws import of_callbacks, of_scripts
 from pure_loop.testing.laws.calls import memory, purity, structure
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
@@ -18,7 +19,9 @@ from pure_loop.testing.laws.writes import discipline, visibility
 
 __all__ = [
     "OF_ALGORITHMS",
+    "OF_CALLBACKS",
     "OF_LOOPS",
+    "OF_SCRIPTS",
     "UNAVAILABLE",
     "Law",
     "algorithm_order",
@@ -30,6 +33,8 @@ __all__ = [
     "memory",
     "microbatch_invariance",
     "observer_invariance",
+    "of_callbacks",
+    "of_scripts",
     "order",
     "purity",
     "rank_agreement",
@@ -76,6 +81,26 @@ OF_LOOPS: tuple[Law, ...] = (
     rank_agreement,
 )
 """The laws that a loop keeps."""
+
+OF_CALLBACKS: tuple[Law, ...] = (
+    of_callbacks.completion,
+    of_callbacks.purity,
+    of_callbacks.observer_invariance,
+    of_callbacks.joining,
+    of_callbacks.closing,
+)
+"""The laws that a callback or a logger keeps."""
+
+OF_SCRIPTS: tuple[Law, ...] = (
+    of_scripts.completion,
+    of_scripts.value,
+    of_scripts.determinism,
+    of_scripts.sending_back,
+    of_scripts.identity,
+    of_scripts.observer_invariance,
+    of_scripts.resumption,
+)
+"""The laws that a script keeps."""
 
 UNAVAILABLE: dict[str, str] = {
     "checkpoint": "this version of pure_loop has no save and load yet",

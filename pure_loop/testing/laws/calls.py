@@ -16,14 +16,14 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Difference, Keeper, Snapshot, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import as_far_as_it_goes
-from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, moment
+from pure_loop.testing.subject import AlgorithmSubject
+from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["memory", "purity", "structure"]
 
 
 @law("an algorithm is a function of the State alone, and changes nothing but what it returns")
-def purity(subject: Subject, case: Case, fit: Fit) -> None:
+def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Calls each function twice, on fresh instances and with other global random states, and looks around."""
     keeper = Keeper()
     module = case.model()
@@ -58,13 +58,11 @@ def purity(subject: Subject, case: Case, fit: Fit) -> None:
     changed = keeper.changed()
     if changed is not None:
         state, difference = changed
-        raise LawViolation(
+        raise written_to(
             f"a State that {subject.name} had at {moment(state)}, was written to later: something kept one of its "
             "tensors and wrote to it in place.",
-            event=state.event,
-            difference=difference,
-            labels=("it is", "it was"),
-            advice="Compute a new tensor: x = x + 1, not x += 1 or x.add_(1). What a State has is its own for good.",
+            state.event,
+            difference,
         )
     for name, tensor in module.named_parameters():
         if tensor.grad is not None:
@@ -78,22 +76,16 @@ def _not_written(call: Call, snapshot: Snapshot) -> None:
     changed = snapshot.changed()
     if changed is None:
         return
-    assert changed.leaf is not None
     if changed.leaf.endswith(".grad"):
-        raise LawViolation(
+        raise written_to(
             f"{call.who} left a gradient in a tensor of the State that it was given at {call.where}.",
-            event=call.event,
-            difference=changed,
-            labels=("it is", "it was"),
-            advice="loss.backward() writes to .grad. torch.autograd.grad(loss, tensors) writes to nothing, and "
+            call.event,
+            changed,
+            "loss.backward() writes to .grad. torch.autograd.grad(loss, tensors) writes to nothing, and "
             "stages.gradients(state) is the loop's own gradient.",
         )
-    raise LawViolation(
-        f"{call.who} changed a leaf of the State that it was given, in place, at {call.where}.",
-        event=call.event,
-        difference=changed,
-        labels=("it is", "it was"),
-        advice="Compute a new tensor, x = x + 1 and not x += 1 or x.add_(1), and give it back with state.replace(...).",
+    raise written_to(
+        f"{call.who} changed a leaf of the State that it was given, in place, at {call.where}.", call.event, changed
     )
 
 
@@ -137,7 +129,7 @@ def _readable(result: Any) -> Any:
     "what an algorithm remembers is in the State: a fresh instance goes on where another one stopped",
     rests_on=("purity",),
 )
-def memory(subject: Subject, case: Case, fit: Fit) -> None:
+def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """At every call, an instance that saw all that came before gives what a fresh one gives."""
 
     def tap(call: Call) -> Any:
@@ -182,7 +174,7 @@ _OF_TENSORS = ("params", "buffers", "grads")
 
 
 @law("trees, shapes, dtypes and devices stay as they are, those of an algorithm's memory too")
-def structure(subject: Subject, case: Case, fit: Fit) -> None:
+def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Looks at what each handler returns, and at its memory from its first to its last."""
 
     def tap(call: Call) -> Any:

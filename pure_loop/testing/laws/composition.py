@@ -16,7 +16,7 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.law import EXAMPLES, Law, law, try_examples
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import Problem
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation
 
 __all__ = ["Commutation", "algorithm_order", "commutation", "composition"]
@@ -40,7 +40,7 @@ def _neighbour(name: str, factor: float) -> Algorithm:
     "the identity beside it changes nothing, and compose(a, b, c) is the list, however it is grouped",
     rests_on=("purity", "memory", "order", "determinism", "visibility"),
 )
-def composition(subject: Subject, case: Case, fit: Fit) -> None:
+def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it alone, between neighbours that do nothing, and composed with two others in some grouping."""
     # They do nothing in three ways; the one with a memory of its own must be as good as none, too.
     identity = Algorithm("identity of the law", dict.fromkeys(Event, lambda state: state))
@@ -69,7 +69,7 @@ def _without(state: State, name: str) -> State:
     "algorithms apply in the order given, and in reverse on the AFTER half of a pair, AFTER_DATALOADER excepted",
     rests_on=("order",),
 )
-def algorithm_order(subject: Subject, case: Case, fit: Fit) -> None:
+def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Three algorithms note when they run."""
     trace: list[tuple[Event, str]] = []
 
@@ -142,10 +142,10 @@ def commutation(
     Raises:
         ArgumentError: both have one name.
     """
-    a, b = Subject(make_a), Subject(make_b)
-    both = Subject([lambda: list(a.make()), lambda: list(b.make())])
+    a, b = AlgorithmSubject(make_a), AlgorithmSubject(make_b)
+    both = AlgorithmSubject([lambda: list(a.make()), lambda: list(b.make())])
 
-    def check(subject: Subject, case: Case, fit: Fit) -> None:
+    def check(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         one = case.run([*a.make(), *b.make()], fit=fit)
         other = case.run([*b.make(), *a.make()], fit=fit)
         order = [*a.names, *b.names]

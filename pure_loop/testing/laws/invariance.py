@@ -15,7 +15,7 @@ from pure_loop.testing.comparison import close, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import found, nosy_run, same_stream, training_states
 from pure_loop.testing.problems import PROBLEMS
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = ["evaluation_invariance", "microbatch_invariance", "observer_invariance"]
@@ -32,7 +32,7 @@ _ROUNDING = 1e-9
     serves=lambda problem: problem.separable,
     serves_what="separable: the loss of a batch is the mean of those of its samples",
 )
-def microbatch_invariance(subject: Subject, case: Case, fit: Fit) -> None:
+def microbatch_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains in whole batches and in microbatches, in float64; bitwise equal gradients where all sums are exact."""
     if case.problem is PROBLEMS["exact"] and not subject.names:
         _exactly(case, fit)
@@ -82,7 +82,7 @@ def _close(given: State, wanted: State, size: int) -> None:
         _refuse(given, getattr(given, field), getattr(wanted, field), f"state.{field}", size, _OF_TRAINING)
 
 
-def _close_memory(subject: Subject, given: State, wanted: State, size: int) -> None:
+def _close_memory(subject: AlgorithmSubject, given: State, wanted: State, size: int) -> None:
     for name in subject.names:
         memories = given.algorithm_state.get(name), wanted.algorithm_state.get(name)
         _refuse(given, *memories, f"state.algorithm_state[{name!r}]", size, _OF_MEMORY)
@@ -111,7 +111,7 @@ _OF_MEMORY = (
 
 
 @law("evaluation changes nothing in training", rests_on=(*_SOUND, "determinism", "visibility"))
-def evaluation_invariance(subject: Subject, case: Case, fit: Fit) -> None:
+def evaluation_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains with and without evaluators."""
     if case.plan.evaluators:
         evaluated = subject.alone(case, fit)
@@ -146,7 +146,7 @@ class _RaisedError(Exception):
 
 
 @law("callbacks, loggers and the loop's body change nothing", rests_on=(*_SOUND, "determinism"))
-def observer_invariance(subject: Subject, case: Case, fit: Fit) -> None:
+def observer_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains alone, watched by nosy observers, and with one that raises; what was yielded before stays what it is."""
     alone = subject.alone(case, fit)
     watched = nosy_run(lambda **arguments: case.stream(subject.make(), fit=fit, loggers=[pl.Logger()], **arguments))

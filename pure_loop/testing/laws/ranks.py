@@ -12,10 +12,11 @@ from torch import Tensor
 from pure_loop._pytree import NAMESPACE
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.comparison import is_wall_clock
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.ranks import CollectiveError, RankError, shared_pool, simulate
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation
 
 __all__ = ["rank_agreement"]
@@ -28,7 +29,7 @@ _ON_PROCESSES = 2
     "ranks that are given the same come to the same, and ask for the same collectives in the same order",
     rests_on=("purity", "memory", "order", "determinism"),
 )
-def rank_agreement(subject: Subject, case: Case, fit: Fit) -> None:
+def rank_agreement(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it on simulated ranks; where they communicate, then on real processes too, with gloo between them."""
 
     def program(rank: int) -> Pairs:
@@ -49,10 +50,13 @@ def rank_agreement(subject: Subject, case: Case, fit: Fit) -> None:
         _on_processes(subject, case, fit)
 
 
-def _on_processes(subject: Subject, case: Case, fit: Fit) -> None:
+def _on_processes(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    # Not the subject itself: what cases are drawn from can't be sent, and the runs that it keeps are large.
+    make = subject.make
+
     def program(rank: int) -> list[tuple[str, str]]:
         torch.set_num_threads(1)
-        return [(event.name, _digest(state)) for event, state in case.stream(subject.make(), fit=fit)]
+        return [(event.name, _digest(state)) for event, state in case.stream(make(), fit=fit)]
 
     try:
         results = shared_pool(_RANKS).run(program)
@@ -77,7 +81,7 @@ def _digest(state: State) -> str:
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     found = hashlib.blake2b(digest_size=16)
     for path, leaf in zip(paths, leaves, strict=True):
-        if path and str(path[-1]).endswith("_seconds"):
+        if is_wall_clock(path):
             continue
         found.update(repr(path).encode())
         if isinstance(leaf, Tensor):

@@ -16,7 +16,7 @@ from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_events, same_stream
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = ["resumption", "resumption_from"]
@@ -26,12 +26,12 @@ __all__ = ["resumption", "resumption_from"]
     "from every boundary, training goes on with a fresh instance exactly as if it had never stopped",
     rests_on=("purity", "memory", "order", "value", "determinism", "visibility"),
 )
-def resumption(subject: Subject, case: Case, fit: Fit) -> None:
+def resumption(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """From every boundary to the end of the next batch; from two of them, which the seed chooses, to the end of all."""
     resumption_from(subject, case, fit, {case.seed % 5, (case.seed * 7 + 3) % 11})
 
 
-def resumption_from(subject: Subject, case: Case, fit: Fit, to_the_end: Collection[int] | None) -> None:
+def resumption_from(subject: AlgorithmSubject, case: Case, fit: Fit, to_the_end: Collection[int] | None) -> None:
     """The law; ``to_the_end`` has the numbers of the boundaries from which all the rest is run, None: of all."""
     whole = subject.alone(case, fit)
     events = [event for event, _ in whole]

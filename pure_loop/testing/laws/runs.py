@@ -13,8 +13,8 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Keeper, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import outside_fit, same_events, same_stream
-from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, broken_off, moment
+from pure_loop.testing.subject import AlgorithmSubject
+from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
 
 __all__ = ["closing", "determinism", "order", "value", "watch_equality"]
 
@@ -23,7 +23,7 @@ __all__ = ["closing", "determinism", "order", "value", "watch_equality"]
     "the events of a stream are exactly those of the specification, and every State says its event",
     rests_on=("structure", "discipline"),
 )
-def order(subject: Subject, case: Case, fit: Fit) -> None:
+def order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it to its end; an error is the end of the order, too."""
     events: list[Event] = []
     try:
@@ -43,7 +43,7 @@ def order(subject: Subject, case: Case, fit: Fit) -> None:
 
 
 @law("a State that was yielded never changes afterwards", rests_on=("purity", "order"))
-def value(subject: Subject, case: Case, fit: Fit) -> None:
+def value(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Keeps all of them, and looks at each once more at the end."""
     keeper = Keeper()
     for _, state in case.stream(subject.make(), fit=fit):
@@ -51,11 +51,8 @@ def value(subject: Subject, case: Case, fit: Fit) -> None:
     changed = keeper.changed()
     if changed is not None:
         state, difference = changed
-        raise LawViolation(
-            f"a State that was kept at {moment(state)}, was written to afterwards.",
-            event=state.event,
-            difference=difference,
-            labels=("it is", "it was"),
+        raise written_to(
+            f"a State that was kept at {moment(state)}, was written to afterwards.", state.event, difference
         )
 
 
@@ -63,7 +60,7 @@ def value(subject: Subject, case: Case, fit: Fit) -> None:
     "equal inputs give equal streams whatever the global random state, which is left as it was",
     rests_on=("purity", "order", "value"),
 )
-def determinism(subject: Subject, case: Case, fit: Fit) -> None:
+def determinism(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it twice, in other global random states, and looks at them after every event."""
     streams = []
     for seed in (11, 12):
@@ -80,7 +77,7 @@ def determinism(subject: Subject, case: Case, fit: Fit) -> None:
 
 
 @law("watching fewer events gives the same States at those", rests_on=("determinism",))
-def watch_equality(subject: Subject, case: Case, fit: Fit) -> None:
+def watch_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Watches a few events, which the case's seed chooses."""
     everything = list(Event)
     watched = {everything[(case.seed * 7 + step * 5) % len(everything)] for step in range(4)} | {Event.BATCH_END}
@@ -93,7 +90,7 @@ def watch_equality(subject: Subject, case: Case, fit: Fit) -> None:
     "leaving the loop at any event leaves no thread, no process and no module changed",
     rests_on=("purity", "order", "determinism"),
 )
-def closing(subject: Subject, case: Case, fit: Fit) -> None:
+def closing(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Leaves it at an event that the case's seed chooses: by a break, or by an error in the body."""
     module = case.model()
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

@@ -24,10 +24,10 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import as_far_as_it_goes
-from pure_loop.testing.subject import Subject
+from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
-__all__ = ["MAY_CHANGE", "NOBODY", "discipline", "visibility"]
+__all__ = ["MAY_CHANGE", "WHY_NOWHERE_ELSE", "discipline", "visibility"]
 
 _MICROBATCH = (
     *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
@@ -68,22 +68,9 @@ MAY_CHANGE: dict[str, frozenset[Event]] = {
     "metrics": frozenset(Event),
     "algorithm_state": frozenset(Event),
 }
-"""The events at which an algorithm may change a field: those after which something reads it."""
+"""The events at which an algorithm may change a field: those after which something reads it. No other field changes."""
 
-NOBODY = (
-    "timestamp",
-    "previous_timestamp",
-    "position",
-    "event",
-    "seed",
-    "loss_scale",
-    "skipped",
-    "nonfinite",
-    "evaluator",
-)
-"""Fields that are the loop's alone."""
-
-_WHY: dict[str, str] = {
+WHY_NOWHERE_ELSE: dict[str, str] = {
     "params": "between the forward and the backward the loss is a function of the old ones, and after EVAL_END the "
     "branch on which evaluation runs is dropped",
     "buffers": "after EVAL_END the branch on which evaluation runs is dropped",
@@ -95,12 +82,13 @@ _WHY: dict[str, str] = {
     "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has had them",
     "model": "the optimizer's memory is made for it right after INIT",
 }
+"""What makes a change at another event a mistake, in words."""
 
 _WITNESS = "witness of the law"
 
 
 @law("at each event an algorithm changes only what may change there: what is read afterwards, and its own memory")
-def discipline(subject: Subject, case: Case, fit: Fit) -> None:
+def discipline(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Compares, field by field, what a handler is given and what it returns; a witness with a memory runs beside it."""
 
     def tap(call: Call) -> Any:
@@ -132,7 +120,7 @@ def _check_fields(call: Call, result: State) -> None:
         if different:
             raise LawViolation(
                 f"{call.who} changed state.{name} at {call.where}, where it may not: "
-                f"{_WHY.get(name, 'it is for the loop alone to write')}.",
+                f"{WHY_NOWHERE_ELSE.get(name, 'it is for the loop alone to write')}.",
                 event=call.event,
                 advice=f"It may change at {', '.join(e.name for e in Event if e in allowed)}." if allowed else "",
             )
@@ -195,7 +183,7 @@ _IN_EVALUATION = frozenset(
     "what is written at an event is what every later event and every computation reads",
     rests_on=("order", "value", "determinism"),
 )
-def visibility(subject: Subject, case: Case, fit: Fit) -> None:
+def visibility(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Repeats every computation of the loop from the State as the algorithms left it, and compares.
 
     Where nothing is on trial but the loop, an algorithm that writes at every event is put in.
@@ -214,7 +202,7 @@ def visibility(subject: Subject, case: Case, fit: Fit) -> None:
             raise LawViolation(f"the State that was yielded at {event.name} is not the one that was left.", event=event)
 
 
-def _stream(subject: Subject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
+def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
     try:
         yield from case.stream(algorithms, fit=fit)
     except LawViolation:

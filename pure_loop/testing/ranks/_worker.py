@@ -93,7 +93,7 @@ class _Worker:
         try:
             return line, text, self._dumps(error)
         except Exception:
-            return line, text, None
+            return line, text, None  # it holds what can't be sent, such as a lock; the text says what there is to say
 
 
 def _listen(connection: Connection, inbox: SimpleQueue[bytes], directory: str) -> None:

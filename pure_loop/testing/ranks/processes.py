@@ -370,7 +370,7 @@ def _exception(payload: bytes | None) -> BaseException | None:
     try:
         error = None if payload is None else pickle.loads(payload)
     except Exception:
-        return None
+        return None  # a class that can't be made anew from its arguments; its traceback is in the message all the same
     return error if isinstance(error, BaseException) else None
 
 

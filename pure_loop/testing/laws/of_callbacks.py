@@ -1,0 +1,158 @@
+"""Laws of callbacks and loggers: they observe, at every event, in every run, and leave nothing behind.
+
+>>> import pure_loop as pl
+>>> from pure_loop.testing import laws
+>>> laws.of_callbacks.closing(pl.callbacks.SpeedMonitor, max_examples=2)
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from typing import Any
+
+import pure_loop as pl
+from pure_loop.callback import Callback
+from pure_loop.event import Event
+from pure_loop.order import BOUNDARIES, expected, expected_evaluate, expected_predict
+from pure_loop.testing._surroundings import Surroundings
+from pure_loop.testing.callbacks import CallbackSubject
+from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.comparison import Snapshot
+from pure_loop.testing.law import law
+from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
+
+__all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
+
+
+@law("it takes part in every run without an error, and in evaluation and prediction by themselves", of=CallbackSubject)
+def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
+    """Runs all three, each with a fresh one."""
+    events: list[Event] = []
+    data = case.problem.batches((2, 1), seed=7)
+    try:
+        last: Any = None
+        for event, state in case.stream(fit=fit, **subject.arguments()):
+            events.append(event)
+            last = state
+        same_events(events, expected(case.plan), "the order of events")
+        loss = case.problem.loss
+        evaluated = [event for event, _ in pl.evaluate(last, {"test": data}, loss=loss, **subject.arguments())]
+        predicted = [event for event, _ in pl.predict(last, data, **subject.arguments())]
+    except LawViolation:
+        raise
+    except Exception as error:
+        raise broken_off(events, error) from error
+    plan = pl.order.EvaluatorPlan(batches=(2, 1))
+    same_events(evaluated, expected_evaluate({"test": plan}), "the order of events in evaluation")
+    same_events(predicted, expected_predict(2), "the order of events in prediction")
+
+
+@law("it changes no State, and nothing around it", rests_on=("completion",), of=CallbackSubject)
+def purity(subject: CallbackSubject, case: Case, fit: Fit) -> None:
+    """Looks at the State and around before and after each call."""
+    observer = subject.make()
+    table = subject.table(observer)
+    subject.watched = True
+    for event, state in case.stream(fit=fit):
+        for each in table.get(event, ()):
+            subject.fired[subject.name, event] += 1
+            snapshot, around = Snapshot(state), Surroundings()
+            each.observe(event, state)
+            changed, difference = around.changed(), snapshot.changed()
+            at = moment(state)
+            if difference is not None:
+                raise written_to(
+                    f"callback {subject.name} changed a leaf of the State that it was shown, at {at}.",
+                    event,
+                    difference,
+                    "A callback observes. What changes training is an algorithm.",
+                )
+            if changed is not None:
+                raise LawViolation(f"callback {subject.name} changed {changed} at {at}.", event=event)
+    if isinstance(observer, Callback):
+        observer.close()
+
+
+@law("training is what it is without it", rests_on=("completion", "purity"), of=CallbackSubject)
+def observer_invariance(subject: CallbackSubject, case: Case, fit: Fit) -> None:
+    """Runs with and without."""
+    same_stream(case.run(fit=fit, **subject.arguments()), case.run(fit=fit), "with the callback, the run was another")
+
+
+@law(
+    "a fresh one can join when training goes on",
+    rests_on=("completion", "purity", "observer_invariance"),
+    of=CallbackSubject,
+)
+def joining(subject: CallbackSubject, case: Case, fit: Fit) -> None:
+    """Goes on from two of the boundaries, each with a fresh one."""
+    whole = case.run(fit=fit)
+    boundaries = [state for event, state in whole if event in BOUNDARIES]
+    for kept in {boundaries[case.seed % len(boundaries)], boundaries[len(boundaries) // 2]}:
+        event, what = kept.event, f"joining at {moment(kept)}"
+        try:
+            again = case.run(fit=fit, start=kept, **subject.arguments())
+        except Exception as error:
+            raise LawViolation(
+                f"{what}, it ended in an error: {type(error).__name__}: {error}",
+                event=event,
+                advice="What it keeps since FIT_START, EPOCH_START or BATCH_START may be missing: those events came "
+                "before it was there.",
+            ) from error
+        same_stream(again, case.run(fit=fit, start=kept), what)
+
+
+@law(
+    "left at any event, it leaves no thread, no process and no open file", rests_on=("completion",), of=CallbackSubject
+)
+def closing(subject: CallbackSubject, case: Case, fit: Fit) -> None:
+    """Leaves the loop at an event that the case's seed chooses."""
+    last = len(expected(case.plan))
+    position = (case.seed * 31 + 17) % last
+    threads, files = set(threading.enumerate()), _open_files()
+    stream = case.stream(fit=fit, **subject.arguments())
+    left: Event | None = None
+    for index, (event, _) in enumerate(stream):
+        left = event
+        if index >= position:
+            break
+    stream.close()
+    del stream
+    if _open_files() - files:
+        gc.collect()  # what nobody holds any more is closed
+    name = left.name if left else "the end"
+    running = [thread.name for thread in threading.enumerate() if thread not in threads]
+    opened = _open_files() - files
+    what = (
+        f"a thread: {', '.join(running)}"
+        if running
+        else "a process"
+        if multiprocessing.active_children()
+        else f"an open file: {', '.join(sorted(path for _, path in opened))}"
+        if opened
+        else ""
+    )
+    if what:
+        raise LawViolation(
+            f"after the loop was left at {name}, callback {subject.name} left behind {what}.",
+            event=left,
+            advice="close(self) is called once however the stream ends: close there what was opened.",
+        )
+
+
+def _open_files() -> set[tuple[str, str]]:
+    """Open files of this process, where the system shows them."""
+    folder = "/proc/self/fd"
+    found = set()
+    for number in os.listdir(folder) if os.path.isdir(folder) else ():
+        try:
+            path = os.readlink(f"{folder}/{number}")
+        except OSError:
+            continue  # the one through which the folder was read
+        if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
+            found.add((number, path))
+    return found

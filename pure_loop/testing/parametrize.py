@@ -1,0 +1,145 @@
+"""Each law as a test of its own, under pytest or without."""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+from hypothesis.strategies import SearchStrategy
+
+import pure_loop as pl
+from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.testing.check import not_none
+from pure_loop.testing.law import EXAMPLES
+from pure_loop.testing.laws import OF_ALGORITHMS, UNAVAILABLE
+from pure_loop.testing.problems import as_problems
+from pure_loop.testing.report import CheckFailed, Outcome, Report
+from pure_loop.testing.subject import AlgorithmSubject, Problems
+from pure_loop.testing.trial import Trial
+
+__all__ = ["parametrize_with_checks"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _by_name(given: Any, names: list[str]) -> list[Mapping[str, str] | None]:
+    """Expected failures that are given for each algorithm; empty if they are given for all."""
+    if not isinstance(given, Mapping) or not any(isinstance(value, Mapping) for value in given.values()):
+        return []
+    for name in given:
+        if name not in names:
+            raise ArgumentError(f"expected_failures: no algorithm in the list is named {name!r}; there are {names}.")
+    return [given.get(name) for name in names]
+
+
+class _Check:
+    """One law, as a function of one algorithm: what :func:`parametrize_with_checks` gives to a test."""
+
+    def __init__(self, given: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+        self._given = given
+        self._trial = trial
+        self._together = together
+        self.subject = trial.subject.name
+        self.name = self.__name__ = name
+
+    def __call__(self, algorithm: Any = None) -> Outcome:
+        """
+        Raises:
+            CheckFailed: the law doesn't hold, or holds and was expected to fail.
+            unittest.SkipTest: it was not tried; says why.
+        """
+        if algorithm is not None and algorithm is not self._given:
+            raise ArgumentError(
+                f"check({algorithm!r}): this check is that of {self._given!r}; give it the test's own `algorithm`, and "
+                "put what you make of it into the list of parametrize_with_checks."
+            )
+        outcome = self._trial.outcome(self.name)
+        if outcome.result in ("skipped", "not run"):
+            raise unittest.SkipTest(f"{self.name}: {outcome.reason}")
+        problem = self._trial.never_ran()
+        if outcome.result == "UNEXPECTED PASS" and any(
+            trial.outcome(self.name).result == "expected failure" for trial in self._together
+        ):
+            outcome = attrs.evolve(outcome, result="passed", reason="")
+        pytest: Any = sys.modules.get("pytest")
+        if outcome.result == "expected failure" and pytest is not None:
+            # It raises: a check that returned would be listed as passed, and without its reason.
+            pytest.xfail(outcome.reason)
+        if outcome.failed or problem:
+            raise CheckFailed(Report(self._trial.subject.name, (outcome,), problem=problem))
+        return outcome
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def parametrize_with_checks(
+    algorithms: Iterable[Any],
+    *,
+    problems: Problems = None,
+    plans: SearchStrategy[Any] | None = None,
+    expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
+    skip: Mapping[str, str] | None = None,
+    max_examples: int = EXAMPLES,
+) -> Callable[[F], F]:
+    """Make one test of each algorithm and each law; decorates a function of ``(algorithm, check)``.
+
+    Under pytest each pair is a test of its own. Elsewhere the function runs all pairs when it is called.
+
+    Args:
+        algorithms: algorithms, or functions that make them.
+        expected_failures: as in :func:`pure_loop.testing.check_algorithm`, for each of the algorithms by its name,
+            ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all of them, and then at least
+            one must fail.
+        problems, plans, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
+
+    Raises:
+        ArgumentError: no algorithm, or the name of a law that is not known.
+        ArgumentTypeError: something that is neither an algorithm nor a function that makes one.
+
+    >>> import pure_loop as pl
+    >>> decorate = parametrize_with_checks([pl.algorithms.ema(half_life="10ba")], max_examples=5)
+    """
+    if isinstance(algorithms, Algorithm | Composition | str) or not isinstance(algorithms, Iterable):
+        raise ArgumentTypeError(
+            f"parametrize_with_checks({algorithms!r}): give a list of algorithms, or of functions that make them."
+        )
+    listed = list(algorithms)
+    if not listed:
+        raise ArgumentError("parametrize_with_checks([]): give one algorithm at least.")
+    problems = None if problems is None else as_problems(problems)  # once: it may be an iterator
+    subjects = [AlgorithmSubject(not_none(given), problems, plans) for given in listed]
+    by_name = _by_name(expected_failures, [subject.name for subject in subjects])
+    everywhere: list[Any] = [expected_failures] * len(subjects)
+    trials = [
+        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, pl.fit, expected, skip, max_examples)
+        for subject, expected in zip(subjects, by_name or everywhere, strict=True)
+    ]
+    together = () if by_name else tuple(trials)
+    pairs = [
+        (given, _Check(given, trial, name, together))
+        for given, trial in zip(listed, trials, strict=True)
+        for name in trial.names
+    ]
+    names = [f"{check.subject}-{check.name}" for _, check in pairs]
+
+    def decorate(function: F) -> F:
+        # Where pytest is not running, there is nobody to ask for its mark.
+        pytest: Any = sys.modules.get("pytest")
+        if pytest is not None:
+            return pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)  # type: ignore[no-any-return]
+
+        def run_all() -> None:
+            for algorithm, check in pairs:
+                try:
+                    function(algorithm, check)
+                except unittest.SkipTest:
+                    continue
+
+        return run_all  # type: ignore[return-value]
+
+    return decorate
