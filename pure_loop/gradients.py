@@ -120,7 +120,8 @@ def clip_adaptively(
         else:
             size, norm = _unit_norm(part_of(params[name]).detach()), _unit_norm(part_of(gradient))
         limit = clipping * size.clamp(min=eps)
-        return with_part(gradient, scale(part_of(gradient), norm, limit))
+        clipped: Tensor = with_part(gradient, scale(part_of(gradient), norm, limit))
+        return clipped
 
     def scale(gradient: Tensor, norm: Tensor, limit: Tensor) -> Tensor:
         return torch.where(norm > limit, gradient * (limit / norm.clamp(min=1e-6)), gradient)

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from pure_loop._readings import Reading, on_cpu
 from pure_loop._screens import Screen, Snapshot, screen_for
 from pure_loop._words import epoch as epoch_number
+from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.recorder import is_scalar
@@ -37,7 +38,8 @@ def progress(
 
     A bar in a terminal (with the extra ``pure_loop[progress]``) and in a notebook; elsewhere a plain line about every
     10 seconds, at every end of an epoch and for every evaluation. What the loop's body prints appears above the bar.
-    When the loop is left or raises, the bar stays as it was, says so, and the stream is closed.
+    When the loop is left or raises, the bar stays as it was, says so, and the stream is closed. Of several ranks the
+    first one alone draws.
 
     Args:
         stream: what ``fit``, ``evaluate``, ``predict`` or ``drive`` gave.
@@ -69,7 +71,18 @@ def progress(
         raise ArgumentError(f"progress(refresh_seconds={refresh_seconds!r}): give a number of seconds, 0 or more.")
     if file is not None and not hasattr(file, "write"):
         raise ArgumentTypeError(f"progress(file={file!r}): give an open text file, such as sys.stdout, or None.")
+    if rank() > 0:
+        return _unseen(stream)
     return _pass_on(stream, _Tracker(screen_for(file), description, float(refresh_seconds)))
+
+
+def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
+    """Of several ranks the first one draws."""
+    try:
+        yield from stream
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()
 
 
 def _pass_on(stream: Iterable[tuple[Event, State]], tracker: _Tracker) -> Pairs:

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._parts import is_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import Weights
 from pure_loop.data import map_tensors
@@ -123,7 +124,8 @@ class JointEngine(Engine):
         uneven: str | None,
     ) -> tuple[Any, int, int]:
         has = _BATCH if counted else _NOTHING if batch is END else _PADDING
-        everybody = self.talk.exchange(event, state.timestamp.batch, has, samples, tokens, seconds())
+        lap = 0.0 if batch is END else seconds()
+        everybody = self.talk.exchange(event, state.timestamp.batch, has, samples, tokens, lap)
         self._seconds = everybody[0][3]
         missing = [rank for rank, row in enumerate(everybody) if row[0] == _NOTHING]
         if missing:
@@ -284,7 +286,10 @@ def _digests(state: State) -> dict[str, str]:
         paths, leaves, _ = optree.tree_flatten_with_path(getattr(state, kind), namespace=NAMESPACE)
         for path, leaf in zip(paths, leaves, strict=True):
             where = kind + "".join(f"[{entry!r}]" for entry in path)
-            found[where] = _digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+            if is_part(leaf):
+                found[where] = f"{tuple(leaf.shape)} {leaf.dtype} in parts"  # each rank has another one
+            else:
+                found[where] = _digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
     return found
 
 

@@ -7,8 +7,10 @@ once; one that was killed or hangs writes nothing down, by which the others know
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -161,6 +163,9 @@ class Ranks:
         elif not told:
             self._write("fell", f"raised {type(error).__name__} after {place}: {_line(error)}")
         store, self._store = self._store, None
+        if lost:
+            # Its frames hold what holds the group, whose connections close when nothing does.
+            traceback.clear_frames(error.__traceback__)
         self._disconnect()
         if lost:
             raise DistributedError(self._roll_call(store, place)) from error
@@ -171,13 +176,14 @@ class Ranks:
 
     def _disconnect(self) -> None:
         groups = {id(group): group for group in (self.group, self._control) if group is not None}
-        # No other reference may be left: a group closes its connections when its last one goes.
         self.group = self._control = self._store = None
         while groups:
             _, group = groups.popitem()
             if dist.is_initialized():
                 dist.destroy_process_group(group)
             del group
+        # A group closes its connections when its last reference goes, and some are in cycles.
+        gc.collect()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
         self._owns = False

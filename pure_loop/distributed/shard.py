@@ -8,7 +8,8 @@ copied into it. Optimizers work on the parts alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pure_loop._autograd import GradMode
@@ -34,7 +35,8 @@ __all__ = ["ShardEngine"]
 
 T = TypeVar("T")
 
-_meshes: dict[str, DeviceMesh] = {}
+# With the default process group in which each was made, and with which it goes.
+_meshes: dict[str, tuple[Any, DeviceMesh]] = {}
 
 
 class ShardEngine(JointEngine):
@@ -43,6 +45,7 @@ class ShardEngine(JointEngine):
     _mesh: DeviceMesh
     _model: ModelDef | None = None
     _module: Any = None
+    _groups: Sequence[FSDPModule] = ()
     _held: dict[str, nn.Parameter]
     _buffers: list[tuple[str, dict[str, Any], str]]
     _copied: Any = None
@@ -56,20 +59,27 @@ class ShardEngine(JointEngine):
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
         # The others may wait for this rank in the middle of a forward, and wake when its connections break.
-        mesh = _meshes.pop(self.talk.device.type, None)
-        if mesh is not None and dist.is_initialized():
+        for group in self._groups:
+            _cut(group)
+        found = _meshes.pop(self.talk.device.type, None)
+        if found is not None and found[0]() is not None and found[0]() is dist.group.WORLD:
+            mesh = found[1]
             dist.destroy_process_group(mesh.get_group())
+            getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
         super().failed(error, event, state)
 
     def _find_mesh(self) -> DeviceMesh:
         if self.parallel.mesh is not None:
             return self.parallel.mesh
         kind = self.talk.device.type
-        if kind not in _meshes:
+        world = dist.group.WORLD
+        found = _meshes.get(kind)
+        if found is None or found[0]() is not world:
             # Not a group of the stream's: the State that is left after it is still in parts.
-            _meshes[kind] = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=("shard",))
+            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=("shard",))
+            found = _meshes[kind] = weakref.ref(world), mesh
             self.talk.keep()
-        return _meshes[kind]
+        return found[1]
 
     @property
     def _placements(self) -> tuple[Placement, ...]:
@@ -128,6 +138,8 @@ class ShardEngine(JointEngine):
         module = self._module
         origin = getattr(params, "origin", params)
         if self._copied is not origin:
+            for group in self._groups:
+                group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
                 torch._foreach_copy_(
                     [part_of(held) for held in self._held.values()], [part_of(origin[name]) for name in self._held]
@@ -182,6 +194,7 @@ class ShardEngine(JointEngine):
         fully_shard(module, mesh=self._mesh)
         module.to_empty(device=self.talk.device)
         self._module, self._model = module, model
+        self._groups = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._held = dict(module.named_parameters())
         self._buffers = list(_places(module, model.buffer_names, "_buffers"))
         if set(self._held) != set(model.parameter_names):
@@ -197,8 +210,8 @@ class ShardEngine(JointEngine):
         if not optimizer.elementwise:
             raise ArgumentError(
                 f"optimizer {optimizer.name!r} may need whole parameters, and with parallel='shard' a rank holds a "
-                "part of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own says so with "
-                "Optimizer(..., elementwise=True)), or parallel='replicate'."
+                "part of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own says so "
+                "with Optimizer(..., elementwise=True)), or parallel='replicate'."
             )
         return self._wrapped(optimizer.init(_parts(trained)), trained)
 
@@ -229,7 +242,23 @@ class ShardEngine(JointEngine):
 
     def _forget(self) -> None:
         self._module = self._model = self._copied = None
-        self._held, self._buffers = {}, []
+        self._held, self._buffers, self._groups = {}, [], ()
+
+
+def _cut(group: FSDPModule) -> None:
+    """Let go of the process group, which the graph of a State that somebody kept would hold, and with it the others."""
+    # All of it is private to torch; where a name is another, the others wake when their timeout is over.
+    parameters = getattr(group._get_fsdp_state(), "_fsdp_param_group", None)
+    mesh, shared = (getattr(parameters, name, None) for name in ("mesh_info", "comm_ctx"))
+    for owner, name, empty in (
+        (mesh, "shard_process_group", None),
+        (mesh, "replicate_process_group", None),
+        (parameters, "_all_gather_result", None),
+        (shared, "all_gather_state", None),
+        (shared, "reduce_scatter_states", []),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, empty)
 
 
 def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:

@@ -42,6 +42,7 @@ class Subject:
         fired: how often each handler ran, where it was looked at.
         watched: whether anybody looked.
         on_processes: on how many cases real processes ran it.
+        on_worlds: the cases on which several ranks trained together.
         runs: those that laws share; None where they don't.
     """
 
@@ -58,6 +59,7 @@ class Subject:
         self.fired: Counter[tuple[str, Event]] = Counter()
         self.watched = False
         self.on_processes = 0
+        self.on_worlds: list[Case] = []
         self.runs: dict[Any, Pairs] | None = None
 
     @classmethod

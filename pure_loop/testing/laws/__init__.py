@@ -15,6 +15,7 @@ from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_
 from pure_loop.testing.laws.ranks import rank_agreement
 from pure_loop.testing.laws.resumption import resumption
 from pure_loop.testing.laws.runs import closing, determinism, order, value, watch_equality
+from pure_loop.testing.laws.world import world_size
 from pure_loop.testing.laws.writes import discipline, visibility
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "value",
     "visibility",
     "watch_equality",
+    "world_size",
 ]
 
 OF_ALGORITHMS: tuple[Law, ...] = (
@@ -62,6 +64,7 @@ OF_ALGORITHMS: tuple[Law, ...] = (
     watch_equality,
     closing,
     rank_agreement,
+    world_size,
 )
 """The laws that an algorithm keeps; each comes after those on which it rests."""
 
@@ -79,6 +82,7 @@ OF_LOOPS: tuple[Law, ...] = (
     watch_equality,
     closing,
     rank_agreement,
+    world_size,
 )
 """The laws that a loop keeps."""
 
@@ -106,6 +110,5 @@ UNAVAILABLE: dict[str, str] = {
     "checkpoint": "this version of pure_loop has no save and load yet",
     "compile_equality": "this version of pure_loop has no compile= yet",
     "donate_equality": "this version of pure_loop has no donate= yet",
-    "world_size": "this version of pure_loop has no parallel= yet",
 }
 """Laws that join when the library gets what they are about, and what that is."""
