@@ -57,7 +57,7 @@ def rank_of_world():
 
 
 @given(testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]), rank_of_world())
-@examples(fast=40, thorough=1500)
+@examples(fast=24, thorough=1500)
 def test_ranks_are_one_rank(case, chosen):
     kind, ranks = chosen
     alone = witness(whole(case, ranks).stream())
@@ -68,7 +68,7 @@ def test_ranks_are_one_rank(case, chosen):
 
 
 @given(testing.cases(problems="linear", optimizers=["sgd"], precisions=["amp_bf16"]), rank_of_world())
-@examples(fast=10, thorough=300)
+@examples(fast=6, thorough=300)
 def test_ranks_are_one_rank_in_bfloat16(case, chosen):
     kind, ranks = chosen
     # The sums of a gradient are rounded to 8 bits, here and there in another place, and steps add up.
@@ -79,7 +79,7 @@ def test_ranks_are_one_rank_in_bfloat16(case, chosen):
 
 
 @given(testing.cases(problems="exact", optimizers=["sgd"], precisions=["fp32"], clip_grads=[None]), rank_of_world())
-@examples(fast=15, thorough=500)
+@examples(fast=8, thorough=500)
 def test_gradients_are_bitwise_those_of_one_rank_where_sums_are_exact(case, chosen):
     kind, ranks = chosen
 
@@ -96,7 +96,7 @@ def test_gradients_are_bitwise_those_of_one_rank_where_sums_are_exact(case, chos
 
 
 @given(testing.cases(), rank_of_world())
-@examples(fast=15, thorough=500)
+@examples(fast=8, thorough=500)
 def test_all_ranks_yield_the_same_events_counts_and_values(case, chosen):
     kind, ranks = chosen
 
@@ -111,7 +111,7 @@ def test_all_ranks_yield_the_same_events_counts_and_values(case, chosen):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_of_the_library_keep_the_law(name):
-    laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 6)
+    laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
