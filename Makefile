@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-thorough lint typecheck bench docs clean
+.PHONY: demo test test-thorough lint typecheck bench bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ typecheck: $(STAMP)
 
 bench: $(STAMP)  ## cost of a step against the hand-written loop, as ratios in one run
 	$(BIN)/python -m tests.benchmarks
+
+bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shard, as ratios in one run
+	$(BIN)/python -m tests.benchmarks.ranks
 
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py

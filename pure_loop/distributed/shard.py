@@ -31,7 +31,7 @@ from pure_loop.model import ModelDef, _places
 from pure_loop.optim import Optimizer
 from pure_loop.state import State
 
-__all__ = ["ShardEngine"]
+__all__ = ["ShardEngine", "repeated_layers"]
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class ShardEngine(JointEngine):
         chosen = (
             [each for name, each in module.named_modules() if name and groups(name, each)]
             if groups is not None
-            else list(_repeated(module))
+            else list(repeated_layers(module))
         )
         # Inner ones first.
         for each in reversed(chosen):
@@ -265,14 +265,14 @@ def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:
     return FrozenDict((name, part_of(tensor)) for name, tensor in tensors.items())
 
 
-def _repeated(module: nn.Module) -> Iterable[nn.Module]:
+def repeated_layers(module: nn.Module) -> Iterable[nn.Module]:
     """The elements of the outermost lists of layers."""
     for child in module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ():
         if any(True for _ in child.parameters()):
             yield child
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         for child in module.children():
-            yield from _repeated(child)
+            yield from repeated_layers(child)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
