@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -187,3 +189,64 @@ def broken_by(fault: str, example: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         return pl.Algorithm("spike_guard", {Event.AFTER_TRAIN_BATCH: guard})
 
     monkeypatch.setattr(example, "spike_guard", make)
+
+
+def processes(mark: str) -> list[str]:
+    """The processes that have this in their environment; none where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:  # it ended, or is another user's
+            continue
+    return found
+
+
+def transformer(*command: str, parallel: str = "replicate") -> list[tuple[int, float]]:
+    """The steps and validation losses of a short run, which wrote some text and left no process."""
+    mark = f"PURE_LOOP_EXAMPLE={uuid.uuid4()}"
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    environment |= [mark.split("=")]
+    options = ["--steps", "20", "--characters", "60", "--parallel", parallel]
+    script = str(EXAMPLES / "char_transformer.py")
+    try:
+        done = subprocess.run(
+            [sys.executable, *command, script, *options], env=environment, capture_output=True, text=True, timeout=200
+        )
+    finally:
+        left = processes(mark)
+        for each in left:
+            os.kill(int(each), signal.SIGKILL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not left
+    assert len(done.stdout.partition("what it writes:\nThe ")[2]) >= 60
+    found = re.findall(r"^ +(\d+) +[\d,]+ +([\d.]+) +[\d.]+% +[\d.]+$", done.stdout, re.MULTILINE)
+    return [(int(step), float(loss)) for step, loss in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[int, float]]:
+    return transformer()
+
+
+def test_char_transformer(alone: list[tuple[int, float]]) -> None:
+    assert [step for step, _ in alone] == list(range(2, 21, 2)), "a line is missing, or there twice"
+    assert alone[-1][1] < 3.2 < 4.0 < alone[0][1]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "replicate",
+        pytest.param(
+            "shard",
+            marks=pytest.mark.xfail(reason="the batch after an evaluation sees the averaged weights in the outermost"),
+        ),
+    ],
+)
+def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, float]]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = transformer(*torchrun, parallel=parallel)
+    assert [step for step, _ in together] == [step for step, _ in alone], "a line is missing, or there twice"
+    assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], abs=2e-3)
