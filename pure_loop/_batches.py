@@ -17,7 +17,7 @@ __all__ = ["next_batch"]
 def next_batch(
     state: State, stages: Stages, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
 ) -> tuple[Any, int, int] | None:
-    """The batch on the device, and its samples and tokens (those of all ranks); None at the end of the data.
+    """The batch on the device, and its samples and tokens; None at the end of the data.
 
     Args:
         state: the State before it.
@@ -37,5 +37,5 @@ def next_batch(
     batch = loaded.batch if padding else loaded
     counted = not padding and batch is not END
     samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
-    batch, samples, tokens = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source.uneven)
+    batch = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source.uneven)
     return None if batch is END else (to_device(batch, state.device), samples, tokens)

@@ -40,7 +40,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
             branch = yield Event.EVAL_BATCH_START, branch
             size = evaluator.microbatch_size
             pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
-            for index in range(engine.count(len(pieces), branch)):
+            for index in range(len(pieces) if size is None else engine.count(len(pieces), branch)):
                 piece = pieces[min(index, len(pieces) - 1)]
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)

@@ -54,8 +54,8 @@ class Engine:
         event: Event,
         counted: bool,
         uneven: str | None,
-    ) -> tuple[Any, int, int]:
-        """The batch that this rank goes on with (END at the end, which comes for all at once), and the counts of all.
+    ) -> Any:
+        """The batch that this rank goes on with; END comes for all at once.
 
         Args:
             state: the State before it.
@@ -66,15 +66,20 @@ class Engine:
             counted: whether it counts: it is neither END nor padding.
             uneven: what to do where some ranks have a batch and others none: "stop", "pad", or None for an error.
         """
-        return batch, samples, tokens
+        return batch
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         """How many batches an epoch has for all, where this rank's data has so many."""
         return length
 
-    def seconds(self, seconds: Callable[[], float]) -> float:
-        """How long the batch took, the same on all ranks."""
-        return seconds()
+    def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
+        """Samples and tokens of the batch, over all ranks, and how long it took: the same on all.
+
+        Args:
+            samples, tokens: in this rank's part.
+            seconds: how long it is since this was asked last.
+        """
+        return samples, tokens, seconds()
 
     def meet(self, state: State, event: Event) -> None:
         """Wait until all ranks are here."""

@@ -127,7 +127,7 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     state = stages.engine.agree((yield from gradients(state, stages)), buffers)
     state = yield Event.AFTER_TRAIN_BATCH, state
     before = state.timestamp
-    now = before.next_batch(samples, tokens, stages.engine.seconds(stopwatch.lap))
+    now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
     state = stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
     return (yield Event.BATCH_END, state)
 
@@ -330,7 +330,7 @@ def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[St
     if ready is None:
         return None
     whole, samples, tokens = ready
-    if tokens == 0 and fit.counts_tokens:
+    if tokens == 0 and fit.counts_tokens and not fit.stages.engine.padding:
         raise DataError(
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
             "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, NoReturn
+from typing import Any
 
 import optree
 import torch
@@ -30,6 +30,12 @@ __all__ = ["JointEngine"]
 
 # What a rank has instead of a batch that counts.
 _NOTHING, _PADDING, _BATCH = 0, 1, 2
+# Which event follows the end of the data, by the one that follows a batch.
+_ENDS = {
+    Event.AFTER_DATALOADER: Event.EPOCH_END,
+    Event.EVAL_BATCH_START: Event.EVAL_END,
+    Event.PREDICT_BATCH_START: Event.PREDICT_END,
+}
 
 
 class JointEngine(Engine):
@@ -45,7 +51,8 @@ class JointEngine(Engine):
         self.talk = ranks
         self.rank, self.ranks = ranks.rank, ranks.size
         self._last_batch: Any = END
-        self._seconds = 0.0
+        # Samples, tokens and seconds of the batch: of this rank's part of it, and of the whole.
+        self._mine = self._counts = (0, 0, 0.0)
         # How much this rank's part of the batch weighs, and everybody's.
         self._weights: list[float] = []
         self._written: frozenset[str] | None = None
@@ -122,19 +129,22 @@ class JointEngine(Engine):
         event: Event,
         counted: bool,
         uneven: str | None,
-    ) -> tuple[Any, int, int]:
-        has = _BATCH if counted else _NOTHING if batch is END else _PADDING
-        lap = 0.0 if batch is END else seconds()
-        everybody = self.talk.exchange(event, state.timestamp.batch, has, samples, tokens, lap)
-        self._seconds = everybody[0][3]
-        missing = [rank for rank, row in enumerate(everybody) if row[0] == _NOTHING]
-        if missing:
-            if len(missing) < self.ranks and uneven is None:
-                self._refuse_uneven(missing, state)
-            if len(missing) == self.ranks or uneven == "stop":
-                self._last_batch = END
-                return END, 0, 0
+    ) -> Any:
+        self._mine = (samples, tokens, 0.0 if batch is END else seconds())
+        if uneven is not None:
+            batch = self._vote(state, batch, event, counted, uneven)
+        if batch is END:
+            self.meet(state, _ENDS[event])
         self.padding = not counted
+        return batch
+
+    def _vote(self, state: State, batch: Any, event: Event, counted: bool, uneven: str) -> Any:
+        """The batch that this rank goes on with, where each has data of its own; END comes for all at once."""
+        has = _BATCH if counted else _NOTHING if batch is END else _PADDING
+        everybody = [row[0] for row in self.talk.exchange(event, state.timestamp.batch, has)]
+        if max(everybody) == _NOTHING or (uneven == "stop" and _NOTHING in everybody):
+            self._last_batch = END
+            return END
         if batch is END:
             if self._last_batch is END:
                 raise DataError(
@@ -144,16 +154,7 @@ class JointEngine(Engine):
             batch = self._last_batch
         if uneven == "pad":
             self._last_batch = batch
-        return batch, int(sum(row[1] for row in everybody)), int(sum(row[2] for row in everybody))
-
-    def _refuse_uneven(self, missing: list[int], state: State) -> NoReturn:
-        t = state.timestamp
-        raise DistributedError(
-            f"the data of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.ranks} ended "
-            f"at BEFORE_DATALOADER of batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it), and the "
-            "others have a batch. Each batch is split over the ranks, so every rank has to be given the same "
-            "dataloader; where each gives a part of its own write parallel=pl.distributed.Parallel(data='own')."
-        )
+        return batch
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = self.talk.gather(length)
@@ -162,8 +163,8 @@ class JointEngine(Engine):
         found: int = max(lengths) if uneven == "pad" else min(lengths)
         return found
 
-    def seconds(self, seconds: Callable[[], float]) -> float:
-        return self._seconds
+    def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
+        return self._counts
 
     def weigh(self, weights: Sequence[float | Tensor], state: State) -> tuple[Weights, int]:
         mine: list[Any] = [0] * len(weights) if self.padding else list(weights)
@@ -173,13 +174,15 @@ class JointEngine(Engine):
         if on_device:
             share = torch.as_tensor(sum(mine), dtype=torch.float64, device=state.device).reshape(1)
             total: Any = self.talk.sum(share)[0]
-            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine))
+            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), 0.0, *self._mine)
             self._weights = []
         else:
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), own)
+            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), own, *self._mine)
             self._weights = [row[1] for row in everybody]
             total = sum(self._weights)
+        # Seconds are those of rank 0.
+        self._counts = int(sum(row[2] for row in everybody)), int(sum(row[3] for row in everybody)), everybody[0][4]
         count = int(max(row[0] for row in everybody))
         mine += [0] * (count - len(mine))
         return Weights.of(mine, batch, total), count

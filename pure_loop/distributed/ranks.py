@@ -112,11 +112,11 @@ class Ranks:
         dist.all_gather(all_given, given, group=self._control)
         rows = [row.tolist() for row in all_given]
         if any(row[:2] != rows[0][:2] for row in rows):
-            places = [f"{_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
+            places = [f"about to come to {_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
             raise DistributedError(
-                f"the ranks have lost step: {self._listed(places, 'rank {rank} is about to come to {what}')}. Every "
-                "rank has to be given the same data, durations, evaluators and algorithms, and none may leave the loop "
-                "alone; where each rank's dataloader gives data of its own write parallel=Parallel(data='own')."
+                f"the ranks have lost step: {self._stand(places)}. Every rank has to be given the same data, durations, "
+                "evaluators and algorithms, and none may leave the loop alone; where each rank's dataloader gives data "
+                "of its own write parallel=pl.distributed.Parallel(data='own')."
             )
         return [tuple(row[2 : len(mine)]) for row in rows]
 
@@ -225,15 +225,15 @@ class Ranks:
             )
         return f"{head}a connection between ranks broke, though all of them are alive."
 
-    def _listed(self, values: Sequence[str], pattern: str) -> str:
-        """What ranks said, those that said the same together."""
+    def _stand(self, places: Sequence[str]) -> str:
+        """Where ranks are, those at the same place together."""
         groups: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            groups.setdefault(value, []).append(rank)
+        for rank, place in enumerate(places):
+            groups.setdefault(place, []).append(rank)
         parts = []
-        for what, ranks in groups.items():
+        for place, ranks in groups.items():
             some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-            parts.append(pattern.format(rank=some, what=what))
+            parts.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {some} {'are' if len(ranks) > 1 else 'is'} {place}")
         return "; ".join(parts)
 
 
