@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pure_loop.errors import DataError
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "power_of_two"]
 
 
 @attrs.frozen
@@ -59,8 +59,7 @@ class Weights:
             if len(read) == 1 and total is None:
                 return cls((1.0,), 1.0, (1.0,))
             total = sum(read) if total is None else total
-            # The same power of two, found on the device.
-            power = torch.exp2(torch.ceil(torch.log2(torch.as_tensor(total, dtype=torch.float32))))
+            power = power_of_two(total)
             return cls(tuple(w / power for w in read), total / power, tuple(w / total for w in read))
         found = _of_numbers(read, total)
         if found is None:
@@ -71,11 +70,22 @@ class Weights:
         return found
 
 
+def power_of_two(total: Any) -> Any:
+    """The power of two at or above a number, or above a tensor of shape (), where it is found on its device.
+
+    >>> power_of_two(5), power_of_two(8)
+    (8.0, 8.0)
+    """
+    if isinstance(total, Tensor):
+        return torch.exp2(torch.ceil(torch.log2(torch.as_tensor(total, dtype=torch.float32))))
+    mantissa, exponent = math.frexp(total)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
 @lru_cache(maxsize=256)
 def _of_numbers(weights: tuple[float, ...], whole: float | None = None) -> Weights | None:
     total = sum(weights) if whole is None else whole
     if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
         return None
-    mantissa, exponent = math.frexp(total)
-    power = math.ldexp(1.0, exponent - (mantissa == 0.5))
+    power = power_of_two(total)
     return Weights(tuple(w / power for w in weights), total / power, tuple(w / total for w in weights))

@@ -84,9 +84,16 @@ class Engine:
     def meet(self, state: State, event: Event) -> None:
         """Wait until all ranks are here."""
 
-    def weigh(self, weights: Sequence[float | Tensor], state: State) -> tuple[Weights, int]:
-        """What each microbatch counts in the whole batch, and how many every rank goes through."""
+    def weigh(self, weights: Sequence[float | Tensor], state: State, *, split: bool) -> tuple[Weights, int]:
+        """What each microbatch counts in the whole batch, and how many every rank goes through.
+
+        ``split`` says whether the batch was split at all: if not, there is one on every rank.
+        """
         return Weights.of(weights, state.timestamp.batch), len(weights)
+
+    def divisor(self, weights: Weights) -> Any:
+        """What the sum of gradients is divided by."""
+        return weights.divisor
 
     def count(self, pieces: int, state: State) -> int:
         """How many microbatches of an evaluation every rank goes through, if this one has so many."""

@@ -92,7 +92,8 @@ def gradients(state: State, stages: Stages) -> Script:
     """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds."""
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
-    weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state)
+    split = stages.microbatch_size is not None
+    weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state, split=split)
     mean: Any = None
     for index in range(count):
         # A rank with fewer microbatches goes through its last one again, for nothing.
@@ -115,7 +116,7 @@ def gradients(state: State, stages: Stages) -> Script:
             mean = _accumulate(mean, state.loss, weights.fractions[index])
     if mean is None and engine.ranks > 1:
         mean = map_tensors(torch.zeros_like, state.loss)
-    return stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
+    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
 def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pure_loop._parts import is_part
 from pure_loop._pytree import NAMESPACE
-from pure_loop._weights import Weights
+from pure_loop._weights import Weights, power_of_two
 from pure_loop.data import map_tensors
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
@@ -53,8 +53,15 @@ class JointEngine(Engine):
         self._last_batch: Any = END
         # Samples, tokens and seconds of the batch: of this rank's part of it, and of the whole.
         self._mine = self._counts = (0, 0, 0.0)
-        # How much this rank's part of the batch weighs, and everybody's.
+        # How much everybody's part of the batch weighs, all of it, and what the sum of gradients is divided by.
         self._weights: list[float] = []
+        self._total: Any = 0.0
+        self._divisor: Any = 1.0
+        # The power of two by which the weights of microbatches are divided.
+        self._power: Any = None
+        self._on_device: Any = None
+        self._asked: Callable[[], list[tuple[float, ...]]] | None = None
+        self._batch = 0
         self._written: frozenset[str] | None = None
         self._epoch: int | None = None
 
@@ -166,26 +173,44 @@ class JointEngine(Engine):
     def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
         return self._counts
 
-    def weigh(self, weights: Sequence[float | Tensor], state: State) -> tuple[Weights, int]:
+    def weigh(self, weights: Sequence[float | Tensor], state: State, *, split: bool) -> tuple[Weights, int]:
         mine: list[Any] = [0] * len(weights) if self.padding else list(weights)
         mine = [w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in mine]
-        on_device = any(isinstance(weight, Tensor) for weight in weights) and state.device.type != "cpu"
-        batch = state.timestamp.batch
-        if on_device:
+        self._batch = state.timestamp.batch
+        if any(isinstance(weight, Tensor) for weight in mine):
             share = torch.as_tensor(sum(mine), dtype=torch.float64, device=state.device).reshape(1)
-            total: Any = self.talk.sum(share)[0]
-            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), 0.0, *self._mine)
-            self._weights = []
+            self._on_device = self.talk.sum(share)[0]
+            own = 0.0
         else:
+            self._on_device = None
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-            everybody = self.talk.exchange(Event.BEFORE_FORWARD, batch, len(mine), own, *self._mine)
-            self._weights = [row[1] for row in everybody]
-            total = sum(self._weights)
+        self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, len(mine), own, *self._mine)
+        # Nobody waits for the answer before the backward is over, where what it says is not needed before: each
+        # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
+        if split or self._power is None or self._on_device is not None or state.loss_scale is not None:
+            mine += [0] * (self._answered() - len(mine))
+            Weights.of(mine, self._batch, self._total)  # refuses what can't be weighed
+            self._power = power_of_two(self._total)
+        shares = tuple(weight / self._power for weight in mine)
+        # Losses are added up with the same factors as gradients, and divided by the same divisor.
+        return Weights(shares, 1.0, shares), len(mine)
+
+    def _answered(self) -> int:
+        """Wait for what the others said of the batch; gives how many microbatches there are."""
+        if self._asked is None:
+            return 0
+        everybody, self._asked = self._asked(), None
+        self._weights = [row[1] for row in everybody] if self._on_device is None else []
+        self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
         self._counts = int(sum(row[2] for row in everybody)), int(sum(row[3] for row in everybody)), everybody[0][4]
-        count = int(max(row[0] for row in everybody))
-        mine += [0] * (count - len(mine))
-        return Weights.of(mine, batch, total), count
+        return int(max(row[0] for row in everybody))
+
+    def divisor(self, weights: Weights) -> Any:
+        self._answered()
+        Weights.of([0], self._batch, self._total)  # refuses a whole that weighs nothing
+        self._divisor = self._total / self._power
+        return self._divisor
 
     def count(self, pieces: int, state: State) -> int:
         return int(max(row[0] for row in self.talk.exchange(Event.EVAL_BEFORE_FORWARD, state.timestamp.batch, pieces)))
@@ -194,8 +219,9 @@ class JointEngine(Engine):
 
     def settle(self, state: State, loss: Any) -> Any:
         if not isinstance(loss, dict):
-            return self._sum_of([loss], state.device)[0]
-        return dict(zip(loss, self._sum_of(list(loss.values()), state.device), strict=True))
+            return self._sum_of([loss], state.device)[0] / self._divisor
+        sums = self._sum_of(list(loss.values()), state.device)
+        return {name: value / self._divisor for name, value in zip(loss, sums, strict=True)}
 
     def _sum_of(self, values: list[Any], device: torch.device) -> list[Any]:
         """Each of these scalars, summed over ranks in one exchange."""

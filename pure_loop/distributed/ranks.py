@@ -11,10 +11,10 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,22 +103,34 @@ class Ranks:
         Raises:
             DistributedError: they aren't, and it says where each of them is.
         """
+        return self.ask(event, batch, *numbers)()
+
+    def ask(self, event: Event, batch: int, *numbers: float) -> Callable[[], list[tuple[float, ...]]]:
+        """The same; the answer is waited for when what is given here is called."""
         mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
         if self._fake:
-            return [mine[2:]] * self.size
+            return lambda: [mine[2:]] * self.size
         given = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
         given[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        all_given = [torch.empty_like(given) for _ in range(self.size)]
-        dist.all_gather(all_given, given, group=self._control)
-        rows = [row.tolist() for row in all_given]
-        if any(row[:2] != rows[0][:2] for row in rows):
-            places = [f"about to come to {_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
-            raise DistributedError(
-                f"the ranks have lost step: {self._stand(places)}. Every rank has to be given the same data, durations, "
-                "evaluators and algorithms, and none may leave the loop alone; where each rank's dataloader gives data "
-                "of its own write parallel=pl.distributed.Parallel(data='own')."
-            )
-        return [tuple(row[2 : len(mine)]) for row in rows]
+        answers = [torch.empty_like(given) for _ in range(self.size)]
+        work = dist.all_gather(answers, given, group=self._control, async_op=True)
+
+        def answer() -> list[tuple[float, ...]]:
+            work.wait()
+            rows = [row.tolist() for row in answers]
+            if any(row[:2] != rows[0][:2] for row in rows):
+                self._refuse_other_places(rows)
+            return [tuple(row[2 : len(mine)]) for row in rows]
+
+        return answer
+
+    def _refuse_other_places(self, rows: list[list[float]]) -> NoReturn:
+        places = [f"about to come to {_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
+        raise DistributedError(
+            f"the ranks have lost step: {self._stand(places)}. Every rank has to be given the same data, durations, "
+            "evaluators and algorithms, and none may leave the loop alone; where each gives data of its own write "
+            "parallel=pl.distributed.Parallel(data='own')."
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Any value that can be pickled, of every rank."""
@@ -155,12 +167,11 @@ class Ranks:
             return
         place = f"{event.name} of batch {batch}"
         lost = _is_lost(error)
-        told = isinstance(error, DistributedError)
         if isinstance(error, GeneratorExit):
             self._write("fell", f"left the loop at {place}")
         elif lost:
             self._write("waited", f"waited for another rank after {place}")
-        elif not told:
+        else:
             self._write("fell", f"raised {type(error).__name__} after {place}: {_line(error)}")
         store, self._store = self._store, None
         if lost:
@@ -249,7 +260,7 @@ def local_rank() -> int:
 
 def _line(error: BaseException) -> str:
     line = str(error).strip().partition("\n")[0]
-    return line if len(line) < 300 else line[:300] + " ..."
+    return line if len(line) <= 600 else line[:600] + " ..."
 
 
 def _is_lost(error: BaseException) -> bool:
