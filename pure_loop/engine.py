@@ -119,17 +119,16 @@ class Engine:
         """Parameters of the engine's own that stand for those of a State in a graph; None where it can't tell."""
         return ()
 
-    def gradient(
-        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
-    ) -> tuple[Any, ...] | None:
+    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
         Args:
-            state: with the gradients of the microbatches before.
+            state: with the gradients of the microbatches before, and the leaves that the forward went through.
             loss: what is differentiated; None for a microbatch that counts nothing.
-            inputs: by what: the trained parameters, in their order.
             seed: what the loss is multiplied by.
         """
+        leaves, names = state.params, state.model.trainable
+        inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
         if loss is None:
             found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
         else:
@@ -137,7 +136,7 @@ class Engine:
         before = state._grads
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
             return found
-        return _sum([before[name] for name in state.model.trainable], found)
+        return _sum([before[name] for name in names], found)
 
     def settle(self, state: State, loss: Any) -> Any:
         """The loss of the whole batch from this rank's share of it."""

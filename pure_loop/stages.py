@@ -126,8 +126,6 @@ class Stages:
             )
         if not loss.requires_grad:
             raise _detached_loss(state)
-        names = state.model.trainable
-        inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
         seed: Tensor | None = None
         if state.loss_scale is not None:
             seed = (state.loss_scale.scale * weight).to(loss.dtype)
@@ -138,24 +136,24 @@ class Stages:
         found: Any
         if not isinstance(weight, Tensor) and weight == 0:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
-            found = self.engine.gradient(state, None, inputs, seed)
+            found = self.engine.gradient(state, None, seed)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
                 refuse_strangers(loss, self.engine.parameters())  # once a run: it walks the whole graph
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():
-                found = self.engine.gradient(state, loss, inputs, seed)
+                found = self.engine.gradient(state, loss, seed)
             else:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
-                    found = self.engine.gradient(state, loss, inputs, seed)
+                    found = self.engine.gradient(state, loss, seed)
         state.model.give_back(leaves)
         draft = fresh_draft_of(state)
         draft.params = origin
         if found is not None:
             if found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
-            draft._grads = FrozenDict(zip(names, found, strict=True))
+            draft._grads = FrozenDict(zip(state.model.trainable, found, strict=True))
         draft.outputs, draft.loss = _detach(state.outputs), _detach(state.loss)
         return _frozen(draft, state)
 

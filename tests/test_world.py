@@ -20,6 +20,7 @@ from pure_loop.distributed import Parallel
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.order import EvaluatorPlan, Plan, expected
 from pure_loop.testing import LawViolation, laws
+from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, on_ranks, whole, witness
 from pure_loop.testing.ranks import RankError, shared_pool
 from tests.conftest import THOROUGH
@@ -722,3 +723,58 @@ def test_what_parallel_can_be(given, message):
 def test_bad_settings_are_refused(wrong):
     with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=next(iter(wrong))):
         Parallel(**wrong)
+
+
+# States of several ranks are values.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("problem", ["tied", "convolution"])
+def test_a_state_that_was_kept_never_changes(kind, problem):
+    plan = Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2)
+    case = testing.Case(plan=plan, problem=problem)
+
+    def program(rank):
+        keeper = Keeper()
+        for _, state in case.stream([A.sam()], parallel=kind):
+            keeper.keep(state)
+        found = keeper.changed()
+        return None if found is None else str(found[1])
+
+    assert pool().run(program) == [None, None]
+
+
+def test_a_penalty_on_weights_has_its_gradient_on_several_ranks():
+    @pl.algorithm(Event.AFTER_LOSS)
+    def penalty(state):
+        return state.replace(loss=state.loss + 0.3 * sum(tensor.square().sum() for tensor in state.params.values()))
+
+    plan = Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2)
+    case = testing.Case(plan=plan, problem="tied")
+    alone = witness(whole(case, 2).stream([penalty]))
+    for seen in pool().run(lambda rank: witness(case.stream([penalty], parallel="replicate"))):
+        compare(seen, alone, "replicate", 1e-5)
+
+
+def test_leaves_that_were_kept_stay_as_they_were():
+    def program(rank):
+        case = testing.Case(plan=Plan(batches=(4, 4), max_duration="2ep"))
+        kept = []
+        for event, state in case.stream(parallel="replicate"):
+            if event is Event.AFTER_FORWARD:
+                mapping, tensor = state.params, state.params["weight"]
+                kept.append((mapping, tensor, {**mapping}, tensor.detach().clone()))
+        return all(
+            (
+                torch.equal(tensor, wanted)
+                and torch.equal(mapping["weight"], wanted)
+                and torch.equal(copied["weight"], wanted)
+                and tensor.requires_grad
+                and copied.keys() == mapping.keys()
+                and not torch.equal(wanted, kept[0][3]) == bool(number)
+            )
+            or number == 0
+            for number, (mapping, tensor, copied, wanted) in enumerate(kept)
+        )
+
+    assert pool().run(program) == [True, True]

@@ -1,19 +1,20 @@
 """Replicated: every rank holds the whole model, and torch's DistributedDataParallel averages gradients.
 
-A private DistributedDataParallel holds parameters whose memory is set to that of a State's; the forward runs on views
-of them, outside of it. Only the loss goes through it, when the backward begins: from then on its buckets are exchanged
-while the backward goes on. Microbatches before the last one are differentiated on this rank alone.
+A private DistributedDataParallel holds parameters whose memory is set to that of a State's; the forward runs on them,
+outside of it. Only the loss goes through it, when the backward begins: from then on its buckets are exchanged while the
+backward goes on. Microbatches before the last one are differentiated on this rank alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pure_loop import _pytree
 from pure_loop._autograd import GradMode
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.errors import ModelError
@@ -23,6 +24,8 @@ from pure_loop.model import ModelDef
 from pure_loop.state import State
 
 __all__ = ["ReplicateEngine"]
+
+T = TypeVar("T")
 
 
 class _Holder(nn.Module):
@@ -36,13 +39,71 @@ class _Holder(nn.Module):
         return loss
 
 
+class _Leaves(FrozenDict[str, Tensor]):
+    """The parameters of a State between a forward and its backward.
+
+    The forward runs on the parameters that are held, whose memory will be another State's in the next step. So that
+    what a State shows never changes, it shows views of them, each made when somebody looks: in most runs nobody does,
+    and a view costs as much as a small layer.
+    """
+
+    __slots__ = ("_held", "_seen", "_trained")
+
+    def __init__(self, origin: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+        super().__init__(origin)
+        self._held: Mapping[str, Tensor] = held
+        self._trained = held.keys()
+        self._seen: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        """The backward is over."""
+        self._held = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._seen:
+            tensor, held = super().__getitem__(name), self._held.get(name)
+            with GradMode(True):
+                if held is not None:
+                    self._seen[name] = held.view_as(held)
+                else:
+                    self._seen[name] = tensor.detach().requires_grad_(name in self._trained)
+        return self._seen[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - that would be this function itself
+
+    # A dict whose iteration is its own is copied by looking up each key.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+
+def _flatten(leaves: _Leaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
+    names = tuple(leaves)
+    return [leaves[name] for name in names], names, names
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[str, Any]:
+    return FrozenDict(zip(names, children, strict=True))
+
+
+_pytree.register(_Leaves, _flatten, _unflatten, attributes=False)
+
+
 class ReplicateEngine(JointEngine):
     """Gradients averaged by DistributedDataParallel."""
 
     _model: ModelDef | None = None
-    _held: Sequence[nn.Parameter] = ()
+    # What DistributedDataParallel knows, by name, and the same with the parameters that are not trained.
+    _held: Mapping[str, nn.Parameter] = FrozenDict()
+    _bound: FrozenDict[str, Tensor] = FrozenDict()
     _averaging: DistributedDataParallel | None = None
-    _views: FrozenDict[str, Tensor] | None = None
+    _leaves: _Leaves | None = None
 
     def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
@@ -51,40 +112,57 @@ class ReplicateEngine(JointEngine):
             self._hold(state)
         params: Any = state.params
         params = getattr(params, "origin", params)
-        views = dict(params)
-        with GradMode(True):
-            for name, held in zip(state.model.trainable, self._held, strict=True):
-                held.data = params[name]
-                # A State keeps the view, which stays as it is when the held parameter gets other memory.
-                views[name] = held.view_as(held)
-        leaves = FrozenDict(views)
-        leaves.origin = params
-        self._views = leaves
-        return leaves
+        for name, held in self._held.items():
+            held.data = params[name]
+        if len(self._held) < len(params):
+            self._bound = FrozenDict({**params, **self._held})
+        self._leaves = _Leaves(params, self._held)
+        self._leaves.origin = params
+        return self._leaves
+
+    def apply(
+        self,
+        state: State,
+        function: Callable[[nn.Module], T],
+        params: FrozenDict[str, Tensor],
+        *,
+        training: bool,
+        hold: bool = False,
+    ) -> tuple[T, FrozenDict[str, Tensor]]:
+        if params is not self._leaves:
+            return super().apply(state, function, params, training=training, hold=hold)
+        # The same mapping in every step, so that nothing has to be bound anew.
+        bound = self._bound
+        bound.holder = getattr(params, "holder", None)
+        result = state.model.apply(function, bound, state.buffers, training=training, hold=hold)
+        params.holder, bound.holder = bound.holder, None
+        return result
 
     def parameters(self) -> Iterable[Tensor] | None:
-        return self._held
+        return self._held.values()
 
-    def gradient(
-        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
-    ) -> tuple[Any, ...] | None:
-        if state.params is not self._views:
-            return super().gradient(state, loss, inputs, seed)
-        self._views = None
+    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
+        leaves = self._leaves
+        if leaves is None or state.params is not leaves:
+            return super().gradient(state, loss, seed)
         try:
-            return self._average(state, loss, inputs, seed)
+            found = self._average(state, loss, seed)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
+        self._leaves = None
+        leaves.close()
+        return found
 
-    def _average(self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None) -> tuple[Any, ...]:
+    def _average(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...]:
         averaging = self._averaging
         if averaging is None:
-            averaging = self._averaging = self._wrapped(state, loss, inputs)
-        before = self._put_before(state)
-        reached = before
-        if loss is None:
-            reached = before or (inputs[:1] if averaging.find_unused_parameters else inputs)
+            averaging = self._averaging = self._wrapped(state, loss)
+        reached = before = self._put_before(state)
+        if loss is None and not averaging.find_unused_parameters:
+            reached = list(self._held.values())
+        elif loss is None:
+            reached = before or list(self._held.values())[:1]
         elif not averaging.find_unused_parameters:
             reached = []
         with GradMode(True):
@@ -96,41 +174,41 @@ class ReplicateEngine(JointEngine):
             # It divides by the number of ranks.
             factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
             averaging(loss).backward(factor)
-        found = tuple(held.grad for held in self._held)
-        for held in self._held:
+        found = tuple([held.grad for held in self._held.values()])
+        for held in self._held.values():
             held.grad = None
         if not averaging.find_unused_parameters and any(gradient is None for gradient in found):
             self._refuse_unused(state, found)
         return found
 
-    def _put_before(self, state: State) -> list[Tensor]:
+    def _put_before(self, state: State) -> list[nn.Parameter]:
         """Lay the gradients of earlier microbatches, on this rank alone, where this one's are added."""
         before = state._grads
         if before is None:
             return []
-        views: Any = state.params
-        names = [name for name in state.model.trainable if before[name] is not None]
+        names = [name for name in self._held if before[name] is not None]
         given = torch._foreach_mul([before[name] for name in names], float(self.ranks)) if names else []
         found = dict(zip(names, given, strict=True))
-        for name, held in zip(state.model.trainable, self._held, strict=True):
+        for name, held in self._held.items():
             held.grad = found.get(name)
-        return [views[name] for name in names]
+        return [self._held[name] for name in names]
 
     def _hold(self, state: State) -> None:
         self._forget()
-        self._held = [nn.Parameter(torch.empty_like(state.params[name])) for name in state.model.trainable]
+        self._held = {name: nn.Parameter(torch.empty_like(state.params[name])) for name in state.model.trainable}
+        self._bound = FrozenDict(self._held)
         self._model = state.model
 
-    def _wrapped(self, state: State, loss: Tensor | None, inputs: list[Tensor]) -> DistributedDataParallel:
+    def _wrapped(self, state: State, loss: Tensor | None) -> DistributedDataParallel:
         unused = self.parallel.find_unused_parameters
         if unused is None:
-            unreached = 0 if loss is None else _count_unreached(loss, inputs)
+            unreached = 0 if loss is None else _count_unreached(loss, self._held.values())
             unused = any(row[0] for row in self.talk.exchange(Event.BEFORE_BACKWARD, state.timestamp.batch, unreached))
         options: dict[str, Any] = {}
         if self.parallel.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.parallel.bucket_cap_mb
         return DistributedDataParallel(
-            _Holder(self._held),
+            _Holder(list(self._held.values())),
             process_group=self.talk.group,
             find_unused_parameters=bool(unused),
             init_sync=False,
@@ -150,13 +228,14 @@ class ReplicateEngine(JointEngine):
         )
 
     def _forget(self) -> None:
-        self._averaging = self._model = self._views = None
-        self._held = ()
+        self._averaging = self._model = self._leaves = None
+        self._held = FrozenDict()
+        self._bound = FrozenDict()
 
 
-def _count_unreached(loss: Tensor, inputs: list[Tensor]) -> int:
-    """How many of these tensors the loss doesn't depend on."""
-    wanted = {each.grad_fn for each in inputs}
+def _count_unreached(loss: Tensor, parameters: Iterable[Tensor]) -> int:
+    """How many of these parameters the loss doesn't depend on."""
+    reached: set[int] = set()
     seen: set[Any] = set()
     todo: list[Any] = [loss.grad_fn]
     while todo:
@@ -165,4 +244,5 @@ def _count_unreached(loss: Tensor, inputs: list[Tensor]) -> int:
             continue
         seen.add(node)
         todo += [function for function, _ in node.next_functions]
-    return len(wanted - seen)
+        reached.add(id(getattr(node, "variable", None)))
+    return sum(id(parameter) not in reached for parameter in parameters)

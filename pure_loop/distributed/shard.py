@@ -159,9 +159,7 @@ class ShardEngine(JointEngine):
     def parameters(self) -> Iterable[Tensor] | None:
         return None  # the gathered ones are fully_shard's own
 
-    def gradient(
-        self, state: State, loss: Tensor | None, inputs: list[Tensor], seed: Tensor | None
-    ) -> tuple[Any, ...] | None:
+    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
         with GradMode(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.

@@ -69,7 +69,7 @@ def ours(kind: Any) -> Callable[[Workload, int], Iterator[None]]:
         torch.manual_seed(0)
         stream = pl.fit(
             workload.model(),
-            cycle(_whole(workload)),
+            _whole(workload) * 1000,
             loss=workload.loss,
             optimizer=pl.optim.adamw(lr=1e-3),
             max_duration="1000000ba",
