@@ -764,17 +764,14 @@ def test_leaves_that_were_kept_stay_as_they_were():
             if event is Event.AFTER_FORWARD:
                 mapping, tensor = state.params, state.params["weight"]
                 kept.append((mapping, tensor, {**mapping}, tensor.detach().clone()))
+        assert not torch.equal(kept[0][3], kept[-1][3])
         return all(
-            (
-                torch.equal(tensor, wanted)
-                and torch.equal(mapping["weight"], wanted)
-                and torch.equal(copied["weight"], wanted)
-                and tensor.requires_grad
-                and copied.keys() == mapping.keys()
-                and not torch.equal(wanted, kept[0][3]) == bool(number)
-            )
-            or number == 0
-            for number, (mapping, tensor, copied, wanted) in enumerate(kept)
+            torch.equal(tensor, wanted)
+            and torch.equal(mapping["weight"], wanted)
+            and torch.equal(copied["weight"], wanted)
+            and copied.keys() == mapping.keys()
+            and tensor.requires_grad
+            for mapping, tensor, copied, wanted in kept
         )
 
     assert pool().run(program) == [True, True]

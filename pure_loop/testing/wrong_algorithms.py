@@ -396,6 +396,18 @@ def _times(loss: Any, factor: float) -> Any:
     return {**loss, "total": loss["total"] * factor} if isinstance(loss, dict) else loss * factor
 
 
+def scales_by_the_samples_that_it_sees() -> Algorithm:
+    """Of several ranks, each sees another number."""
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def scale(state: State) -> State:
+        assert state.grads is not None
+        size = len(state.batch[0])
+        return state.replace(grads={name: g if g is None else g * size for name, g in state.grads.items()})
+
+    return scale
+
+
 WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     adds_in_place: "purity",
     writes_through_data: "purity",
@@ -429,5 +441,6 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     leaves_a_thread: "closing",
     depends_on_its_rank: "rank_agreement",
     communicates_on_one_rank_alone: "rank_agreement",
+    scales_by_the_samples_that_it_sees: "world_size",
 }
 """Functions that make a wrong algorithm, and the name of the law that each breaks."""

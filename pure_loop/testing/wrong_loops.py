@@ -239,6 +239,24 @@ def composes_backwards() -> Fit:
     return wrong
 
 
+def weighs_ranks_alike() -> Fit:
+    """The mean over ranks of each one's mean, whatever the samples that it has."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
+        from pure_loop.distributed.joint import JointEngine
+
+        real = JointEngine.divisor
+
+        def divisor(self: JointEngine, weights: Weights) -> Any:
+            real(self, weights)
+            return (self._weights[self.rank] or 1.0) * self.ranks / self._power
+
+        with patch.object(JointEngine, "divisor", divisor):
+            yield from pl.fit(*args, **kwargs)
+
+    return wrong
+
+
 def leaves_the_module_in_eval_mode() -> Fit:
     def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
         stream = pl.fit(module, *args, **kwargs)
@@ -372,6 +390,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     forgets_the_optimizer_memory: "resumption",
     scales_the_weights_where_fewer_events_are_watched: "watch_equality",
     adds_the_rank_to_the_seed: "rank_agreement",
+    weighs_ranks_alike: "world_size",
     leaves_the_module_in_eval_mode: "closing",
     leaks_gradients: "closing",
     leaves_a_thread: "closing",
