@@ -17,6 +17,7 @@ __all__ = ["is_part", "on_parts", "part_of", "sum_over_parts", "whole_of", "with
 def is_part(tensor: Any) -> bool:
     """Whether this is a tensor of which this rank holds a part.
 
+    >>> import torch
     >>> is_part(torch.ones(2))
     False
     """
@@ -46,6 +47,7 @@ def with_part(tensor: Any, part: Tensor) -> Any:
 def on_parts(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor]) -> list[Tensor]:
     """An elementwise function of lists of tensors, applied to what this rank holds of them.
 
+    >>> import torch
     >>> on_parts(torch._foreach_neg, [torch.tensor(1.0)])
     [tensor(-1.)]
     """

@@ -231,7 +231,10 @@ class State(Record):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(iter(self.params.values())).device
+        params: Any = self.params
+        if type(params) is not FrozenDict:
+            params = params.origin  # leaves are made when somebody looks, and this is no look
+        return next(iter(params.values())).device  # type: ignore[no-any-return]
 
     def check_finite(self) -> None:
         """Raise if some batch had a loss or gradient that was not finite; waits for the device.

@@ -744,7 +744,8 @@ def test_a_state_that_was_kept_never_changes(kind, problem):
     assert pool().run(program) == [None, None]
 
 
-def test_a_penalty_on_weights_has_its_gradient_on_several_ranks():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_on_weights_has_its_gradient_on_several_ranks(kind):
     @pl.algorithm(Event.AFTER_LOSS)
     def penalty(state):
         return state.replace(loss=state.loss + 0.3 * sum(tensor.square().sum() for tensor in state.params.values()))
@@ -752,8 +753,8 @@ def test_a_penalty_on_weights_has_its_gradient_on_several_ranks():
     plan = Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2)
     case = testing.Case(plan=plan, problem="tied")
     alone = witness(whole(case, 2).stream([penalty]))
-    for seen in pool().run(lambda rank: witness(case.stream([penalty], parallel="replicate"))):
-        compare(seen, alone, "replicate", 1e-5)
+    for seen in pool(kind=kind).run(lambda rank: witness(case.stream([penalty], parallel=kind))):
+        compare(seen, alone, kind, 1e-5)
 
 
 def test_leaves_that_were_kept_stay_as_they_were():

@@ -7,15 +7,15 @@ backward goes on. Microbatches before the last one are differentiated on this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop import _pytree
 from pure_loop._autograd import GradMode
+from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
@@ -39,62 +39,6 @@ class _Holder(nn.Module):
         return loss
 
 
-class _Leaves(FrozenDict[str, Tensor]):
-    """The parameters of a State between a forward and its backward.
-
-    The forward runs on the parameters that are held, whose memory will be another State's in the next step. So that
-    what a State shows never changes, it shows views of them, each made when somebody looks: in most runs nobody does,
-    and a view costs as much as a small layer.
-    """
-
-    __slots__ = ("_held", "_seen", "_trained")
-
-    def __init__(self, origin: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-        super().__init__(origin)
-        self._held: Mapping[str, Tensor] = held
-        self._trained = held.keys()
-        self._seen: dict[str, Tensor] = {}
-
-    def close(self) -> None:
-        """The backward is over."""
-        self._held = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._seen:
-            tensor, held = super().__getitem__(name), self._held.get(name)
-            with GradMode(True):
-                if held is not None:
-                    self._seen[name] = held.view_as(held)
-                else:
-                    self._seen[name] = tensor.detach().requires_grad_(name in self._trained)
-        return self._seen[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401 - that would be this function itself
-
-    # A dict whose iteration is its own is copied by looking up each key.
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
-
-    def values(self) -> Any:
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        return ItemsView(self)
-
-
-def _flatten(leaves: _Leaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
-    names = tuple(leaves)
-    return [leaves[name] for name in names], names, names
-
-
-def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[str, Any]:
-    return FrozenDict(zip(names, children, strict=True))
-
-
-_pytree.register(_Leaves, _flatten, _unflatten, attributes=False)
-
-
 class ReplicateEngine(JointEngine):
     """Gradients averaged by DistributedDataParallel."""
 
@@ -103,7 +47,7 @@ class ReplicateEngine(JointEngine):
     _held: Mapping[str, nn.Parameter] = FrozenDict()
     _bound: FrozenDict[str, Tensor] = FrozenDict()
     _averaging: DistributedDataParallel | None = None
-    _leaves: _Leaves | None = None
+    _leaves: Leaves | None = None
 
     def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
@@ -116,8 +60,19 @@ class ReplicateEngine(JointEngine):
             held.data = params[name]
         if len(self._held) < len(params):
             self._bound = FrozenDict({**params, **self._held})
-        self._leaves = _Leaves(params, self._held)
-        self._leaves.origin = params
+        parameters, trained = self._held, frozenset(self._held)
+
+        def detached(name: str) -> Tensor:
+            tensor: Tensor = params[name].detach()
+            return tensor.requires_grad_(name in trained)
+
+        def view(name: str) -> Tensor:
+            if name not in trained:
+                return detached(name)
+            with GradMode(True):
+                return parameters[name].view_as(parameters[name])
+
+        self._leaves = Leaves(params, view, detached)
         return self._leaves
 
     def apply(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import optree
@@ -21,8 +22,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pure_loop._autograd import GradMode
-from pure_loop._parts import is_part, part_of, with_part
+from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
+from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.errors import ArgumentError, ModelError
 from pure_loop.event import Event
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 # With the default process group in which each was made, and with which it goes.
 _meshes: dict[str, tuple[Any, DeviceMesh]] = {}
+_serial = count(2)
 
 
 class ShardEngine(JointEngine):
@@ -50,6 +53,9 @@ class ShardEngine(JointEngine):
     _buffers: list[tuple[str, dict[str, Any], str]]
     _copied: Any = None
     _last = True
+    # What somebody looked at between the forward and the backward, and the gradients of this batch from there.
+    _leaves: Leaves
+    _penalties: dict[str, Any]
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
@@ -58,15 +64,20 @@ class ShardEngine(JointEngine):
         return state if held is not None else self._in_parts(state)
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
-        # The others may wait for this rank in the middle of a forward, and wake when its connections break.
+        # Who leaves the loop, on all ranks, goes on to use States in parts.
+        if not isinstance(error, GeneratorExit):
+            self._break()
+        super().failed(error, event, state)
+
+    def _break(self) -> None:
+        """Break the connections for which the others may wait in the middle of a forward, so that they wake."""
         for group in self._groups:
             _cut(group)
-        found = _meshes.pop(self.talk.device.type, None)
-        if found is not None and found[0]() is not None and found[0]() is dist.group.WORLD:
-            mesh = found[1]
+        world, mesh = _meshes.get(self.talk.device.type, (None, None))
+        if mesh is not None and world is not None and world() is dist.group.WORLD:
             dist.destroy_process_group(mesh.get_group())
             getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
-        super().failed(error, event, state)
+            _meshes[self.talk.device.type] = (lambda: None), mesh
 
     def _find_mesh(self) -> DeviceMesh:
         if self.parallel.mesh is not None:
@@ -76,7 +87,9 @@ class ShardEngine(JointEngine):
         found = _meshes.get(kind)
         if found is None or found[0]() is not world:
             # Not a group of the stream's: the State that is left after it is still in parts.
-            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=("shard",))
+            # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
+            name = "shard" if found is None else f"shard_{next(_serial)}"
+            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=(name,))
             found = _meshes[kind] = weakref.ref(world), mesh
             self.talk.keep()
         return found[1]
@@ -120,9 +133,14 @@ class ShardEngine(JointEngine):
         self._last = last
         params: Any = state.params
         origin = getattr(params, "origin", params)
-        leaves = FrozenDict(origin)
-        leaves.origin = origin
-        return leaves
+        trained = frozenset(state.model.trainable)
+
+        def gathered(name: str) -> Tensor:
+            whole: Tensor = whole_of(origin[name].detach())
+            return whole.requires_grad_(name in trained)
+
+        self._leaves = Leaves(origin, gathered, origin.__getitem__)
+        return self._leaves
 
     def apply(
         self,
@@ -169,13 +187,29 @@ class ShardEngine(JointEngine):
                 # It divides by the number of ranks.
                 factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
                 torch.autograd.backward(loss, factor)
+        self._leaves.close()
+        for name, whole in self._leaves.seen.items():
+            before = self._penalties.get(name)
+            self._penalties[name] = (
+                whole.grad if before is None else before if whole.grad is None else before + whole.grad
+            )
         if not self._last:
             return None
-        held = [self._held[name] for name in state.model.trainable]
-        found = tuple(each.grad for each in held)
-        for each in held:
+        held = {name: self._held[name] for name in state.model.trainable}
+        found: dict[str, Any] = {name: each.grad for name, each in held.items()}
+        for each in held.values():
             each.grad = None
-        return found
+        penalties, self._penalties = self._penalties, {}
+        for name in found:
+            if name in penalties:
+                found[name] = self._with_penalty(state.params[name], found[name], penalties[name])
+        return tuple(found.values())
+
+    def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
+        """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
+        total = torch.zeros_like(whole) if penalty is None else penalty.contiguous()
+        part = self._part(self.talk.sum(total) / self.ranks)
+        return part if gradient is None else gradient + part
 
     def _build(self, model: ModelDef) -> None:
         self._forget()
@@ -241,6 +275,7 @@ class ShardEngine(JointEngine):
     def _forget(self) -> None:
         self._module = self._model = self._copied = None
         self._held, self._buffers, self._groups = {}, [], ()
+        self._penalties = {}
 
 
 def _cut(group: FSDPModule) -> None:

@@ -1,0 +1,74 @@
+"""The parameters of a State between a forward and its backward, made when somebody looks.
+
+The forward runs on tensors of an engine's own, whose memory will be another State's in the next step. So that what a
+State shows never changes, it shows others, through which a penalty on weights has its gradient. In most runs nobody
+looks, and to make them for all parameters costs as much as a small layer for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any
+
+from torch import Tensor
+
+from pure_loop import _pytree
+from pure_loop.frozendict import FrozenDict
+
+__all__ = ["Leaves"]
+
+
+class Leaves(FrozenDict[str, Tensor]):
+    """Parameters by name.
+
+    Args:
+        origin: the parameters of the State.
+        make: from a name to the tensor that is shown, until :meth:`close`.
+        after: the same from then on, for those that nobody has looked at.
+    """
+
+    __slots__ = ("_after", "_make", "seen")
+
+    def __init__(
+        self, origin: FrozenDict[str, Tensor], make: Callable[[str], Tensor], after: Callable[[str], Tensor]
+    ) -> None:
+        super().__init__(origin)
+        self.origin = origin
+        self._make, self._after = make, after
+        self.seen: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        """The backward is over."""
+        self._make = self._after
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.seen:
+            if name not in self.origin:
+                raise KeyError(name)
+            self.seen[name] = self._make(name)
+        return self.seen[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - that would be this function itself
+
+    # dict(leaves) looks up each key only if iteration is a method of the class.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+
+def _flatten(leaves: Leaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
+    names = tuple(leaves)
+    return [leaves[name] for name in names], names, names
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> Mapping[str, Any]:
+    return FrozenDict(zip(names, children, strict=True))
+
+
+_pytree.register(Leaves, _flatten, _unflatten, attributes=False)
