@@ -37,5 +37,5 @@ def next_batch(
     batch = loaded.batch if padding else loaded
     counted = not padding and batch is not END
     samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
-    batch = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source.uneven)
+    batch = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source)
     return None if batch is END else (to_device(batch, state.device), samples, tokens)

@@ -6,7 +6,10 @@ from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from pure_loop._batches import next_batch
+from pure_loop.data import map_tensors
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -18,6 +21,11 @@ from pure_loop.state import State, outside_batch
 __all__ = ["Script", "evaluate", "evaluation", "predict"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+
+def _no_rows(tensor: Tensor) -> Tensor:
+    """Of a batch that only keeps a rank company."""
+    return tensor[:0] if tensor.ndim else tensor
 
 
 def _untimed() -> float:
@@ -74,7 +82,9 @@ def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: Sta
 
 def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
     """Evaluation by itself."""
-    state = stages.engine.start(outside_batch(state), {"evaluators": [each.label for each in evaluators]}, fresh=False)
+    state = stages.engine.start(
+        outside_batch(state), {"evaluators": [each.label for each in evaluators]}, fresh=state.position is None
+    )
     state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
         state = yield from evaluation(state, stages, evaluator)
@@ -84,7 +94,7 @@ def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator])
 
 def predict(state: State, stages: Stages, source: Source) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=False)
+    state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=state.position is None)
     batches = source.epoch(0)
     try:
         for number in count():
@@ -94,7 +104,10 @@ def predict(state: State, stages: Stages, source: Source) -> Script:
             state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
             state = yield Event.PREDICT_BATCH_START, state
             state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
-            state = yield Event.PREDICT_AFTER_FORWARD, stages.validate(state, label="predict", batch=number)
+            state = stages.validate(state, label="predict", batch=number)
+            if stages.engine.padding:
+                state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
+            state = yield Event.PREDICT_AFTER_FORWARD, state
             state = yield Event.PREDICT_BATCH_END, state
     finally:
         batches.close()

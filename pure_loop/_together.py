@@ -9,8 +9,10 @@ from typing import Any
 
 import attrs
 
+from pure_loop._parts import is_part
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, world_size
 from pure_loop.engine import ONE_RANK, Engine
+from pure_loop.errors import ResumeError
 from pure_loop.random import derive
 from pure_loop.sources import Share, Source, source
 from pure_loop.state import State
@@ -50,8 +52,17 @@ class Together:
         return device_of_rank(device)
 
     def engine(self, state: State) -> Engine:
-        """The engine for this State."""
+        """The engine for this State.
+
+        Raises:
+            ResumeError: there is one rank, and the State is in parts of several.
+        """
         if self.parallel is None:
+            if any(map(is_part, state.params.values())):
+                raise ResumeError(
+                    "this State is in parts, of which every rank holds one: go on with parallel='shard' on as many "
+                    "ranks, with parallel='replicate', or with state.module(), which all ranks gather together."
+                )
             return ONE_RANK
         from pure_loop.distributed.engines import engine_of
 

@@ -20,6 +20,7 @@ from pure_loop.frozendict import FrozenDict
 if TYPE_CHECKING:
     from pure_loop.metrics import Metric
     from pure_loop.optim import Optimizer
+    from pure_loop.sources import Source
     from pure_loop.state import State
 
 __all__ = ["ONE_RANK", "Engine"]
@@ -53,7 +54,7 @@ class Engine:
         seconds: Callable[[], float],
         event: Event,
         counted: bool,
-        uneven: str | None,
+        source: Source,
     ) -> Any:
         """The batch that this rank goes on with; END comes for all at once.
 
@@ -64,7 +65,7 @@ class Engine:
             seconds: how long it is since this was asked last.
             event: which comes next if there is a batch.
             counted: whether it counts: it is neither END nor padding.
-            uneven: what to do where some ranks have a batch and others none: "stop", "pad", or None for an error.
+            source: where it comes from.
         """
         return batch
 

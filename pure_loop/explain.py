@@ -88,6 +88,11 @@ def _settings(prepared: Prepared, given: dict[str, Any]) -> Iterator[tuple[str, 
     yield "data", _data(given["train_dataloader"], prepared.fit.source.length)
     end = state.timestamp.max_duration
     assert end is not None
+    if stages.engine.ranks > 1:
+        yield (
+            "ranks",
+            f"{stages.engine.ranks}, of which this is number {stages.engine.rank}; each has its part of a batch",
+        )
     yield "duration", _words.duration(end)
     if prepared.fit.iteration_length is not None:
         yield "iterations", f"of {_words.duration(prepared.fit.iteration_length)}"

@@ -19,7 +19,6 @@ from torch import Tensor
 from pure_loop._batches import next_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
 from pure_loop.algorithm import Handler
-from pure_loop.data import map_tensors
 from pure_loop.driver import run_silently
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.evaluator import BoundEvaluator
@@ -115,7 +114,12 @@ def gradients(state: State, stages: Stages) -> Script:
         if count > 1 or engine.ranks > 1:
             mean = _accumulate(mean, state.loss, weights.fractions[index])
     if mean is None and engine.ranks > 1:
-        mean = map_tensors(torch.zeros_like, state.loss)
+        loss = state.loss
+        mean = (
+            {name: torch.zeros_like(torch.as_tensor(part)) for name, part in loss.items()}
+            if isinstance(loss, dict)
+            else torch.zeros_like(loss)
+        )
     return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
@@ -343,10 +347,10 @@ def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[St
 
 
 def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
+    if not isinstance(fraction, Tensor) and fraction == 0:
+        return mean  # the loss of a microbatch that counts nothing may be NaN
     if isinstance(loss, dict):
         before = mean or dict.fromkeys(loss)
         return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
-    if not isinstance(fraction, Tensor) and fraction == 0:
-        return mean  # the loss of a microbatch that counts nothing may be NaN
     part = loss * fraction
     return part if mean is None else mean + part

@@ -151,6 +151,8 @@ class Source:
     # Whether it loads no more than its share.
     _shares = False
     uneven: Literal["stop", "pad"] | None = None
+    # What a rank keeps company with, when its own data has ended and that of others has not.
+    last_batch: Any = END
 
     def __init__(self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None) -> None:
         self._share = share

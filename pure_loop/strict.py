@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._parts import part_of
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
@@ -55,7 +56,8 @@ class Strict:
     def hand_over(self, state: State) -> None:
         """Remember a State by value before somebody gets it."""
         leaves: list[Any] = optree.tree_leaves(cast(Any, state), namespace=NAMESPACE)
-        self._given = [(leaf, leaf.detach().clone() if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
+        # Of tensors in parts the part: only this rank may be looking.
+        self._given = [(leaf, part_of(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
 
     def take_back(self, state: State, who: str, event: Event | None) -> None:
         """
@@ -103,6 +105,7 @@ def same(a: Any, b: Any) -> bool:
     >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     True
     """
+    a, b = part_of(a), part_of(b)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return False
@@ -121,5 +124,5 @@ def _path(state: State, index: int) -> str:
 
 
 def _short(tensor: Tensor) -> str:
-    flat = tensor.detach().flatten()
+    flat = part_of(tensor).detach().flatten()
     return f"{flat[:3].tolist()}{'...' if flat.numel() > 3 else ''}"

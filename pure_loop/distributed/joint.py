@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -12,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part
+from pure_loop._parts import is_part, whole_of
 from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import Weights, power_of_two
 from pure_loop.data import map_tensors
@@ -23,13 +24,15 @@ from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
-from pure_loop.sources import END
+from pure_loop.sources import END, Source
 from pure_loop.state import State
 
 __all__ = ["JointEngine"]
 
 # What a rank has instead of a batch that counts.
 _NOTHING, _PADDING, _BATCH = 0, 1, 2
+# Numbers of a buffer that cost nothing to exchange, whether or not something was written to it.
+_SMALL = 4096
 # Which event follows the end of the data, by the one that follows a batch.
 _ENDS = {
     Event.AFTER_DATALOADER: Event.EPOCH_END,
@@ -50,7 +53,10 @@ class JointEngine(Engine):
         self.parallel = parallel
         self.talk = ranks
         self.rank, self.ranks = ranks.rank, ranks.size
-        self._last_batch: Any = END
+        # How many batches an evaluation or prediction has had.
+        self._given = 0
+        # What this rank has to say of the last batch, which has to be the same on all.
+        self._signature = 0.0
         # Samples, tokens and seconds of the batch: of this rank's part of it, and of the whole.
         self._mine = self._counts = (0, 0, 0.0)
         # How much everybody's part of the batch weighs, all of it, and what the sum of gradients is divided by.
@@ -65,14 +71,20 @@ class JointEngine(Engine):
         self._written: frozenset[str] | None = None
         self._epoch: int | None = None
 
+    # Whether ranks exchange in every forward, so that one without a batch would let the others wait.
+    _meets_before_forwards = False
+
     # The beginning and the end.
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         self.talk.connect()
         mine = {**{name: repr(value) for name, value in settings.items()}, **_model(state)}
+        mine |= {f"parallel.{name}": repr(getattr(self.parallel, name)) for name in ("kind", "data", "uneven")}
         if not fresh:
             mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
         self._compare(mine, "is about to do something else than rank 0")
+        if any(map(is_part, state.params.values())) and self.parallel.kind == "replicate":
+            state = optree.tree_map(whole_of, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
         if fresh:
             return self._shared(state)
         self._compare(_digests(state), "goes on from another State than rank 0")
@@ -111,7 +123,20 @@ class JointEngine(Engine):
                     )
 
     def meet(self, state: State, event: Event) -> None:
-        self.talk.exchange(event, state.timestamp.batch)
+        everybody = self.talk.exchange(event, state.timestamp.batch, self._signature)
+        self._refuse_others([row[0] for row in everybody])
+
+    def _refuse_others(self, signatures: list[float]) -> None:
+        """
+        Raises:
+            DistributedError: the losses of the last batch reached other parameters on one rank than on another.
+        """
+        if any(each != signatures[0] for each in signatures):
+            raise DistributedError(
+                "the losses of the last batch reached other parameters on one rank than on another, and with "
+                'parallel="shard" their gradients were mixed up: go on from a State before it, and let every batch '
+                'reach all parameters, or write parallel="replicate".'
+            )
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
         self._forget()
@@ -135,32 +160,47 @@ class JointEngine(Engine):
         seconds: Callable[[], float],
         event: Event,
         counted: bool,
-        uneven: str | None,
+        source: Source,
     ) -> Any:
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
-        if uneven is not None:
-            batch = self._vote(state, batch, event, counted, uneven)
+        if source.uneven is not None:
+            batch = self._vote(state, batch, event, counted, source)
         if batch is END:
-            self.meet(state, _ENDS[event])
+            given, self._given = self._given, 0
+            self._refuse_uneven(self.talk.exchange(_ENDS[event], state.timestamp.batch, given), event)
+            return END
+        self._given += event is not Event.AFTER_DATALOADER
+        if self._meets_before_forwards and event is not Event.AFTER_DATALOADER:
+            self.meet(state, event)
         self.padding = not counted
         return batch
 
-    def _vote(self, state: State, batch: Any, event: Event, counted: bool, uneven: str) -> Any:
+    def _refuse_uneven(self, given: list[tuple[float, ...]], event: Event) -> None:
+        """
+        Raises:
+            DistributedError: the evaluators, or predictions, of ranks had unequally many batches.
+        """
+        if any(row != given[0] for row in given):
+            stand = self.talk.stand([f"at the end of its data after {int(row[0])} batches" for row in given])
+            raise DistributedError(
+                f"before {_ENDS[event].name} {stand}. Each batch is split over the ranks, so every rank has to be "
+                "given the same data; where each has its own write parallel=pl.distributed.Parallel(data='own')."
+            )
+
+    def _vote(self, state: State, batch: Any, event: Event, counted: bool, source: Source) -> Any:
         """The batch that this rank goes on with, where each has data of its own; END comes for all at once."""
         has = _BATCH if counted else _NOTHING if batch is END else _PADDING
         everybody = [row[0] for row in self.talk.exchange(event, state.timestamp.batch, has)]
-        if max(everybody) == _NOTHING or (uneven == "stop" and _NOTHING in everybody):
-            self._last_batch = END
+        if max(everybody) == _NOTHING or (source.uneven == "stop" and _NOTHING in everybody):
+            source.last_batch = END
             return END
+        if batch is END and source.last_batch is END:
+            # Training went on from a State at which this rank's data had ended already.
+            source.last_batch = deque(source.epoch(state.timestamp.epoch), maxlen=1)[0]
         if batch is END:
-            if self._last_batch is END:
-                raise DataError(
-                    f"rank {self.rank} of {self.ranks} has no batch in epoch {state.timestamp.epoch}, and others have: "
-                    "to take part in theirs it needs one of its own at least. Give it data, or write uneven='stop'."
-                )
-            batch = self._last_batch
-        if uneven == "pad":
-            self._last_batch = batch
+            batch = source.last_batch
+        if source.uneven == "pad":
+            source.last_batch = batch
         return batch
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
@@ -177,14 +217,16 @@ class JointEngine(Engine):
         mine: list[Any] = [0] * len(weights) if self.padding else list(weights)
         mine = [w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in mine]
         self._batch = state.timestamp.batch
-        if any(isinstance(weight, Tensor) for weight in mine):
+        # By the weights that were given: all ranks have to take the same way.
+        if any(isinstance(weight, Tensor) and weight.device.type != "cpu" for weight in weights):
             share = torch.as_tensor(sum(mine), dtype=torch.float64, device=state.device).reshape(1)
             self._on_device = self.talk.sum(share)[0]
-            own = 0.0
+            own = 0.0 if self.padding else 1.0
         else:
             self._on_device = None
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-        self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, len(mine), own, *self._mine)
+        numbers = (len(mine), own, *self._mine, self._signature)
+        self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # Nobody waits for the answer before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
         if split or self._power is None or self._on_device is not None or state.loss_scale is not None:
@@ -200,7 +242,8 @@ class JointEngine(Engine):
         if self._asked is None:
             return 0
         everybody, self._asked = self._asked(), None
-        self._weights = [row[1] for row in everybody] if self._on_device is None else []
+        self._refuse_others([row[5] for row in everybody])
+        self._weights = [row[1] for row in everybody]
         self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
         self._counts = int(sum(row[2] for row in everybody)), int(sum(row[3] for row in everybody)), everybody[0][4]
@@ -208,7 +251,11 @@ class JointEngine(Engine):
 
     def divisor(self, weights: Weights) -> Any:
         self._answered()
-        Weights.of([0], self._batch, self._total)  # refuses a whole that weighs nothing
+        if self._on_device is None and not 0 < self._total < math.inf:
+            raise DataError(
+                f"batch {self._batch} weighs {self._weights}, rank by rank: weights are finite, not negative, and not "
+                "all zero. By default a microbatch weighs its samples; task=pl.Task(weight=...) says otherwise."
+            )
         self._divisor = self._total / self._power
         return self._divisor
 
@@ -256,12 +303,16 @@ class JointEngine(Engine):
         )
 
     def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
-        """The buffers that forwards write to, judged by the first batch of each epoch; the same on all ranks."""
+        """The buffers that are small, or to which forwards write in the first batch of an epoch; the same on all."""
         if not state.buffers:
             return []
         epoch = state.timestamp.epoch
         if self._written is None or epoch != self._epoch:
-            changed = [name for name, tensor in state.buffers.items() if not torch.equal(tensor, before[name])]
+            changed = [
+                name
+                for name, tensor in state.buffers.items()
+                if tensor.numel() <= _SMALL or not torch.equal(tensor, before[name])
+            ]
             found = frozenset(name for names in self.talk.gather(changed) for name in names)
             self._written = found | (self._written or frozenset())
             self._epoch = epoch

@@ -100,6 +100,10 @@ class Parallel:
             raise ArgumentError(f"Parallel(bucket_cap_mb={self.bucket_cap_mb!r}): give a number above 0, or None.")
         if self.mesh is not None:
             _check_mesh(self.mesh, self.kind)
+        others = ("mesh", "groups") if self.kind == "replicate" else ("bucket_cap_mb", "find_unused_parameters")
+        for name in others:
+            if getattr(self, name) is not None:
+                raise ArgumentError(f"Parallel(kind={self.kind!r}, {name}=...): {self.kind!r} has no use for {name}.")
         _ = self.seconds
 
     @property

@@ -127,7 +127,7 @@ class Ranks:
     def _refuse_other_places(self, rows: list[list[float]]) -> NoReturn:
         places = [f"about to come to {_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
         raise DistributedError(
-            f"the ranks have lost step: {self._stand(places)}. Every rank has to be given the same data, durations, "
+            f"the ranks have lost step: {self.stand(places)}. Every rank has to be given the same data, durations, "
             "evaluators and algorithms, and none may leave the loop alone; where each gives data of its own write "
             "parallel=pl.distributed.Parallel(data='own')."
         )
@@ -234,9 +234,10 @@ class Ranks:
                 f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than the "
                 f"timeout of {self.timeout:g} s.{unreachable} Look at the output of that process."
             )
-        return f"{head}a connection between ranks broke, though all of them are alive."
+        places = "; ".join(f"rank {rank} {text.partition('|')[2]}" for rank, text in sorted(said.items()))
+        return f"{head}a connection between ranks broke, though all of them are alive: {places}."
 
-    def _stand(self, places: Sequence[str]) -> str:
+    def stand(self, places: Sequence[str]) -> str:
         """Where ranks are, those at the same place together."""
         groups: dict[str, list[int]] = {}
         for rank, place in enumerate(places):

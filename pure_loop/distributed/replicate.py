@@ -48,12 +48,14 @@ class ReplicateEngine(JointEngine):
     _bound: FrozenDict[str, Tensor] = FrozenDict()
     _averaging: DistributedDataParallel | None = None
     _leaves: Leaves | None = None
+    _anchor: nn.Parameter
 
     def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
             return state.model.leaves(state.params)
         if self._model is not state.model:
             self._hold(state)
+        torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
         params = getattr(params, "origin", params)
         for name, held in self._held.items():
@@ -113,19 +115,16 @@ class ReplicateEngine(JointEngine):
         averaging = self._averaging
         if averaging is None:
             averaging = self._averaging = self._wrapped(state, loss)
-        reached = before = self._put_before(state)
+        reached = self._put_before(state)
         if loss is None and not averaging.find_unused_parameters:
             reached = list(self._held.values())
-        elif loss is None:
-            reached = before or list(self._held.values())[:1]
-        elif not averaging.find_unused_parameters:
-            reached = []
         with GradMode(True):
             if reached:
-                # Nothing of each, so that its gradient takes part.
+                # Nothing of each, so that its gradient takes part, though this microbatch may leave it out.
                 nothing = torch.stack([each.reshape(-1)[:0].sum() for each in reached]).sum()
                 loss = nothing if loss is None else loss + nothing.to(loss)
-            assert loss is not None
+            if loss is None:
+                loss = self._anchor[:0].sum()
             # It divides by the number of ranks.
             factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
             averaging(loss).backward(factor)
@@ -162,8 +161,13 @@ class ReplicateEngine(JointEngine):
         options: dict[str, Any] = {}
         if self.parallel.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.parallel.bucket_cap_mb
+        held = list(self._held.values())
+        if unused:
+            # What a rank without samples reaches: a backward that reaches nothing ends before the others are heard.
+            self._anchor = nn.Parameter(torch.zeros(1, device=state.device))
+            held.append(self._anchor)
         return DistributedDataParallel(
-            _Holder(list(self._held.values())),
+            _Holder(held),
             process_group=self.talk.group,
             find_unused_parameters=bool(unused),
             init_sync=False,

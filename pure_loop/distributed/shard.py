@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ class ShardEngine(JointEngine):
     """Parameters in parts, gathered by ``fully_shard`` where they are needed."""
 
     _mesh: DeviceMesh
+    _meets_before_forwards = True
     _model: ModelDef | None = None
     _module: Any = None
     _groups: Sequence[FSDPModule] = ()
@@ -156,6 +158,7 @@ class ShardEngine(JointEngine):
         module = self._module
         origin = getattr(params, "origin", params)
         if self._copied is not origin:
+            torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
@@ -199,6 +202,9 @@ class ShardEngine(JointEngine):
         found: dict[str, Any] = {name: each.grad for name, each in held.items()}
         for each in held.values():
             each.grad = None
+        # fully_shard puts the gradients that there are one after the other, whichever they are.
+        missing = ",".join(name for name, each in found.items() if each is None)
+        self._signature = float(zlib.crc32(missing.encode()))
         penalties, self._penalties = self._penalties, {}
         for name in found:
             if name in penalties:
@@ -213,6 +219,12 @@ class ShardEngine(JointEngine):
 
     def _build(self, model: ModelDef) -> None:
         self._forget()
+        scalars = [name for name, tensor in model._skeleton.named_parameters() if not tensor.ndim]
+        if scalars:
+            raise ModelError(
+                f"{type(model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
+                "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
+            )
         module = copy.deepcopy(model._skeleton)
         groups = self.parallel.groups
         chosen = (

@@ -115,7 +115,10 @@ def on_ranks(
 
 @law(
     "ranks that each train on their part of every batch come to what one rank comes to on the whole",
-    rests_on=("purity", "memory", "order", "value", "microbatch_invariance", "rank_agreement"),
+    rests_on=(
+        *("purity", "memory", "order", "value", "determinism", "visibility", "microbatch_invariance"),
+        *("evaluation_invariance", "observer_invariance", "composition", "resumption", "closing", "rank_agreement"),
+    ),
     serves=lambda problem: problem.separable,
     serves_what="separable: the loss of a batch is the mean of those of its samples",
 )
