@@ -997,3 +997,40 @@ def test_a_rank_without_samples_predicts_nothing():
 def test_settings_of_the_other_kind_are_refused(wrong):
     with pytest.raises(pl.ArgumentError, match="has no use for"):
         Parallel(**wrong)
+
+
+class _Late(torch.nn.Module):
+    """Writes to its buffer from the third forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(1))
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            if self.steps > 2:
+                self.mean += x.mean()
+        return self.layer(x)
+
+
+def test_buffers_that_are_written_to_late_agree_as_well():
+    data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(4)]
+
+    def program(rank):
+        stream = pl.fit(
+            _Late(),
+            data,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ep",
+            parallel="replicate",
+        )
+        return dict(pl.run(stream).buffers)
+
+    # The means over the third and the fourth batch.
+    for buffers in pool().run(program):
+        assert buffers["steps"] == 4
+        assert buffers["mean"] == pytest.approx(6.0 + 8.0)

@@ -31,8 +31,6 @@ __all__ = ["JointEngine"]
 
 # What a rank has instead of a batch that counts.
 _NOTHING, _PADDING, _BATCH = 0, 1, 2
-# Numbers of a buffer that cost nothing to exchange, whether or not something was written to it.
-_SMALL = 4096
 # Which event follows the end of the data, by the one that follows a batch.
 _ENDS = {
     Event.AFTER_DATALOADER: Event.EPOCH_END,
@@ -303,7 +301,7 @@ class JointEngine(Engine):
         )
 
     def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
-        """The buffers that are small, or to which forwards write in the first batch of an epoch; the same on all."""
+        """The buffers that are cheap, or to which forwards write in the first batch of an epoch; the same on all."""
         if not state.buffers:
             return []
         epoch = state.timestamp.epoch
@@ -311,7 +309,7 @@ class JointEngine(Engine):
             changed = [
                 name
                 for name, tensor in state.buffers.items()
-                if tensor.numel() <= _SMALL or not torch.equal(tensor, before[name])
+                if _is_cheap(tensor) or not torch.equal(tensor, before[name])
             ]
             found = frozenset(name for names in self.talk.gather(changed) for name in names)
             self._written = found | (self._written or frozenset())
@@ -334,6 +332,11 @@ class JointEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(state.device), reduce(merge, parts))
         return merged
+
+
+def _is_cheap(buffer: Tensor) -> bool:
+    """Whether it costs little to exchange a buffer in every batch, whether or not something is written to it."""
+    return buffer.numel() <= (4096 if buffer.is_floating_point() else 1)
 
 
 def _is_wide(tensor: Tensor) -> bool:
