@@ -11,7 +11,6 @@ import copy
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
 from typing import Any, TypeVar
 
 import optree
@@ -38,9 +37,9 @@ __all__ = ["ShardEngine", "repeated_layers"]
 
 T = TypeVar("T")
 
-# With the default process group in which each was made, and with which it goes.
-_meshes: dict[str, tuple[Any, DeviceMesh]] = {}
-_serial = count(2)
+# For each kind of device: the default process group in which the mesh was made, and with which it goes (None once it is
+# broken), how many there have been, and the mesh.
+_meshes: dict[str, tuple[weakref.ref[Any] | None, int, DeviceMesh]] = {}
 
 
 class ShardEngine(JointEngine):
@@ -75,26 +74,29 @@ class ShardEngine(JointEngine):
         """Break the connections for which the others may wait in the middle of a forward, so that they wake."""
         for group in self._groups:
             _cut(group)
-        world, mesh = _meshes.get(self.talk.device.type, (None, None))
-        if mesh is not None and world is not None and world() is dist.group.WORLD:
+        made, number, mesh = _meshes.get(self.talk.device.type, (None, 0, None))
+        if mesh is not None and made is not None and made() is dist.group.WORLD:
             dist.destroy_process_group(mesh.get_group())
             getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
-            _meshes[self.talk.device.type] = (lambda: None), mesh
+            _meshes[self.talk.device.type] = None, number, mesh
 
     def _find_mesh(self) -> DeviceMesh:
         if self.parallel.mesh is not None:
             return self.parallel.mesh
         kind = self.talk.device.type
         world = dist.group.WORLD
-        found = _meshes.get(kind)
-        if found is None or found[0]() is not world:
+        made, number, mesh = _meshes.get(kind, (None, 0, None))
+        usable = made is not None and made() is world
+        # A fault may have broken it on some ranks only.
+        everybody = self.talk.gather((usable, number))
+        if mesh is None or any(each != (True, number) for each in everybody):
             # Not a group of the stream's: the State that is left after it is still in parts.
+            number = 1 + max(each for _, each in everybody)
             # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
-            name = "shard" if found is None else f"shard_{next(_serial)}"
-            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=(name,))
-            found = _meshes[kind] = weakref.ref(world), mesh
+            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=(f"shard_{number}",))
+            _meshes[kind] = weakref.ref(world), number, mesh
             self.talk.keep()
-        return found[1]
+        return mesh
 
     @property
     def _placements(self) -> tuple[Placement, ...]:
