@@ -235,7 +235,7 @@ def test_char_transformer(alone: list[tuple[int, float]]) -> None:
     assert alone[-1][1] < 3.2 < 4.0 < alone[0][1]
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+@pytest.mark.parametrize("parallel", ["replicate", pytest.param("shard", marks=pytest.mark.thorough)])
 def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, float]]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     together = transformer(*torchrun, parallel=parallel)

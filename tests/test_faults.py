@@ -68,9 +68,7 @@ def says(text, *parts):
     assert not missing, f"{missing} is not in: {text}"
 
 
-@pytest.mark.parametrize(
-    "event", [Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EPOCH_END]
-)
+@pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.EPOCH_END])
 def test_a_rank_that_raises(pool, kind, event):
     def program(rank):
         @pl.algorithm(event)

@@ -58,7 +58,7 @@ def rank_of_world():
 
 
 @given(testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]), rank_of_world())
-@examples(fast=24, thorough=1500)
+@examples(fast=14, thorough=1500)
 def test_ranks_are_one_rank(case, chosen):
     kind, ranks = chosen
     alone = witness(whole(case, ranks).stream())
@@ -69,7 +69,7 @@ def test_ranks_are_one_rank(case, chosen):
 
 
 @given(testing.cases(problems="linear", optimizers=["sgd"], precisions=["amp_bf16"]), rank_of_world())
-@examples(fast=6, thorough=300)
+@examples(fast=4, thorough=300)
 def test_ranks_are_one_rank_in_bfloat16(case, chosen):
     kind, ranks = chosen
     # The sums of a gradient are rounded to 8 bits, here and there in another place, and steps add up.
@@ -80,7 +80,7 @@ def test_ranks_are_one_rank_in_bfloat16(case, chosen):
 
 
 @given(testing.cases(problems="exact", optimizers=["sgd"], precisions=["fp32"], clip_grads=[None]), rank_of_world())
-@examples(fast=8, thorough=500)
+@examples(fast=5, thorough=500)
 def test_gradients_are_bitwise_those_of_one_rank_where_sums_are_exact(case, chosen):
     kind, ranks = chosen
 
@@ -97,7 +97,7 @@ def test_gradients_are_bitwise_those_of_one_rank_where_sums_are_exact(case, chos
 
 
 @given(testing.cases(), rank_of_world())
-@examples(fast=8, thorough=500)
+@examples(fast=5, thorough=500)
 def test_all_ranks_yield_the_same_events_counts_and_values(case, chosen):
     kind, ranks = chosen
 
