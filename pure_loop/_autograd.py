@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ try:  # private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.
 except ImportError:
     _run_engine = None  # type: ignore[assignment, unused-ignore]
 
-__all__ = ["GradMode", "gradient_of", "refuse_strangers"]
+__all__ = ["GradMode", "gradient_of", "graph_of", "refuse_strangers"]
 
 
 class GradMode:
@@ -57,6 +57,24 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
     return found
 
 
+def graph_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph that a tensor came from, each once.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> [type(node).__name__ for node in graph_of(2 * x)]
+    ['MulBackward0', 'AccumulateGrad']
+    """
+    seen: set[Any] = set()
+    open_nodes: list[Any] = [tensor.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [function for function, _ in node.next_functions]
+        yield node
+
+
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = ()) -> None:
     """Refuse a loss whose graph goes where gradients would be lost without an error.
 
@@ -67,14 +85,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = ()) -> None:
             checkpoint.
     """
     family = None if known is None else set(map(id, known))
-    seen: set[Any] = set()
-    open_nodes: list[Any] = [loss.grad_fn]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        open_nodes += [function for function, _ in node.next_functions]
+    for node in graph_of(loss):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":
             raise ModelError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop._autograd import GradMode
+from pure_loop._autograd import GradMode, graph_of
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.errors import ModelError
@@ -194,14 +194,5 @@ class ReplicateEngine(JointEngine):
 
 def _count_unreached(loss: Tensor, parameters: Iterable[Tensor]) -> int:
     """How many of these parameters the loss doesn't depend on."""
-    reached: set[int] = set()
-    seen: set[Any] = set()
-    todo: list[Any] = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [function for function, _ in node.next_functions]
-        reached.add(id(getattr(node, "variable", None)))
+    reached = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
     return sum(id(parameter) not in reached for parameter in parameters)
