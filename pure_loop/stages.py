@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pure_loop._autograd import GradMode, gradient_of, refuse_strangers
 from pure_loop._finite import find_nonfinite, gradients_nonfinite, loss_is_finite, nonfinite_error, total_loss
+from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import map_tensors
 from pure_loop.engine import ONE_RANK, Engine
@@ -384,7 +385,7 @@ def _where(condition: Tensor, yes: Any, no: Any) -> Any:
     if any(a != b for a, b in plain):
         return yes if bool(condition) else no
     chosen = [
-        torch.where(condition, a, b) if isinstance(b, Tensor) and a is not b else b
+        with_part(b, torch.where(condition, part_of(a), part_of(b))) if isinstance(b, Tensor) and a is not b else b
         for a, b in zip(others, leaves, strict=True)
     ]
     return optree.tree_unflatten(spec, chosen)

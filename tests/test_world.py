@@ -414,6 +414,7 @@ def _table(n):
 LOADERS = {
     "table": lambda: DataLoader(_table(13), batch_size=4, shuffle=True),
     "workers": lambda: DataLoader(_table(13), batch_size=4, shuffle=True, num_workers=1),
+    "persistent": lambda: DataLoader(_table(13), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True),
     "collate": lambda: DataLoader(_table(13), batch_size=4, collate_fn=torch.utils.data.default_collate, shuffle=True),
     "list": lambda: [(torch.arange(float(i), i + 4).reshape(4, 1), torch.zeros(4, 1)) for i in range(0, 12, 4)],
     "iterable": lambda: DataLoader(_Stream(13), batch_size=4),
