@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pure_loop import optim
 from pure_loop._signature import accepts, name_of
+from pure_loop.donation import CAN_COUNT, Donation
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -19,6 +20,7 @@ from pure_loop.time import Time, TimeUnit
 
 __all__ = [
     "read_clip",
+    "read_donate",
     "read_duration",
     "read_iteration_length",
     "read_watch",
@@ -148,3 +150,16 @@ def _ours(cls: type) -> str:
     name = cls.__name__
     same = f"pl.optim.{name.lower()}(lr=...) or " if hasattr(optim, name.lower()) else ""
     return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
+
+
+def read_donate(donate: Any, ranks: int) -> Donation | None:
+    """What ``donate=`` asks for; on several ranks, which share their memory with torch's own modules, nothing.
+
+    Raises:
+        ArgumentError: it is none of True, False and "auto".
+    """
+    if donate is not True and donate is not False and donate != "auto":
+        raise ArgumentError(f'donate={donate!r}: write "auto", True or False.')
+    if not donate or ranks > 1 or (donate == "auto" and not CAN_COUNT):
+        return None
+    return Donation(always=donate is True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pure_loop.errors import NonFiniteError
 from pure_loop.state import NON_FINITE_ADVICE, State
 
-__all__ = ["find_nonfinite", "gradients_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
+__all__ = ["find_nonfinite", "gradients_nonfinite", "is_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
 
 
 def total_loss(loss: Any) -> Tensor:
@@ -36,6 +36,10 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
+# Zeros that the kernel has left alone; who uses one takes it out meanwhile.
+_zeros: list[Tensor] = []
+
+
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     """1 where the loss or one of these tensors is not finite, else 0; float32, shape (1,), on their device.
 
@@ -44,17 +48,33 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     """
     device = loss.device
     found = torch.zeros(1, dtype=torch.float32, device=device)
-    one = _one(device)
-    tensors = list(fresh)
+    _look(list(fresh), found)
+    if device.type == "cpu":
+        return found if math.isfinite(loss.item()) else _one(device)
+    return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
+
+
+def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
+    """The same as a bool, at once; for the CPU."""
+    try:
+        found = _zeros.pop()
+    except IndexError:
+        found = torch.zeros(1)
+    _look(fresh, found)
+    if found.item():
+        return True
+    _zeros.append(found)
+    return not math.isfinite(loss.item())
+
+
+def _look(tensors: list[Tensor], found: Tensor) -> None:
+    one = _one(found.device)
     if len(set(map(_dtype, tensors))) == 1 and not tensors[0].is_complex():
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
-    else:
-        for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            torch._amp_foreach_non_finite_check_and_unscale_([real], found, one)
-    if device.type == "cpu":
-        return found if math.isfinite(loss.item()) else one
-    return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
+        return
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        torch._amp_foreach_non_finite_check_and_unscale_([real], found, one)
 
 
 def gradients_nonfinite(grads: Iterable[Tensor]) -> Tensor:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
+from sys import _getframe, getrefcount
 from typing import Any, NoReturn
+from weakref import ref
 
 import optree
 import torch
 
+from pure_loop._consumer import gives_up
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
+from pure_loop.donation import Donation
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -217,6 +221,10 @@ def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
     raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed {field}, and may not: {reason}.")
 
 
+def _no_state() -> None:
+    """Stands for a reference to the last State that was handed over, before there is one."""
+
+
 def run_script(
     script: Generator[tuple[Event, State], State, State],
     handlers: Handlers,
@@ -227,15 +235,19 @@ def run_script(
     watch: Collection[Event] | None = None,
     strict: Strict | None = None,
     failed: Callable[[BaseException, Event, State | None], None] | None = None,
+    donation: Donation | None = None,
 ) -> Generator[tuple[Event, State], None, None]:
     """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it.
 
     However the stream ends, the functions in ``closing`` are called then; before them ``failed``, if it ends before the
-    script does, with the error (GeneratorExit where the loop was left), the last event and its State.
+    script does, with the error (GeneratorExit where the loop was left), the last event and its State. ``donation`` is
+    told before each update who else has the State.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last = script.send, Event.INIT
     plain = watch is None and strict is None
+    updating = None if donation is None else Event.AFTER_TRAIN_BATCH
+    shown: Any = _no_state
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -262,15 +274,29 @@ def run_script(
                     _observe(event, given, observing, strict)
             if plain:
                 yield event, given
-                continue
-            if watch is None or event in watch:
+                if event is not updating:
+                    continue
+            elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
                 yield event, given
+                shown = ref(given)
                 if strict is not None:
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
                 strict.hand_over(given)
+            if donation is not None and event is updating:
+                # Counted here, where nothing but variables refers to it: `given` and `state`, that of the script if it
+                # is the one that it yielded, and what is counted with.
+                same, state = given is state, given
+                others = getrefcount(given) - 3 - same
+                held = given if plain else shown()
+                if held is None or held is given:
+                    held, gives = None, others == 1 and gives_up(_getframe(1), given)
+                else:
+                    gives = getrefcount(held) == 3 and gives_up(_getframe(1), held)
+                donation.look(others, held, gives)
+                del held
     except BaseException as error:
         if failed is not None:
             failed(error, event, given)
@@ -281,6 +307,8 @@ def run_script(
                 stack.callback(close)
             if given is not None:
                 stack.callback(given.model.release)
+                if donation is not None:
+                    stack.callback(donation.forget)
             stack.callback(script.close)
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "CallbackReturnError",
     "DataError",
     "DistributedError",
+    "DonatedStateError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -105,6 +106,10 @@ class FrozenDictError(PureLoopError, TypeError):
 
 class FrozenStateError(PureLoopError, AttributeError):
     """A field of a State was assigned to or deleted."""
+
+
+class DonatedStateError(PureLoopError, RuntimeError):
+    """The memory of a State was reused by the step that followed it, and the State was touched all the same."""
 
 
 class MissingExtraError(PureLoopError, ImportError):

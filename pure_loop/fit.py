@@ -17,6 +17,7 @@ from torch import nn
 from pure_loop import loop
 from pure_loop._arguments import (
     read_clip,
+    read_donate,
     read_duration,
     read_iteration_length,
     read_watch,
@@ -91,7 +92,7 @@ def fit(
     batches_per_epoch: int | None = None,
     iteration_length: str | Time | None = None,
     watch: Collection[Event | str] | None = None,
-    donate: bool = False,
+    donate: bool | Literal["auto"] = "auto",
     compile: bool = False,
     strict: bool = False,
     order: Literal["current", "2021"] = "current",
@@ -127,7 +128,9 @@ def fit(
         batches_per_epoch: cut epochs to so many batches; gives endless data epochs.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
-        donate: reuse the memory of the last State (not in this version).
+        donate: let a step write the new parameters where the old ones are. ``"auto"``: where nobody can tell, because
+            nobody but the loop variable has them; ``True``: always, and a State that you kept raises DonatedStateError
+            when it is touched; ``False``: never. See :mod:`pure_loop.donation`.
         compile: compile the step (not in this version).
         strict: check while training the order of events and, by value, that nobody changes a State.
         order: ``"current"``, or ``"2021"``, the order of the older documents.
@@ -167,6 +170,7 @@ def _start(prepared: Prepared) -> Stream:
         watch=prepared.watch,
         strict=Strict.of_order(prepared.order) if prepared.strict else None,
         failed=engine.failed if engine.ranks > 1 else None,
+        donation=stages.donation,
     )
 
 
@@ -201,7 +205,7 @@ def prepare(
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
-    later = (("load_path", load_path, None), ("donate", donate, False), ("compile", compile, False))
+    later = (("load_path", load_path, None), ("compile", compile, False))
     for name, value, default in later:
         if value is not default:
             raise ArgumentError(f"{name}={value!r}: this version of pure_loop can't do that yet; leave {name} out.")
@@ -223,15 +227,17 @@ def prepare(
     observed, objects, group = observers(callbacks, loggers, Recorder(optimizer), together.rank)
     state, fresh = first_state(model_or_state, seed, together.device(device))
     module = state.model._skeleton
+    engine = together.engine(state)
     stages = LoopStages(
         task=make_task(module, loss, task),
-        engine=together.engine(state),
+        engine=engine,
         optimizer=optimizer,
         precision=mode,
         microbatch_size=_positive(refuse_auto(microbatch_size), "microbatch_size"),
         clip_grad=read_clip(clip_grad),
         nonfinite=nonfinite,
         handlers=bind(listed),
+        donation=None if strict else read_donate(donate, engine.ranks),
     )
     if isinstance(train_dataloader, nn.Module | State):
         raise ArgumentTypeError(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pure_loop import _pytree
-from pure_loop.errors import FrozenDictError
+from pure_loop.errors import DonatedStateError, FrozenDictError
 
-__all__ = ["FrozenDict"]
+__all__ = ["OVERWRITTEN", "FrozenDict", "overwritten"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -37,13 +37,17 @@ class FrozenDict(dict[K, V]):
     """
 
     # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
-    # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py).
+    # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py); of those of a
+    #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
-    __slots__ = ("__weakref__", "holder", "layout", "origin")
+    # `tensors`: of such a mapping, its values as a list.
+    __slots__ = ("__weakref__", "holder", "layout", "origin", "tensors")
 
     holder: Any
 
-    layout: list[Any]
+    layout: Any
+
+    tensors: list[Any]
 
     origin: FrozenDict[K, V]
 
@@ -91,3 +95,40 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[st
 
 
 _pytree.register(FrozenDict, _flatten, _unflatten, attributes=False)
+
+
+class _Overwritten(FrozenDict[Any, Any]):
+    """What stands in a State for a mapping whose tensors the next step has written to."""
+
+    __slots__ = ()
+
+    def _refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
+        raise DonatedStateError(
+            "the parameters and the optimizer's memory of this State were overwritten by the step that followed it. "
+            'With donate=True that happens to every State: write donate="auto", which leaves alone what is kept, or '
+            'donate=False. With "auto" it happens to a State whose step failed half-way, and to one that another '
+            "thread reads from the loop's variable while the step runs: give the thread a variable of its own."
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = _refuse_reading
+    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _refuse_reading
+    origin = property(_refuse_reading)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "FrozenDict(overwritten by the next step)"
+
+
+OVERWRITTEN: FrozenDict[Any, Any] = _Overwritten()
+
+
+def overwritten(mapping: FrozenDict[K, V]) -> FrozenDict[K, V]:
+    """Another mapping with the same contents; to read this one is an error from now on, whoever has it."""
+    other = FrozenDict(mapping)
+    for name in ("layout", "tensors"):
+        if hasattr(mapping, name):
+            setattr(other, name, getattr(mapping, name))
+            delattr(mapping, name)
+    dict.clear(mapping)
+    mapping.__class__ = _Overwritten
+    return other

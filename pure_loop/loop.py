@@ -123,9 +123,9 @@ def gradients(state: State, stages: Stages) -> Script:
     return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
-def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
-    """One batch: its gradient, and the step of the optimizer."""
-    stages = fit.stages
+def batch(given: list[State], fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
+    """One batch: its gradient, and the step of the optimizer. ``given`` is handed over, as to :func:`epoch`."""
+    state, stages = given.pop(), fit.stages
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
     buffers = state.buffers
@@ -137,8 +137,13 @@ def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatc
     return (yield Event.BATCH_END, state)
 
 
-def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
-    """The rest of an epoch, from the boundary ``at``."""
+def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
+    """The rest of an epoch, from the boundary ``at``.
+
+    ``given`` is a list of one State, which is taken out of it: as a variable of the script that waits for this one, the
+    State would keep its parameters alive for as long.
+    """
+    state = given.pop()
     in_the_middle = state.timestamp.batch_in_epoch > 0
     if not in_the_middle and at is not Event.EPOCH_START:
         state = yield Event.EPOCH_START, state
@@ -152,7 +157,9 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
                     break
                 state, samples, tokens = loaded
                 state = yield Event.AFTER_DATALOADER, state
-                state = yield from batch(state, fit, samples, tokens, stopwatch)
+                given.append(state)
+                del state, loaded
+                state = yield from batch(given, fit, samples, tokens, stopwatch)
                 at = Event.BATCH_END
             if at is Event.BATCH_END:
                 state = outside_batch(state)
@@ -221,7 +228,9 @@ def fit(state: State, fit: Fit) -> Script:
             state = yield from epoch_end(state, fit, at)
             at = None
         while not (reached(state) and at not in _INSIDE_BATCH):
-            state = yield from epoch(state, fit, stopwatch, at)
+            given = [state]
+            del state
+            state = yield from epoch(given, fit, stopwatch, at)
             at = None
         _look(state)
         state = yield from evaluations(state, fit, Event.FIT_END)
@@ -243,14 +252,17 @@ def fit_2021(state: State, fit: Fit) -> Script:
     state = yield Event.FIT_START, state
     stopwatch = Stopwatch(fit.clock)
     while not _over(state, at) and not (reached(state) and at is not Event.BATCH_END):
-        state = yield from epoch_2021(state, fit, stopwatch, at)
+        given = [state]
+        del state
+        state = yield from epoch_2021(given, fit, stopwatch, at)
         at = state.position
     fit.stages.engine.meet(state, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
 
-def epoch_2021(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
+def epoch_2021(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
     """The rest of an epoch in the older order: its evaluation comes before EPOCH_END."""
+    state = given.pop()
     if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
         state = yield Event.EPOCH_START, state
     batches = _open(state, fit)
@@ -262,7 +274,9 @@ def epoch_2021(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -
                     break
                 state, samples, tokens = loaded
                 state = yield Event.AFTER_DATALOADER, state
-                state = yield from batch(state, fit, samples, tokens, stopwatch)
+                given.append(state)
+                del state, loaded
+                state = yield from batch(given, fit, samples, tokens, stopwatch)
             state = yield from evaluations(outside_batch(state), fit, Event.BATCH_END, around=False)
             at = None
     finally:
@@ -308,7 +322,8 @@ def _look(state: State) -> None:
 def reached(state: State) -> bool:
     """Whether training has lasted ``max_duration``."""
     t = state.timestamp
-    return t.max_duration is not None and t >= t.max_duration
+    end = t.max_duration
+    return end is not None and t.get(end.unit) >= end.value
 
 
 def _over(state: State, at: Event | None) -> bool:

@@ -10,6 +10,7 @@ call, so threads, nested calls and forks of one State never see each other's ten
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -157,7 +158,7 @@ class ModelDef:
             leaves = FrozenDict(
                 (name, tensor.detach().requires_grad_(name in wanted)) for name, tensor in params.items()
             )
-        leaves.origin = params
+        leaves.origin, leaves.holder = params, None
         return leaves
 
     def module(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]) -> nn.Module:
@@ -221,14 +222,15 @@ class ModelDef:
 
 
 class _Instance:
-    """A private module and the places where tensors go, found once."""
+    """A private module and the places where tensors go, found once; ``places`` counts them for each parameter."""
 
-    __slots__ = ("_buffers", "_parameters", "module", "params", "training")
+    __slots__ = ("_buffers", "_parameters", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
         # A tied tensor has several places, which stand here one by one.
         self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))
+        self.places = Counter(name for name, _, _ in self._parameters)
         self._buffers = list(_places(self.module, model.buffer_names, "_buffers"))
         self.params: FrozenDict[str, Tensor] | None = None
         self.training: bool | None = None

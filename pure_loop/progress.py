@@ -86,13 +86,17 @@ def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
 
 
 def _pass_on(stream: Iterable[tuple[Event, State]], tracker: _Tracker) -> Pairs:
-    look = tracker.looks()
+    looks = tracker.looks()
+
+    def look(pair: tuple[Event, State]) -> tuple[Event, State]:
+        at = looks.get(pair[0])
+        if at is not None:
+            at(pair[1])
+        return pair
+
     try:
-        for pair in stream:
-            at = look.get(pair[0])
-            if at is not None:
-                at(pair[1])
-            yield pair
+        # No variable of this generator has the State while the loop's body does, which would cost the next step a copy.
+        yield from map(look, stream)
         tracker.finish("done")
     except GeneratorExit:
         tracker.finish("stopped")

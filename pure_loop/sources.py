@@ -184,9 +184,10 @@ class Source:
         none = True
         stop = None if self._limit is None else max(self._limit - start, 0)
         with closing(self._batches(epoch, start, seen)) as batches:
-            for batch in islice(batches, stop):
+            share = None if self._shares else self._share
+            for batch in batches if stop is None else islice(batches, stop):
                 none = False
-                yield batch if self._share is None or self._shares else self._share.of(batch)
+                yield batch if share is None else share.of(batch)
         if none and start == 0:
             raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
@@ -208,9 +209,12 @@ class _Listed(Source):
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         # Nothing can draw in a list; a sequence of the user's own may make its batches when asked.
-        free = type(self._loader) in (list, tuple)
+        if type(self._loader) in (list, tuple):
+            for position in range(start, len(self._loader)):
+                yield self._loader[position]
+            return
         for position in range(start, len(self._loader)):
-            with nullcontext() if free else self._guard(epoch, position):
+            with self._guard(epoch, position):
                 batch = self._loader[position]
             yield batch
 

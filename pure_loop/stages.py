@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from operator import is_
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -18,10 +17,18 @@ import torch
 from torch import Tensor
 
 from pure_loop._autograd import GradMode, gradient_of, refuse_strangers
-from pure_loop._finite import find_nonfinite, gradients_nonfinite, loss_is_finite, nonfinite_error, total_loss
+from pure_loop._finite import (
+    find_nonfinite,
+    gradients_nonfinite,
+    is_nonfinite,
+    loss_is_finite,
+    nonfinite_error,
+    total_loss,
+)
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import map_tensors
+from pure_loop.donation import Donation
 from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
@@ -53,6 +60,7 @@ class Stages:
         clip_grad: a global norm, or a function ``(grads, params) -> grads``.
         nonfinite: ``"error"`` or ``"skip"``: what to do with a loss or gradient that is NaN or infinite.
         engine: where forwards and backwards run, and what ranks agree on.
+        donation: who else sees the memory that an update could write to; None: it always copies.
     """
 
     task: Task
@@ -62,6 +70,7 @@ class Stages:
     clip_grad: float | ClipGrad | None = None
     nonfinite: str = "error"
     engine: Engine = ONE_RANK
+    donation: Donation | None = None
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
@@ -81,13 +90,16 @@ class Stages:
                 "state.microbatch is None, and the forward runs on it: in a script, "
                 "stages.forward(state.replace(microbatch=batch))."
             )
-        params = engine.leaves(state, last=last)
+        donation = self.donation
+        params = engine.leaves(state, last=last) if donation is None else donation.leaves(state, engine, last=last)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
             return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
         draws = state.model.may_draw or self.task.forward_may_draw
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
+        if donation is not None:
+            donation.bound(params)
         draft = fresh_draft_of(state)
         draft.params, draft.outputs, draft.buffers = params, outputs, buffers
         return _frozen(draft, state)
@@ -196,42 +208,63 @@ class Stages:
             NonFiniteError: a loss or gradient that is not finite, on the CPU at once; on other devices it is
                 noted in ``state.nonfinite`` and raised by :meth:`pure_loop.State.check_finite`.
         """
-        optimizer, names, params = self.optimizer, state.model.trainable, state.params
+        optimizer, names = self.optimizer, state.model.trainable
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
-        whole = len(names) == len(params)
-        trained = params if whole else FrozenDict((name, params[name]) for name in names)
+        # A step that may be left out needs the old numbers once more.
+        donation = self.donation if self.nonfinite == "error" and state.loss_scale is None else None
+        overwrite = optimizer.overwrite if donation is not None else None
+        taken = None if overwrite is None else donation.take(state)  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
+        if taken is not None:
+            params, trained, memory = taken
+        else:
+            params, memory = state.params, state.opt_state
+            trained = params if len(names) == len(params) else FrozenDict((name, params[name]) for name in names)
         with GradMode(False):
-            new, opt_state = _updated(self.engine, optimizer, state, trained)
-            # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
-            fresh = list(new.values())
-            if any(map(is_, fresh, trained.values())):
-                fresh = [tensor for tensor, old in zip(fresh, trained.values(), strict=True) if tensor is not old]
-            found = find_nonfinite(total_loss(state.loss), self.engine.local(fresh))
-            if not optimizer.spreads_nonfinite:
-                found = torch.maximum(found, gradients_nonfinite(self.engine.local(state._grads.values())))
-            found = self.engine.anywhere(found)
-            scale = state.loss_scale
-            if scale is not None:
-                draft.loss_scale = scale.update(found)
-            skips = self.nonfinite == "skip" or scale is not None
-            if not found.is_cpu:
+            if taken is not None:
+                new, opt_state = overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
+                fresh = list(new.values())
+            else:
+                new, opt_state = _updated(self.engine, optimizer, state, trained)
+                # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
+                fresh = [
+                    tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
+                ]
+            found = self._nonfinite(state, optimizer, fresh)
+            skips = self.nonfinite == "skip" or state.loss_scale is not None
+            if state.loss_scale is not None:
+                draft.loss_scale = state.loss_scale.update(found)
+            if isinstance(found, Tensor) and not found.is_cpu:
                 new, opt_state = self._skip_on_device(draft, state, found, skips, (trained, new), opt_state)
                 if buffers is not None and self.nonfinite == "skip":
                     draft.buffers = _where(found[0].bool(), buffers, state.buffers)
-            elif found.item():
+            elif found:
                 if not skips or (self.nonfinite == "error" and not loss_is_finite(state.loss)):
                     raise nonfinite_error(state)
                 new, opt_state = trained, state.opt_state
                 draft.skipped = state.skipped + 1
                 if buffers is not None and self.nonfinite == "skip":
                     draft.buffers = buffers
-        draft.params = new if whole else FrozenDict({**params, **new})
-        draft.opt_state = opt_state
+        if new is not trained:
+            params = new if trained is params else FrozenDict({**params, **new})
+        draft.params, draft.opt_state = params, opt_state
+        if overwrite is not None:
+            donation.keep(draft, new, (trained, memory) if taken is None else (None, None))  # type: ignore[union-attr]
         for name, value in counted.items():
             setattr(draft, name, value)
         return _frozen(draft, state)
+
+    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor]) -> Any:
+        """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool."""
+        loss, engine = total_loss(state.loss), self.engine
+        if loss.is_cpu and engine.ranks == 1 and state.loss_scale is None and optimizer.spreads_nonfinite:
+            return is_nonfinite(loss, fresh)
+        found = find_nonfinite(loss, engine.local(fresh))
+        if not optimizer.spreads_nonfinite:
+            assert state._grads is not None
+            found = torch.maximum(found, gradients_nonfinite(engine.local(state._grads.values())))
+        return engine.anywhere(found)
 
     def _skip_on_device(
         self, draft: Any, state: State, found: Tensor, skips: bool, params: tuple[Any, Any], opt_state: Any

@@ -26,7 +26,7 @@ from pure_loop.errors import (
     ResumeError,
 )
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
+from pure_loop.frozendict import OVERWRITTEN, FrozenDict
 from pure_loop.model import ModelDef, refuse_untrainable
 from pure_loop.time import Timestamp
 
@@ -259,10 +259,14 @@ class State(Record):
         return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
 
     def __repr__(self) -> str:
-        numbers = sum(tensor.numel() for tensor in self.params.values())
+        params: Any = self.params
+        if type(params) is type(OVERWRITTEN):
+            size = "parameters overwritten by the next step"
+        else:
+            size = f"{len(params)} parameters ({sum(tensor.numel() for tensor in params.values()):,} numbers)"
         at = self.event.value if self.event is not None else "no event"
         t = self.timestamp
-        parts = [at, f"epoch {t.epoch}", f"batch {t.batch}", f"{len(self.params)} parameters ({numbers:,} numbers)"]
+        parts = [at, f"epoch {t.epoch}", f"batch {t.batch}", size]
         if isinstance(self.loss, Tensor):
             parts.append(f"loss on {self.loss.device}" if self.loss.device.type != "cpu" else f"loss {self.loss:.4g}")
         if self.metrics:

@@ -328,7 +328,8 @@ class Timestamp(Record):
         Raises:
             ArgumentError: for a fraction of the duration where no ``max_duration`` is known.
         """
-        unit = _unit(unit)
+        if type(unit) is not TimeUnit:
+            unit = _unit(unit)
         if unit is TimeUnit.DURATION:
             elapsed = self.elapsed
             if elapsed is None:

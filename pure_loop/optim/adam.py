@@ -42,6 +42,7 @@ from pure_loop.optim.optimizer import (
     laid_out,
     layout_of,
     memory_of,
+    overwritable,
     rate_at,
     run_kernel,
     zeros_like,
@@ -155,6 +156,7 @@ class _Adam:
             name=name,
             init=rule.init,
             update=rule.update,
+            overwrite=partial(rule.update, overwrite=True),
             lr=rule.lr,
             options=options,
             spreads_nonfinite=True,
@@ -176,18 +178,32 @@ class _Adam:
         )
 
     def update(
-        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        timestamp: Timestamp,
+        *,
+        overwrite: bool = False,
     ) -> tuple[Params, OptState]:
         lr = rate_at(self.name, self.lr, timestamp)
         if not torch.is_grad_enabled():
-            return self._update(grads, opt_state, params, lr)
+            return self._update(grads, opt_state, params, lr, overwrite)
         with GradMode(False):
-            return self._update(grads, opt_state, params, lr)
+            return self._update(grads, opt_state, params, lr, overwrite)
 
-    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
+    def _update(
+        self, grads: Grads, opt_state: OptState, params: Params, lr: float, overwrite: bool
+    ) -> tuple[Params, OptState]:
+        ready = overwritable(grads, opt_state, params, self.memories) if overwrite else None
+        if ready is not None and not any(opt_state["skipped"].values()):
+            values, gradients, memories = ready
+            step = torch.add(opt_state["step"], _one(values[0].device))
+            self.kernel(lr, values, gradients, memories, [step] * len(values))
+            return params, FrozenDict({**opt_state, "step": step})
         keys, names = self.memories, list(params)
         check_state(self.name, opt_state, ("step", "skipped", *keys))
-        gradients = gradients_of(grads, names)
+        found = gradients_of(grads, names)
         memories = [memory_of(opt_state, key, names) for key in keys]
         layout = layout_of(params, [opt_state[key] for key in keys])
         counts = opt_state["skipped"]
@@ -198,10 +214,12 @@ class _Adam:
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
         kernel = partial(self.kernel, lr)
         values = list(params.values())
-        new, new_memories, layout = run_kernel(kernel, names, values, gradients, memories, steps, layout)
-        if [None for gradient in gradients if gradient is None]:
-            more = [n + (g is None) for n, g in zip(skipped, gradients, strict=True)]
+        new, new_memories, layout = run_kernel(kernel, names, values, found, memories, steps, layout, overwrite)
+        if [None for gradient in found if gradient is None]:
+            more = [n + (g is None) for n, g in zip(skipped, found, strict=True)]
             counts = FrozenDict(zip(names, more, strict=True))
+        if new is values:
+            return params, FrozenDict({**opt_state, "step": step, "skipped": counts})
         new_state = {"step": step, "skipped": counts}
         for key, memory in zip(keys, new_memories, strict=True):
             new_state[key] = laid_out(names, memory, layout)

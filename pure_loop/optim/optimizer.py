@@ -57,6 +57,8 @@ class Optimizer:
         update: ``(grads, opt_state, params, timestamp) -> (params, opt_state)``. ``grads`` has the
             keys of ``params``; None stands for a parameter that this batch didn't use, which stays as it is.
         lr: the learning rate at a timestamp, for whoever wants to log it.
+        overwrite: the same as ``update``, for params and an opt_state that nobody else sees: it may write to their
+            tensors. It gives the mapping of params itself where it did. None: such memory is copied as any other.
         options: the other hyperparameters, for the repr.
         spreads_nonfinite: whether a gradient that is NaN or infinite makes its parameter so, where it is then found;
             if not, the loop looks at the gradients themselves.
@@ -81,6 +83,7 @@ class Optimizer:
     init: Callable[[Params], OptState] = attrs.field(validator=_callable)
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
+    overwrite: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] | None = None
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
     elementwise: bool = False
@@ -199,6 +202,7 @@ def run_kernel(
     memories: list[list[Tensor]],
     steps: list[Tensor],
     layout: Layout | None = None,
+    overwrite: bool = False,
 ) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
     """Let an in-place kernel update copies of ``params`` and ``memories``, where there is a gradient.
 
@@ -207,24 +211,56 @@ def run_kernel(
         names: for error messages.
         steps: one step count a parameter, 0-d; empty for a kernel that counts nothing.
         layout: what :func:`layout_of` says of params and memories.
+        overwrite: let it update ``params`` and ``memories`` themselves, if their layout is known: lists that are given
+            back are the ones that were given then.
 
     Returns:
         New params, new memories, and their layout where it is known.
     """
     if not [None for grad in grads if grad is None]:
-        return _run(kernel, names, params, grads, memories, steps, layout)  # type: ignore[arg-type]
+        return _run(kernel, names, params, grads, memories, steps, layout, overwrite)  # type: ignore[arg-type]
     used = [i for i, grad in enumerate(grads) if grad is not None]
-    new, new_memories, _ = _run(
+    chosen = only(params, used)
+    new, new_memories, known = _run(
         kernel,
         only(names, used),
-        only(params, used),
+        chosen,
         only(grads, used),
         [only(memory, used) for memory in memories],
         only(steps, used),
-        None,
+        None if layout is None else only(layout, used),
+        overwrite,
     )
+    if new is chosen:
+        return params, memories, layout
     merged = [_put(old, used, some) for old, some in zip((params, *memories), (new, *new_memories), strict=True)]
-    return merged[0], merged[1:], None
+    return merged[0], merged[1:], None if known is None else _look_at(merged[0], merged[1:])
+
+
+def overwritable(
+    grads: Grads, opt_state: OptState, params: Params, keys: Sequence[str]
+) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]] | None:
+    """The lists of params, gradients and memories for a kernel that writes to them; None where it takes more care.
+
+    They are ready where an update has laid out params and memories, and every parameter has a gradient like it.
+    """
+    memories = [opt_state[key] for key in keys]
+    layout = layout_of(params, memories)
+    gradients: list[Any] = list(grads.values())
+    if (
+        layout is None
+        or [None for gradient in gradients if gradient is None]
+        or list(grads) != list(params)
+        or not all(map(_is_contiguous, gradients))
+        or list(map(_size, gradients)) != layout
+    ):
+        return None
+    return _tensors(params), gradients, list(map(_tensors, memories))
+
+
+def _tensors(mapping: FrozenDict[str, Tensor]) -> list[Tensor]:
+    found: list[Tensor] | None = getattr(mapping, "tensors", None)
+    return list(mapping.values()) if found is None else found
 
 
 def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:
@@ -243,6 +279,7 @@ def laid_out(names: list[str], tensors: list[Tensor], layout: Layout | None) -> 
     mapping = FrozenDict(zip(names, tensors, strict=True))
     if layout is not None:
         mapping.layout = layout
+        mapping.tensors = tensors
     return mapping
 
 
@@ -261,15 +298,22 @@ def _run(
     memories: list[list[Tensor]],
     steps: list[Tensor],
     layout: Layout | None,
+    overwrite: bool = False,
 ) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
     if not params:
         return [], [[] for _ in memories], None
     first = params[0]
+    # A layout is known of tensors that the kernel has taken before: it won't stop half-way.
+    overwrite = overwrite and layout is not None
     if first.is_cpu:
         layout = _look_at(params, memories) if layout is None else layout
         serves = layout is not None and all(map(_is_contiguous, grads)) and list(map(_size, grads)) == layout
     else:
+        layout = list(map(_size, params)) if layout is None else layout
         serves = first.device.type in FUSED_DEVICES
+    if serves and overwrite:
+        kernel(params, grads, memories, steps)
+        return params, memories, layout
     if serves:
         size = len(params)
         copies = clone_all([*params, *itertools.chain.from_iterable(memories)])

@@ -61,6 +61,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         name="partition",
         init=rule.init,
         update=rule.update,
+        overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,
         parts=rule.parts,
@@ -94,16 +95,38 @@ class _Partition:
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
+        updates = {key: part.update for key, part in self.parts.items()}
+        return self._each(updates, grads, opt_state, params, timestamp)
+
+    def overwrite(
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+    ) -> tuple[Params, OptState]:
+        updates: dict[str, Any] = {key: part.overwrite for key, part in self.parts.items()}
+        return self._each(updates, grads, opt_state, params, timestamp)
+
+    def _each(
+        self, updates: Mapping[str, Any], grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+    ) -> tuple[Params, OptState]:
         check_state("partition", opt_state, self.parts)
         grads = FrozenDict(zip(params, gradients_of(grads, list(params)), strict=True))
         new: dict[str, Tensor] = dict(params)
-        new_state = {}
+        new_state, layouts = {}, {}
+        known: Any = getattr(params, "layout", {})
+        overwritten = True
         for key, names in self.groups(params).items():
-            some, new_state[key] = self.parts[key].update(
-                _pick(grads, names), opt_state[key], _pick(params, names), timestamp
-            )
+            picked = _pick(params, names)
+            if key in known:
+                picked.layout = known[key]
+            some, new_state[key] = updates[key](_pick(grads, names), opt_state[key], picked, timestamp)
             new.update(some)
-        return FrozenDict(new), FrozenDict(new_state)
+            overwritten = overwritten and some is picked
+            if hasattr(some, "layout"):
+                layouts[key] = some.layout
+        if overwritten:
+            return params, FrozenDict(new_state)
+        made: FrozenDict[str, Any] = FrozenDict(new)
+        made.layout = layouts
+        return made, FrozenDict(new_state)
 
 
 def _pick(values: Mapping[str, Any], names: list[str]) -> FrozenDict[str, Any]:

@@ -13,6 +13,7 @@ Nesterov's momentum in this form: http://www.cs.toronto.edu/~hinton/absps/moment
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
@@ -106,6 +107,7 @@ def sgd(
         name="sgd",
         init=rule.init,
         update=rule.update,
+        overwrite=partial(rule.update, overwrite=True),
         lr=rule.lr,
         options=options,
         spreads_nonfinite=True,
@@ -133,12 +135,20 @@ class _SGD:
         return FrozenDict({key: opt_state[key] for key in self.memories})
 
     def update(
-        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        timestamp: Timestamp,
+        *,
+        overwrite: bool = False,
     ) -> tuple[Params, OptState]:
         with GradMode(False):
-            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp))
+            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite)
 
-    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
+    def _update(
+        self, grads: Grads, opt_state: OptState, params: Params, lr: float, overwrite: bool
+    ) -> tuple[Params, OptState]:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
         gradients = gradients_of(grads, names)
@@ -154,7 +164,10 @@ class _SGD:
                 values, buffers, _ = run_kernel(self.kernel(lr, first=True), names, values, first, buffers, [])
                 now = [old or g is not None for old, g in zip(started, first, strict=True)]
                 new_state["started"] = FrozenDict(zip(names, now, strict=True))
-        values, buffers, layout = run_kernel(self.kernel(lr), names, values, gradients, buffers, [], layout)
+        given = values
+        values, buffers, layout = run_kernel(self.kernel(lr), names, values, gradients, buffers, [], layout, overwrite)
+        if overwrite and values is given and layout is not None:
+            return params, FrozenDict(new_state)
         if self.momentum:
             new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
         return laid_out(names, values, layout), FrozenDict(new_state)

@@ -299,8 +299,8 @@ def ignores_the_batch_of_algorithms() -> Fit:
     """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
     real = loop.batch
 
-    def batch(state: pl.State, *rest: Any) -> Any:
-        loaded, script = state.batch, real(state, *rest)
+    def batch(held: list[pl.State], *rest: Any) -> Any:
+        loaded, script = held[0].batch, real(held, *rest)
         given: Any = None
         while True:
             try:

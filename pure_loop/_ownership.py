@@ -1,0 +1,141 @@
+"""Who refers to parameters and an optimizer's memory: counted, by Python and by torch, against what the loop refers to.
+
+Python counts the references to a mapping or a tensor, torch those to what is behind a tensor (a graph or a DLPack
+capsule adds one) and to a storage (a view or an array adds one). What the loop itself has is known beforehand, so that
+one reference more is somebody else's, whenever it was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from sys import getrefcount
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+
+__all__ = ["CAN_COUNT", "Held", "has_tensors"]
+
+Path: TypeAlias = tuple[str, ...]
+
+_uses: Any = getattr(Tensor, "_use_count", None)
+_shares: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+CAN_COUNT = COUNTS_CAN_BE_TRUSTED and _uses is not None and _shares is not None
+
+# A tensor that nobody but the loop refers to: in its mapping, in a Held, and asked about; and its storage: by the
+# tensor and by a Held.
+_REFERENCES, _SHARES = 3, 2
+_ONCE = {1}
+
+
+class Held:
+    """Parameters and an optimizer's memory that the loop has made, and whether anybody else refers to them.
+
+    Attributes:
+        params: the parameters.
+        trained: those that are trained, if not all are.
+        leaves: the autograd leaves that share the parameters' memory, once there are some.
+    """
+
+    __slots__ = (
+        *("_bound_to", "_counts", "_mappings", "_names", "_pointers", "_shared"),
+        *("_storages", "_tensors", "leaves", "params", "trained"),
+    )
+
+    def __init__(self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any) -> None:
+        self.params, self.trained = params, trained
+        self._names = tuple(trained)
+        self._mappings = list(_tensor_mappings(memory))
+        self._tensors: list[Tensor] = []
+        self._counts: list[int] = []
+        self._note(trained, in_mappings=1 if trained is params else 2)
+        for _, mapping in self._mappings:
+            self._note(mapping)
+        # The storages themselves are held too, so that their addresses stay theirs.
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._pointers = [storage._cdata for storage in self._storages]
+        self._shared = [_SHARES] * len(self._pointers)
+        self.leaves: FrozenDict[str, Tensor] | None = None
+        self._bound_to: Any = None
+
+    def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
+        self._tensors += mapping.values()
+        self._counts += [_REFERENCES - 1 + in_mappings + hasattr(mapping, "tensors")] * len(mapping)
+
+    def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
+        """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
+        self.leaves = leaves
+        for i in range(len(self._names)):
+            self._shared[i] += 1
+
+    def bound(self, instance: Any) -> None:
+        """The leaves stand in this module instance."""
+        if self._bound_to is None and self.leaves is not None:
+            self._bound_to = instance
+            self._tensors += map(self.leaves.__getitem__, self._names)
+            self._counts += [_REFERENCES + instance.places[name] for name in self._names]
+
+    def alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
+        """Whether nobody but the loop refers to a State's parameters and memory, to views of them or to their storages.
+
+        Args:
+            state: the State, which has the parameters that are held. No variable may have its mappings meanwhile.
+            params_holders, memory_holders: how many States have its mappings.
+        """
+        leaves = self.leaves
+        whole, lent = self.trained is self.params, leaves is not None and leaves.origin is self.params
+        # Here and asked about; here once more, if all are trained; and in the leaves.
+        if getrefcount(state.params) != params_holders + 2 + whole + lent or not (
+            whole or getrefcount(self.trained) == 2
+        ):
+            return False
+        if getrefcount(state.opt_state) != memory_holders + 1:
+            return False
+        if not all(_reaches(state.opt_state, path, mapping) for path, mapping in self._mappings):
+            return False
+        if leaves is not None and (
+            self._bound_to is None
+            or self._bound_to.params is not leaves
+            or getrefcount(leaves) != 4  # here, in the instance, `leaves`, and asked about
+        ):
+            return False
+        return (
+            list(map(getrefcount, self._tensors)) == self._counts
+            and set(map(_uses, self._tensors)) == _ONCE
+            and list(map(_shares, self._pointers)) == self._shared
+        )
+
+
+def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, FrozenDict[str, Tensor]]]:
+    """The mappings in a memory that hold nothing but tensors, which are what a step overwrites, and their paths."""
+    if type(memory) is not FrozenDict:
+        return
+    for key, value in memory.items():
+        if type(value) is not FrozenDict:
+            continue
+        if value and all(isinstance(each, Tensor) for each in value.values()):
+            yield (*path, key), value
+        else:
+            yield from _tensor_mappings(value, (*path, key))
+
+
+def _reaches(memory: Any, path: Path, mapping: FrozenDict[str, Tensor]) -> bool:
+    """Whether the mapping is in this memory still, on a path that nobody else has a part of."""
+    for key in path[:-1]:
+        memory = memory[key]
+        if getrefcount(memory) != 3:  # in the mapping around it, `memory`, and asked about
+            return False
+    # In the memory, in the list of a Held with its path, `mapping`, and asked about.
+    return memory[path[-1]] is mapping and getrefcount(mapping) <= 5
+
+
+def has_tensors(memory: FrozenDict[str, Any]) -> bool:
+    """Whether there is a tensor in a mapping or in the mappings in it."""
+    return any(
+        isinstance(value, Tensor) or (type(value) is FrozenDict and has_tensors(value)) for value in memory.values()
+    )

@@ -1,0 +1,164 @@
+"""Donation: a step writes the new parameters where the old ones are, if nobody can see that it does.
+
+A pure update copies parameters and optimizer memory, and the copy is most of what purity costs. It is needed only
+where somebody has kept what is copied. Python counts who refers to a State, a mapping or a tensor, and torch counts
+who refers to a storage; the loop knows how many of these references are its own. Where no other is left, but for the
+loop variable that the next State replaces (:mod:`pure_loop._consumer`), the optimizer's kernel writes in place, and
+nobody can tell the difference. In any doubt it copies.
+
+What was overwritten leaves the State that had it: to touch it there is a
+:class:`~pure_loop.errors.DonatedStateError`, never other numbers.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from pure_loop._ownership import CAN_COUNT, Held, has_tensors
+from pure_loop.engine import Engine
+from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
+from pure_loop.state import State
+
+__all__ = ["CAN_COUNT", "Donation"]
+
+_set_params = vars(State)["params"].__set__
+_set_opt_state = vars(State)["opt_state"].__set__
+
+
+class Donation:
+    """What a stream knows of who else sees its memory.
+
+    Args:
+        always: whether the memory is given without asking (``donate=True``); else only where nobody else sees it.
+    """
+
+    __slots__ = ("_alone", "_always", "_held", "_shown")
+
+    def __init__(self, *, always: bool) -> None:
+        self._always = always
+        self._alone = False
+        self._shown: State | None = None
+        self._held: Held | None = None
+
+    def look(self, others: int, shown: State | None, gives_up: bool) -> None:
+        """Before an update: note who has the State that is about to be updated.
+
+        Args:
+            others: how many references to it are neither the driver's nor the script's.
+            shown: the last State that the consumer was given, if that is another one and alive.
+            gives_up: whether the consumer is about to replace the last State that it was given, and has it in one
+                place only.
+        """
+        self._alone = others == 0 or (others == 1 and shown is None and gives_up)
+        # One that the consumer keeps counts as somebody else's.
+        self._shown = shown if gives_up else None
+
+    def leaves(self, state: State, engine: Engine, *, last: bool) -> FrozenDict[str, Tensor]:
+        """The leaves for a forward: those of the step before, where the parameters are where they were."""
+        held, params = self._held, state.params
+        if held is None or held.params is not params:
+            return engine.leaves(state, last=last)
+        leaves = held.leaves
+        if leaves is None:
+            leaves = engine.leaves(state, last=last)
+            held.lend(leaves)
+        elif leaves.holder is not None:  # a graph goes through them still
+            return engine.leaves(state, last=last)
+        leaves.origin = params
+        return leaves
+
+    def bound(self, leaves: FrozenDict[str, Tensor]) -> None:
+        """After a forward: these leaves stand in the module instance that holds them."""
+        held = self._held
+        if held is not None and held.leaves is leaves:
+            held.bound(leaves.holder)
+
+    def take(self, state: State) -> tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any] | None:
+        """Parameters (all, and those trained) and memory, to be written to; the State has none any more.
+
+        None: they are somebody else's too.
+        """
+        shown, alone, held = self._shown, self._alone, self._held
+        self._shown, self._alone = None, False
+        if held is not None and held.params is not state.params:
+            held = self._held = None
+        if held is not None and alone and CAN_COUNT:
+            params_too = shown is not None and shown.params is state.params
+            memory_too = shown is not None and shown.opt_state is state.opt_state
+            if held.alone(state, 1 + params_too, 1 + memory_too):
+                memory = state.opt_state
+                _set_params(state, OVERWRITTEN)
+                _set_opt_state(state, OVERWRITTEN)
+                if params_too:
+                    _set_params(shown, OVERWRITTEN)
+                if memory_too:
+                    _set_opt_state(shown, OVERWRITTEN)
+                return held.params, held.trained, memory
+        self._held = None
+        if not self._always:
+            return None
+        params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)
+        names = state.model.trainable
+        whole = len(names) == len(params)
+        return params, params if whole else FrozenDict((name, params[name]) for name in names), memory
+
+    def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any]) -> None:
+        """Note what an update has just made as the loop's own.
+
+        Args:
+            draft: of the State after it, whose parameters and memory are set anew where that needs copies.
+            trained: its parameters that are trained, as the optimizer gave them.
+            before: the parameters and the memory before, with which these may share tensors (of a parameter that had
+                no gradient): they are copied. None: they are nobody's.
+        """
+        held = self._held
+        if (held is not None and held.params is draft.params) or type(draft.opt_state) is not FrozenDict:
+            return
+        whole = trained is draft.params
+        fresh = _fresh(trained, before[0])
+        if fresh is not trained:
+            draft.params = fresh if whole else FrozenDict({**draft.params, **fresh})
+        draft.opt_state = _fresh_memory(draft.opt_state, before[1])
+        self._held = Held(draft.params, fresh, draft.opt_state)
+
+    def forget(self) -> None:
+        """The stream is over: what it made is anybody's."""
+        self._held = self._shown = None
+
+
+def _overwritten_memory(memory: Any) -> Any:
+    if type(memory) is not FrozenDict or not has_tensors(memory):
+        return memory  # counts, which other States may share
+    inner = {key: _overwritten_memory(value) for key, value in memory.items()}
+    other = overwritten(memory)
+    dict.update(other, inner)
+    return other
+
+
+def _fresh(mapping: FrozenDict[str, Any], old: Any) -> FrozenDict[str, Any]:
+    """A mapping without tensors of an older one: copies in their places."""
+    if not isinstance(old, dict) or not any(map(is_, mapping.values(), map(old.get, mapping))):
+        return mapping
+    shared = {name for name in mapping if mapping[name] is old.get(name)}
+    copied = FrozenDict((name, tensor.clone() if name in shared else tensor) for name, tensor in mapping.items())
+    if hasattr(mapping, "layout"):
+        copied.layout = mapping.layout
+    if hasattr(mapping, "tensors"):
+        copied.tensors = list(copied.values())
+    return copied
+
+
+def _fresh_memory(memory: Any, old: Any) -> Any:
+    if type(memory) is not FrozenDict or not isinstance(old, dict):
+        return memory
+    changed = {}
+    for key, value in memory.items():
+        if type(value) is FrozenDict and has_tensors(value):
+            tensors = all(isinstance(each, Tensor) for each in value.values())
+            new = _fresh(value, old.get(key)) if tensors else _fresh_memory(value, old.get(key))
+            if new is not value:
+                changed[key] = new
+    return FrozenDict({**memory, **changed}) if changed else memory
