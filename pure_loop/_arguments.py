@@ -160,6 +160,6 @@ def read_donate(donate: Any, ranks: int) -> Donation | None:
     """
     if donate is not True and donate is not False and donate != "auto":
         raise ArgumentError(f'donate={donate!r}: write "auto", True or False.')
-    if not donate or ranks > 1 or (donate == "auto" and not CAN_COUNT):
+    if not donate or ranks > 1 or not CAN_COUNT:
         return None
     return Donation(always=donate is True)

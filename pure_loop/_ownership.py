@@ -8,6 +8,8 @@ one reference more is somebody else's, whenever it was taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -80,8 +82,8 @@ class Held:
             self._tensors += map(self.leaves.__getitem__, self._names)
             self._counts += [_REFERENCES + instance.places[name] for name in self._names]
 
-    def alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
-        """Whether nobody but the loop refers to a State's parameters and memory, to views of them or to their storages.
+    def mappings_alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
+        """Whether nobody but the loop has a State's mappings of parameters and memory.
 
         Args:
             state: the State, which has the parameters that are held. No variable may have its mappings meanwhile.
@@ -96,8 +98,11 @@ class Held:
             return False
         if getrefcount(state.opt_state) != memory_holders + 1:
             return False
-        if not all(_reaches(state.opt_state, path, mapping) for path, mapping in self._mappings):
-            return False
+        return all(_alone_in(state.opt_state, path, mapping) for path, mapping in self._mappings)
+
+    def tensors_alone(self, memory: Any) -> bool:
+        """Whether the tensors are in this memory still, and nobody has one of them, a view of one or its storage."""
+        leaves = self.leaves
         if leaves is not None and (
             self._bound_to is None
             or self._bound_to.params is not leaves
@@ -105,7 +110,8 @@ class Held:
         ):
             return False
         return (
-            list(map(getrefcount, self._tensors)) == self._counts
+            all(reduce(getitem, path, memory) is mapping for path, mapping in self._mappings)
+            and list(map(getrefcount, self._tensors)) == self._counts
             and set(map(_uses, self._tensors)) == _ONCE
             and list(map(_shares, self._pointers)) == self._shared
         )
@@ -124,14 +130,14 @@ def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, Froze
             yield from _tensor_mappings(value, (*path, key))
 
 
-def _reaches(memory: Any, path: Path, mapping: FrozenDict[str, Tensor]) -> bool:
-    """Whether the mapping is in this memory still, on a path that nobody else has a part of."""
+def _alone_in(memory: Any, path: Path, mapping: FrozenDict[str, Tensor]) -> bool:
+    """Whether nobody else has the mapping in this memory, or one on the path to it."""
     for key in path[:-1]:
         memory = memory[key]
         if getrefcount(memory) != 3:  # in the mapping around it, `memory`, and asked about
             return False
-    # In the memory, in the list of a Held with its path, `mapping`, and asked about.
-    return memory[path[-1]] is mapping and getrefcount(mapping) <= 5
+    # In the memory, in the list of a Held, as `mapping` here and in the loop over that list, and asked about.
+    return getrefcount(mapping) == 5
 
 
 def has_tensors(memory: FrozenDict[str, Any]) -> bool:

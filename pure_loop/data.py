@@ -80,7 +80,8 @@ def num_tokens(batch: Any) -> int:
     >>> num_tokens((torch.zeros(4, 128), torch.zeros(4)))
     0
     """
-    if isinstance(batch, Mapping):
+    kind = type(batch)
+    if kind is not tuple and kind is not list and isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         return ids.numel() if isinstance(ids, Tensor) else int(getattr(ids, "size", 0))
     inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch

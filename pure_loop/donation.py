@@ -32,7 +32,7 @@ class Donation:
     """What a stream knows of who else sees its memory.
 
     Args:
-        always: whether the memory is given without asking (``donate=True``); else only where nobody else sees it.
+        always: whether States that somebody has kept lose their memory too (``donate=True``).
     """
 
     __slots__ = ("_alone", "_always", "_held", "_shown")
@@ -83,27 +83,26 @@ class Donation:
         """
         shown, alone, held = self._shown, self._alone, self._held
         self._shown, self._alone = None, False
-        if held is not None and held.params is not state.params:
-            held = self._held = None
-        if held is not None and alone and CAN_COUNT:
-            params_too = shown is not None and shown.params is state.params
-            memory_too = shown is not None and shown.opt_state is state.opt_state
-            if held.alone(state, 1 + params_too, 1 + memory_too):
-                memory = state.opt_state
-                _set_params(state, OVERWRITTEN)
-                _set_opt_state(state, OVERWRITTEN)
-                if params_too:
-                    _set_params(shown, OVERWRITTEN)
-                if memory_too:
-                    _set_opt_state(shown, OVERWRITTEN)
-                return held.params, held.trained, memory
+        if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state):
+            self._held = None
+            return None
+        params_too = shown is not None and shown.params is state.params
+        memory_too = shown is not None and shown.opt_state is state.opt_state
+        if alone and held.mappings_alone(state, 1 + params_too, 1 + memory_too):
+            memory = state.opt_state
+            _set_params(state, OVERWRITTEN)
+            _set_opt_state(state, OVERWRITTEN)
+            if params_too:
+                _set_params(shown, OVERWRITTEN)
+            if memory_too:
+                _set_opt_state(shown, OVERWRITTEN)
+            return held.params, held.trained, memory
         self._held = None
         if not self._always:
             return None
+        whole = held.trained is held.params
         params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)
-        names = state.model.trainable
-        whole = len(names) == len(params)
-        return params, params if whole else FrozenDict((name, params[name]) for name in names), memory
+        return params, params if whole else held.trained, memory
 
     def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any]) -> None:
         """Note what an update has just made as the loop's own.

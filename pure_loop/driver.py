@@ -248,6 +248,9 @@ def run_script(
     plain = watch is None and strict is None
     updating = None if donation is None else Event.AFTER_TRAIN_BATCH
     shown: Any = _no_state
+    ignored: frozenset[Event] = frozenset()
+    if watch is not None and strict is None:
+        ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - {updating}
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -257,6 +260,9 @@ def run_script(
             except StopIteration:
                 # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
                 return
+            if event in ignored:
+                given = state
+                continue
             if strict is not None:
                 strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
                 strict.advance(event)

@@ -238,6 +238,7 @@ def prepare(
         nonfinite=nonfinite,
         handlers=bind(listed),
         donation=None if strict else read_donate(donate, engine.ranks),
+        attended=frozenset(Event if watched is None or strict else {*watched, *observed, *bind(listed)}),
     )
     if isinstance(train_dataloader, nn.Module | State):
         raise ArgumentTypeError(

@@ -62,6 +62,7 @@ class LoopStages(Stages):
     """
 
     handlers: dict[Event, tuple[Handler, ...]]
+    attended: frozenset[Event] = frozenset(Event)
 
     def gradients(self, state: State) -> State:
         """``state`` with the ``grads`` (and ``loss``) of its batch at its parameters."""
@@ -77,7 +78,7 @@ class LoopStages(Stages):
 class Fit:
     """One call of ``fit``: what its script needs besides a State."""
 
-    stages: Stages
+    stages: LoopStages
     source: Source
     evaluators: Sequence[BoundEvaluator]
     iteration_length: Time | None
@@ -87,16 +88,23 @@ class Fit:
     counts_tokens: bool
 
 
-def gradients(state: State, stages: Stages) -> Script:
+def gradients(state: State, stages: LoopStages) -> Script:
     """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds."""
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
     split = stages.microbatch_size is not None
     weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state, split=split)
     mean: Any = None
+    unseen = engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
     for index in range(count):
         # A rank with fewer microbatches goes through its last one again, for nothing.
         padding = engine.padding or index >= len(pieces)
+        if unseen:
+            piece = pieces[index]
+            state = stages.microbatch(state, piece, index=index, last=index == count - 1, weight=weights.shares[index])
+            if count > 1:
+                mean = _accumulate(mean, state.loss, weights.fractions[index])
+            continue
         buffers = state.buffers
         draft = fresh_draft_of(state)
         draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None

@@ -36,7 +36,7 @@ from pure_loop.gradients import clip_by_norm, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, device_of, fresh_draft_of
 from pure_loop.task import Task
 
 __all__ = ["Stages", "value_and_grad"]
@@ -84,13 +84,18 @@ class Stages:
         (dropout) come from the run's seed, the batch and ``index``, the microbatch's number in it. ``last`` says that
         no other microbatch follows in this batch: in its backward the ranks, if there are several, exchange gradients.
         """
-        microbatch, forward, engine = state.microbatch, self.task.forward, self.engine
-        if microbatch is None:
+        if state.microbatch is None:
             raise ArgumentError(
                 "state.microbatch is None, and the forward runs on it: in a script, "
                 "stages.forward(state.replace(microbatch=batch))."
             )
-        donation = self.donation
+        draft = fresh_draft_of(state)
+        self._forward(draft, index, last)
+        return _frozen(draft, state)
+
+    def _forward(self, state: Any, index: int, last: bool) -> None:
+        """Of a draft, as the following ones: what nobody sees in between need not be copied in between."""
+        microbatch, forward, engine, donation = state.microbatch, self.task.forward, self.engine, self.donation
         params = engine.leaves(state, last=last) if donation is None else donation.leaves(state, engine, last=last)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
@@ -100,9 +105,7 @@ class Stages:
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         if donation is not None:
             donation.bound(params)
-        draft = fresh_draft_of(state)
-        draft.params, draft.outputs, draft.buffers = params, outputs, buffers
-        return _frozen(draft, state)
+        state.params, state.outputs, state.buffers = params, outputs, buffers
 
     def loss(self, state: State, *, index: int = 0) -> State:
         """``loss`` of ``outputs``: the mean over this microbatch.
@@ -110,15 +113,17 @@ class Stages:
         Raises:
             LossError: it is not a scalar tensor, nor a dict of scalars with the key ``total``.
         """
+        draft = fresh_draft_of(state)
+        self._mean_loss(draft, index)
+        return _frozen(draft, state)
 
+    def _mean_loss(self, state: Any, index: int) -> None:
         def call() -> Any:
             return self._loss(state, training=True)
 
         loss, buffers = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
         _check_loss(loss, state, "AFTER_LOSS")
-        draft = fresh_draft_of(state)
-        draft.loss, draft.buffers = loss, buffers
-        return _frozen(draft, state)
+        state.loss, state.buffers = loss, buffers
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         """Add ``weight`` times the gradient of ``loss`` to ``grads``, and drop the graph.
@@ -130,6 +135,11 @@ class Stages:
             AlgorithmStructureError: the parameters are not those of the forward.
         """
         _check_loss(state.loss, state, "BEFORE_BACKWARD")
+        draft = fresh_draft_of(state)
+        self._backward(draft, weight)
+        return _frozen(draft, state)
+
+    def _backward(self, state: Any, weight: float | Tensor) -> None:
         loss, leaves = total_loss(state.loss), state.params
         origin = getattr(leaves, "origin", None)
         if origin is None:
@@ -161,13 +171,22 @@ class Stages:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = self.engine.gradient(state, loss, seed)
         state.model.give_back(leaves)
-        draft = fresh_draft_of(state)
-        draft.params = origin
+        state.params = origin
         if found is not None:
             if found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
-            draft._grads = FrozenDict(zip(state.model.trainable, found, strict=True))
-        draft.outputs, draft.loss = _detach(state.outputs), _detach(state.loss)
+            state._grads = FrozenDict(zip(state.model.trainable, found, strict=True))
+        state.outputs, state.loss = _detach(state.outputs), _detach(state.loss)
+
+    def microbatch(
+        self, state: State, microbatch: Any, *, index: int = 0, last: bool = True, weight: float | Tensor = 1.0
+    ) -> State:
+        """:meth:`forward`, :meth:`loss` and :meth:`backward` of a microbatch in one, where nobody looks in between."""
+        draft = fresh_draft_of(state)
+        draft.microbatch, draft.outputs, draft.loss = microbatch, None, None
+        self._forward(draft, index, last)
+        self._mean_loss(draft, index)
+        self._backward(draft, weight)
         return _frozen(draft, state)
 
     def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
@@ -322,18 +341,18 @@ class Stages:
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp
-        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank), state.device)
+        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank), device_of(state))
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
         if self.precision.dtype is not None:
-            context: AbstractContextManager[Any] = self.precision.autocast(state.device)
+            context: AbstractContextManager[Any] = self.precision.autocast(device_of(state))
             return context
         return self._without_autocast(state)
 
     def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
         if not _any_autocast():
             return _NOTHING
-        kind = state.device.type
+        kind = device_of(state).type
         # What is around the loop must not change what it computes.
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 

@@ -231,10 +231,7 @@ class State(Record):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        params: Any = self.params
-        if type(params) is not FrozenDict:
-            params = params.origin  # leaves are made when somebody looks, and this is no look
-        return next(iter(params.values())).device  # type: ignore[no-any-return]
+        return device_of(self)
 
     def check_finite(self) -> None:
         """Raise if some batch had a loss or gradient that was not finite; waits for the device.
@@ -328,6 +325,14 @@ def _drafters(cls: type) -> Drafters:
     found = drafter(cls), drafter(cls, without=("event",)), drafter(cls, without=_OF_A_BATCH)
     _DRAFTERS[cls] = found
     return found
+
+
+def device_of(state: Any) -> torch.device:
+    """Where the parameters of a State, or of a draft of one, are."""
+    params = state.params
+    if type(params) is not FrozenDict:
+        params = params.origin  # leaves are made when somebody looks, and this is no look
+    return next(iter(params.values())).device  # type: ignore[no-any-return]
 
 
 def draft_of(state: State) -> Any:

@@ -157,7 +157,9 @@ def reading(stream: Any) -> None:
     "consumer",
     [a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, closed_over, pl.run, reading],
 )
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH, Event.EPOCH_END}], ids=str)
+@pytest.mark.parametrize(
+    "watch", [None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH, Event.EPOCH_END}], ids=["all", "one", "two"]
+)
 def test_memory_is_reused_where_nobody_has_kept_it(count: Count, consumer: Callable[[Any], Any], watch: Any) -> None:
     consumer(fit(watch=watch))
     assert (count.copied, count.reused) == (1, 14)
@@ -488,12 +490,27 @@ def test_donate_true_takes_the_memory_of_kept_states_and_they_say_so() -> None:
     assert kept[3].timestamp.batch == 3
 
 
-def test_donate_true_takes_the_state_that_training_goes_on_from() -> None:
+def test_donate_true_leaves_the_state_that_training_goes_on_from(count: Count) -> None:
     first = next(state for event, state in fit(donate=False) if event is Event.EPOCH_CHECKPOINT)
     expected = pl.run(fit(first, donate=False))
     assert_same(pl.run(fit(first, donate=True)), expected)
-    with pytest.raises(pl.errors.DonatedStateError):
-        first.params["0.weight"]
+    assert_same(pl.run(fit(first, donate=True)), expected)
+
+
+def test_donate_true_leaves_tensors_that_somebody_has_kept_and_what_algorithms_remember() -> None:
+    """It takes the memory of States, not what others made of it: an average that starts as the parameters themselves."""
+
+    @pl.algorithm(Event.BATCH_END, when="4ba", init=lambda state: state.params)
+    def remember(state: pl.State) -> pl.State:
+        return state.remember("remember", state.params)
+
+    kept = Kept()
+    for event, state in fit(donate=True, algorithms=[pl.algorithms.ema(half_life="3ba"), remember]):
+        if event is Event.BATCH_END and state.timestamp.batch % 3 == 0:
+            kept.keep("a tensor", state.params["0.weight"])
+    kept.check()
+    again = pl.run(fit(donate=False, algorithms=[pl.algorithms.ema(half_life="3ba"), remember]))
+    assert_same(state, again)
 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=str)

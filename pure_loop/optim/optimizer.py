@@ -124,7 +124,9 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
 
 def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     """The learning rate for the batch that starts at ``timestamp``."""
-    value = float(lr(timestamp))
+    value = lr(timestamp)
+    if type(value) is not float:
+        value = float(value)
     if not 0.0 <= value < math.inf:
         raise ArgumentError(
             f"{where}: the learning rate must be finite and at least 0; {lr!r} gave {value} at {timestamp!r}"

@@ -17,7 +17,18 @@ from pure_loop.state import State
 from pure_loop.strict import same
 from pure_loop.time import Timestamp
 
-__all__ = ["Comparer", "Difference", "Keeper", "Snapshot", "apart", "close", "differences", "is_wall_clock", "shown"]
+__all__ = [
+    "Comparer",
+    "Difference",
+    "Keeper",
+    "copied",
+    "Snapshot",
+    "apart",
+    "close",
+    "differences",
+    "is_wall_clock",
+    "shown",
+]
 
 _WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
 _TIMESTAMPS = frozenset({"timestamp", "previous_timestamp"})
@@ -267,6 +278,15 @@ class Snapshot:
     def _name(self, index: int) -> str:
         tree: Any = self.state
         return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
+
+
+def copied(state: State) -> State:
+    """A State with copies of all tensors, which keeps none of its own."""
+    tree: Any = state
+    made: Any = optree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
+    )
+    return made  # type: ignore[no-any-return]
 
 
 class Keeper:

@@ -17,9 +17,11 @@ import attrs
 import torch
 
 import pure_loop as pl
-from pure_loop import Event, _evaluation, driver, loop, stages
+from pure_loop import Event, _evaluation, _ownership, driver, loop, stages
 from pure_loop._weights import Weights
+from pure_loop.donation import Donation
 from pure_loop.evaluator import BoundEvaluator
+from pure_loop.loop import LoopStages
 from pure_loop.sources import END
 from pure_loop.stages import Stages
 from pure_loop.testing.case import Fit
@@ -72,7 +74,7 @@ def evaluates_twice_at_the_end() -> Fit:
 def counts_microbatches_as_batches() -> Fit:
     real = loop.gradients
 
-    def gradients(state: pl.State, given: Stages) -> Any:
+    def gradients(state: pl.State, given: LoopStages) -> Any:
         for piece in given.microbatches(state.batch):
             state = yield from real(state.replace(batch=piece, grads=None), attrs.evolve(given, microbatch_size=None))
             state = yield Event.BATCH_END, state
@@ -103,6 +105,21 @@ def updates_through_data() -> Fit:
         return real(self, state, **counted)
 
     return while_patched(lambda: patch.object(Stages, "update", update))
+
+
+def overwrites_what_was_kept() -> Fit:
+    """It takes everybody for the loop variable, and writes the new parameters where the old ones are."""
+
+    look = Donation.look
+
+    def alone(*_: Any) -> bool:
+        return True
+
+    return while_patched(
+        lambda: patch.multiple(_ownership.Held, mappings_alone=alone, tensors_alone=alone),
+        lambda: patch.object(driver, "gives_up", alone),
+        lambda: patch.object(Donation, "look", lambda self, *_: look(self, 0, None, True)),
+    )
 
 
 def lends_its_buffers_to_batchnorm() -> Fit:
@@ -354,6 +371,18 @@ def scales_the_weights_where_fewer_events_are_watched() -> Fit:
     return wrong
 
 
+def scales_the_weights_where_memory_is_donated() -> Fit:
+    """As above, for whoever gives the memory of past States away."""
+
+    def wrong(*args: Any, donate: Any = "auto", **kwargs: Any) -> Any:
+        for event, state in pl.fit(*args, donate=donate, **kwargs):
+            if donate is True:
+                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
+            yield event, state
+
+    return wrong
+
+
 def adds_the_rank_to_the_seed() -> Fit:
     """As scripts for several ranks often do for the sake of the data; then each drops out other units, too."""
 
@@ -375,6 +404,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     the_identity_costs_a_rounding: "visibility",
     updates_in_place: "value",
     updates_through_data: "value",
+    overwrites_what_was_kept: "value",
     lends_its_buffers_to_batchnorm: "value",
     draws_from_the_global_generator: "determinism",
     reseeds_the_global_generator: "determinism",
@@ -389,6 +419,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     starts_the_epoch_again: "resumption",
     forgets_the_optimizer_memory: "resumption",
     scales_the_weights_where_fewer_events_are_watched: "watch_equality",
+    scales_the_weights_where_memory_is_donated: "donate_equality",
     adds_the_rank_to_the_seed: "rank_agreement",
     weighs_ranks_alike: "world_size",
     leaves_the_module_in_eval_mode: "closing",

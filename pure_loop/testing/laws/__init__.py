@@ -14,7 +14,7 @@ from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
 from pure_loop.testing.laws.ranks import rank_agreement
 from pure_loop.testing.laws.resumption import resumption
-from pure_loop.testing.laws.runs import closing, determinism, order, value, watch_equality
+from pure_loop.testing.laws.runs import closing, determinism, donate_equality, order, value, watch_equality
 from pure_loop.testing.laws.world import world_size
 from pure_loop.testing.laws.writes import discipline, visibility
 
@@ -30,6 +30,7 @@ __all__ = [
     "composition",
     "determinism",
     "discipline",
+    "donate_equality",
     "evaluation_invariance",
     "memory",
     "microbatch_invariance",
@@ -62,6 +63,7 @@ OF_ALGORITHMS: tuple[Law, ...] = (
     composition,
     resumption,
     watch_equality,
+    donate_equality,
     closing,
     rank_agreement,
     world_size,
@@ -80,6 +82,7 @@ OF_LOOPS: tuple[Law, ...] = (
     composition,
     resumption,
     watch_equality,
+    donate_equality,
     closing,
     rank_agreement,
     world_size,
@@ -109,6 +112,5 @@ OF_SCRIPTS: tuple[Law, ...] = (
 UNAVAILABLE: dict[str, str] = {
     "checkpoint": "this version of pure_loop has no save and load yet",
     "compile_equality": "this version of pure_loop has no compile= yet",
-    "donate_equality": "this version of pure_loop has no donate= yet",
 }
 """Laws that join when the library gets what they are about, and what that is."""

@@ -10,13 +10,13 @@ from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
 from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit
-from pure_loop.testing.comparison import Keeper, differences
+from pure_loop.testing.comparison import Keeper, copied, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import outside_fit, same_events, same_stream
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
 
-__all__ = ["closing", "determinism", "order", "value", "watch_equality"]
+__all__ = ["closing", "determinism", "donate_equality", "order", "value", "watch_equality"]
 
 
 @law(
@@ -84,6 +84,19 @@ def watch_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     wanted = [pair for pair in subject.alone(case, fit) if pair[0] in watched]
     given = case.run(subject.make(), fit=fit, watch=watched)
     same_stream(given, wanted, f"watching only {', '.join(sorted(event.name for event in watched))}")
+
+
+@law("States whose memory is donated are those of a loop that copies", rests_on=("determinism", "value"))
+def donate_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    """Keeps nothing but copies, so that the loop may reuse the memory; then keeps every State, and gives it away."""
+    wanted = subject.alone(case, fit)
+    for donate in ("auto", True):
+        copies, kept = [], []
+        for event, state in case.stream(subject.make(), fit=fit, donate=donate):
+            copies.append((event, copied(state)))
+            if donate is True:
+                kept.append(state)
+        same_stream(copies, wanted, f"donate={donate!r}")
 
 
 @law(
