@@ -498,7 +498,7 @@ def test_donate_true_leaves_the_state_that_training_goes_on_from(count: Count) -
 
 
 def test_donate_true_leaves_tensors_that_somebody_has_kept_and_what_algorithms_remember() -> None:
-    """It takes the memory of States, not what others made of it: an average that starts as the parameters themselves."""
+    """It takes the memory of States, not what others keep of it: an average that starts as the parameters."""
 
     @pl.algorithm(Event.BATCH_END, when="4ba", init=lambda state: state.params)
     def remember(state: pl.State) -> pl.State:
