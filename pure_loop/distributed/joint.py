@@ -25,7 +25,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.sources import END, Source
-from pure_loop.state import State
+from pure_loop.state import State, device_of
 
 __all__ = ["JointEngine"]
 
@@ -217,7 +217,7 @@ class JointEngine(Engine):
         self._batch = state.timestamp.batch
         # By the weights that were given: all ranks have to take the same way.
         if any(isinstance(weight, Tensor) and weight.device.type != "cpu" for weight in weights):
-            share = torch.as_tensor(sum(mine), dtype=torch.float64, device=state.device).reshape(1)
+            share = torch.as_tensor(sum(mine), dtype=torch.float64, device=device_of(state)).reshape(1)
             self._on_device = self.talk.sum(share)[0]
             own = 0.0 if self.padding else 1.0
         else:
@@ -264,8 +264,8 @@ class JointEngine(Engine):
 
     def settle(self, state: State, loss: Any) -> Any:
         if not isinstance(loss, dict):
-            return self._sum_of([loss], state.device)[0] / self._divisor
-        sums = self._sum_of(list(loss.values()), state.device)
+            return self._sum_of([loss], device_of(state))[0] / self._divisor
+        sums = self._sum_of(list(loss.values()), device_of(state))
         return {name: value / self._divisor for name, value in zip(loss, sums, strict=True)}
 
     def _sum_of(self, values: list[Any], device: torch.device) -> list[Any]:
@@ -330,7 +330,7 @@ class JointEngine(Engine):
                     f"evaluator {state.evaluator!r}: the metric {metric.name!r} of {len(parts)} ranks can't be put "
                     "together: give it pl.Metric(..., merge=lambda one, other: ...), one accumulator from two."
                 )
-            merged[metric.name] = map_tensors(to(state.device), reduce(merge, parts))
+            merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
 
 

@@ -21,7 +21,7 @@ from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef
-from pure_loop.state import State
+from pure_loop.state import State, device_of
 
 __all__ = ["ReplicateEngine"]
 
@@ -164,7 +164,7 @@ class ReplicateEngine(JointEngine):
         held = list(self._held.values())
         if unused:
             # What a rank without samples reaches: a backward that reaches nothing ends before the others are heard.
-            self._anchor = nn.Parameter(torch.zeros(1, device=state.device))
+            self._anchor = nn.Parameter(torch.zeros(1, device=device_of(state)))
             held.append(self._anchor)
         return DistributedDataParallel(
             _Holder(held),
