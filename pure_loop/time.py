@@ -28,7 +28,7 @@ from pure_loop.event import Event
 if TYPE_CHECKING:
     from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "due"]
+__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed"]
 
 
 class TimeUnit(StrEnum):
@@ -381,6 +381,8 @@ _FIELD = {
     TimeUnit.ITERATION: "iteration",
     TimeUnit.SECOND: "total_seconds",
 }
+# Those of which there is a whole number, always.
+_COUNTED = {unit: operator.attrgetter(name) for unit, name in _FIELD.items() if unit not in _REAL}
 _ASKED_AT = dict.fromkeys(TimeUnit, Event.BATCH_END) | {
     TimeUnit.EPOCH: Event.EPOCH_END,
     TimeUnit.ITERATION: Event.ITERATION_END,
@@ -404,6 +406,8 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
     True
     """
     interval = Time.parse(interval)
+    if interval.unit in _COUNTED:
+        return event is _ASKED_AT[interval.unit] and bool(passed(interval, previous, now))
     unit, size = interval.unit, interval.exact
     if size == 0:
         return False
@@ -419,6 +423,18 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
         return False
     # Exactly, because 0.1 * 3 / 0.1 is not 3 in floating point.
     return _exactly(previous.get(unit)) // size != _exactly(now.get(unit)) // size
+
+
+def passed(interval: Time, previous: Timestamp, now: Timestamp) -> bool | None:
+    """Whether a multiple of an interval lies between two timestamps; None where whole numbers don't say so.
+
+    It is what an algorithm that is attached and not due costs, at every batch.
+    """
+    count = _COUNTED.get(interval.unit)
+    if count is None:
+        return None
+    size = interval.value
+    return size != 0 and count(previous) // size != count(now) // size
 
 
 def _exactly(count: float) -> int | Fraction:
