@@ -46,8 +46,9 @@ def peaks(workload: Workload, loop: Loop) -> tuple[int, int]:
     alive, first, later, marks = 0, 0, 0, 0
     for event in sorted(_memory_events(whole), key=lambda each: each.start_ns()):
         size = event.nbytes()
-        if size in (middle, end):
-            marks += 1
+        if abs(size) in (middle, end):
+            marks += size > 0
+            continue
         alive += size
         if marks == 0:
             first = max(first, alive)

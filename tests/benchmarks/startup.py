@@ -27,7 +27,7 @@ print(json.dumps([[b - a for a, b in zip(*pair)] for pair in ((before, between),
 """
 
 
-def imports(peers: Sequence[Peer], runs: int = 5) -> dict[str, dict[str, float]]:
+def imports(peers: Sequence[Peer], runs: int = 3) -> dict[str, dict[str, float]]:
     """CPU seconds and megabytes that an import adds where torch is imported already, and what torch itself takes.
 
     The processes take turns; the least of the seconds of each, and the median of the megabytes.

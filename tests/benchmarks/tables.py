@@ -124,6 +124,23 @@ def _workloads(results: Results) -> Table:
     return [["", "model and batch"], *([name, text] for name, text in results["workloads"].items())]
 
 
+def _readme(results: Results) -> Table:
+    """A row a workload, and the columns that matter first."""
+    columns = {
+        "`pl.fit`": "pl.fit, every event",
+        "by hand, AdamW by default": "hand-written, default AdamW",
+        "`pl.fit`, compiled": "pl.fit, compile=True, watch={EPOCH_END}",
+    }
+    found = results["steps"]
+    there = {head: name for head, name in columns.items() if any(name in loops for loops in found.values())}
+    rows = [["", "model", *there]]
+    for workload, loops in found.items():
+        ratios = [loops.get(name, {}).get("ratio") for name in there.values()]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        rows.append([workload, results["workloads"][workload], *cells])
+    return rows
+
+
 def _rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
     return list(dict.fromkeys(name for loops in found.values() for name in loops))
 
@@ -131,6 +148,7 @@ def _rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
 TABLES: dict[str, Callable[[Results], Table]] = {
     "workloads": _workloads,
     "steps": _steps,
+    "readme": _readme,
     "missing": _missing,
     "compilation": _compilation,
     "memory": _memory,

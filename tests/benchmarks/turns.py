@@ -62,10 +62,11 @@ class InThread:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def run(self, steps: int) -> tuple[float, int]:
-        self._steps = steps
         if self._thread.ident is None:
-            self._thread.start()  # its first turn is one step, with all that comes before
+            steps = 1  # the first turn is one step, with all that comes before
+            self._thread.start()
         else:
+            self._steps = steps
             self._go.release()
         self._done.acquire()
         if self._error is not None:
