@@ -8,6 +8,7 @@ turn.
 from __future__ import annotations
 
 import gc
+import random
 import resource
 import statistics
 import time
@@ -74,10 +75,14 @@ def in_turns(loops: Mapping[str, Turns], turns: int, seconds: float) -> dict[str
     gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in loops}
     try:
-        for turn in range(turns):
-            # Another order each turn: whoever comes after a memory-hungry one pays for its cache.
-            names = list(loops)[turn % len(loops) :] + list(loops)[: turn % len(loops)]
+        names = list(loops)
+        shuffle = random.Random(0).shuffle
+        for _ in range(turns):
+            # Who comes after a memory-hungry one finds none of its own in the cache: in another order each time, and
+            # with a step that isn't counted.
+            shuffle(names)
             for name in names:
+                loops[name].run(1)
                 used, done = loops[name].run(steps)
                 times[name].append(used / done * 1e6)
     finally:

@@ -128,8 +128,8 @@ def _readme(results: Results) -> Table:
     """A row a workload, and the columns that matter first."""
     columns = {
         "`pl.fit`": "pl.fit, every event",
-        "by hand, AdamW by default": "hand-written, default AdamW",
         "`pl.fit`, compiled": "pl.fit, compile=True, watch={EPOCH_END}",
+        "by hand, AdamW by default": "hand-written, default AdamW",
     }
     found = results["steps"]
     there = {head: name for head, name in columns.items() if any(name in loops for loops in found.values())}

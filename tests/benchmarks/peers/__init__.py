@@ -72,9 +72,10 @@ class Peer:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What peers print and warn about while they are set up is not about us."""
+    silent = contextlib.redirect_stdout(io.StringIO())
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), silent:
             warnings.simplefilter("ignore")
             yield
     finally:
