@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def imports(peers: Sequence[Peer], runs: int = 3) -> dict[str, dict[str, float]]
     statements = {"torch": "", "pure_loop": "import pure_loop"}
     # What constructing a torch.optim optimizer imports, so that a loop by hand has it too.
     statements["torch._dynamo (the first torch.optim optimizer)"] = "import torch._dynamo"
-    statements |= {peer.name: f"import {peer.imports}" for peer in peers if peer.function != "scanned"}
+    statements |= {peer.name: peer.uses or f"import {peer.imports}" for peer in peers if peer.function != "scanned"}
     found: dict[str, list[Any]] = {name: [] for name in statements}
     for _ in range(runs):
         for name, statement in statements.items():

@@ -36,7 +36,8 @@ class Peer:
         module: the module of this package that has it.
         function: in it: ``steps(workload)``, a generator, or ``train(workload, tick)``, for ever.
         packages: what has to be installed, as in a requirements file.
-        imports: the modules that a user imports, for the table of import times.
+        imports: the modules that it needs.
+        uses: what a user writes to import it, where importing those modules alone puts off most of the work.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Peer:
     packages: tuple[str, ...]
     imports: str
     function: str = "steps"
+    uses: str = ""
 
     @property
     def missing(self) -> str | None:
@@ -85,9 +87,16 @@ def quiet() -> Iterator[None]:
 PEERS = [
     Peer("Ignite", "ignite", ("pytorch-ignite",), "ignite.engine", "train"),
     Peer("Fabric", "fabric", ("lightning",), "lightning.fabric"),
-    Peer("Accelerate", "hf_accelerate", ("accelerate",), "accelerate"),
+    Peer("Accelerate", "hf_accelerate", ("accelerate",), "accelerate", uses="from accelerate import Accelerator"),
     Peer("Lightning", "lightning", ("lightning",), "lightning.pytorch", "train"),
-    Peer("Hugging Face Trainer", "hf_trainer", ("transformers", "accelerate"), "transformers, accelerate", "train"),
+    Peer(
+        "Hugging Face Trainer",
+        "hf_trainer",
+        ("transformers", "accelerate"),
+        "transformers, accelerate",
+        "train",
+        "from transformers import Trainer, TrainingArguments",
+    ),
     Peer("Composer", "composer", ("mosaicml",), "composer", "train"),
     Peer("Keras on torch", "keras", ("keras",), "keras", "train"),
     Peer("JAX, flax and optax, jit", "jax", ("jax", "flax", "optax"), "jax, flax.linen, optax"),
