@@ -33,7 +33,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     size = (3.4 + 3.3 * columns, rows * (0.9 + 0.235 * len(names)) + 0.4)
     figure, axes = plt.subplots(rows, columns, figsize=size, sharey=True, sharex=True, squeeze=False)
     ratios = [cell["ratio"] for loops in found.values() for cell in loops.values() if "ratio" in cell]
-    low, high = min(0.5, *ratios) / 1.35, max(2.0, *ratios) * 1.6
+    low, high = min(0.5, *ratios) / 1.9, max(2.0, *ratios) * 1.6
     for index, axis in enumerate(axes.flat):
         if index >= len(found):
             axis.set_visible(False)
