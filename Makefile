@@ -4,11 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Other libraries, which are measured and not used: an environment of their own.
+PEERS ?= .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
+BENCH ?=
 
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-thorough lint typecheck bench bench-ranks docs clean
+.PHONY: demo test test-thorough lint typecheck bench bench-peers bench-page bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,8 +37,25 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## cost of a step against the hand-written loop, as ratios in one run
-	$(BIN)/python -m tests.benchmarks
+bench: $(STAMP)  ## cost of a step against the hand-written loop, as ratios in one run; BENCH="--compile" for options
+	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+# torch first, or what depends on it brings the build for CUDA. Composer asks for an older torch, so without its own.
+$(PEERS_STAMP): pyproject.toml constraints.txt tests/benchmarks/requirements.txt tests/benchmarks/composer.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/benchmarks/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement tests/benchmarks/composer.txt
+	@touch $@
+
+bench-peers: $(PEERS_STAMP)  ## the same, with other libraries' loops
+	$(PEERS)/bin/python -m tests.benchmarks $(BENCH)
+
+bench-page: $(PEERS_STAMP) $(STAMP)  ## measure the tables and the chart of docs/performance.md anew, and write the page
+	$(PEERS)/bin/python -m tests.benchmarks --compile --output docs/benchmark.json --plot docs/benchmark.png
+	$(BIN)/python docs/generate.py
 
 bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shard, as ratios in one run
 	$(BIN)/python -m tests.benchmarks.ranks
@@ -43,4 +64,4 @@ docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

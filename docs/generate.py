@@ -6,15 +6,18 @@
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
-tables of laws, fields and strategies come from ``pure_loop.testing``.
+tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
+``docs/benchmark.json``, which ``make bench-page`` measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -248,7 +251,19 @@ def _strategies() -> str:
     return "\n".join([*lines, "", f"`st.from_type` draws {types}."])
 
 
+def _benchmark(name: str) -> str:
+    """A table of what was measured; by path, because pages are written where only the package can be imported."""
+    spec = importlib.util.spec_from_file_location("_tables", ROOT / "tests" / "benchmarks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    found = json.loads((ROOT / "docs" / "benchmark.json").read_text())
+    return str(tables.as_markdown(tables.of(name, found)))
+
+
 _PARTS: dict[str, Callable[..., str]] = {
+    "benchmark": _benchmark,
     "mermaid": _mermaid,
     "grammar": _grammar,
     "outline": _outline,

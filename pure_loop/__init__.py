@@ -13,11 +13,11 @@
 """
 
 import sys as _sys
-from importlib import import_module
 from importlib.util import find_spec as _find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pure_loop import gradients, metrics, optim, random, stages
+from pure_loop._lazy import lazily as _lazily
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
@@ -25,13 +25,11 @@ from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
-from pure_loop.explain import explain
 from pure_loop.fit import Stream, drive, evaluate, fit, predict, run
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import Script
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
-from pure_loop.progress import progress
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.task import Task
@@ -39,6 +37,8 @@ from pure_loop.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop import algorithms, callbacks, distributed, loggers, order, schedules, testing
+    from pure_loop.explain import explain
+    from pure_loop.progress import progress
 
 __version__ = "0.1.0"
 
@@ -84,14 +84,13 @@ __all__ = [
     *_errors,
 ]
 
-# Imported when first asked for: a third of what importing everything costs.
-_MODULES = frozenset({"algorithms", "callbacks", "distributed", "loggers", "order", "schedules", "testing"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"pure_loop.{name}")
-    raise AttributeError(f"module 'pure_loop' has no attribute {name!r}")
+# What a plain fit doesn't use.
+_LAZY: dict[str, str | None] = {
+    "explain": "pure_loop.explain",
+    "progress": "pure_loop.progress",
+    **dict.fromkeys(("algorithms", "callbacks", "distributed", "loggers", "order", "schedules", "testing")),
+}
+__getattr__ = _lazily(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from pure_loop._signature import accepts, name_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, due
+from pure_loop.time import Time, TimeUnit, due, passed
 
 __all__ = ["Cadence", "CadenceLike", "as_predicate", "every"]
 
@@ -34,6 +34,9 @@ class Cadence:
     interval: Time
 
     def __call__(self, state: State) -> bool:
+        found = passed(self.interval, state.previous_timestamp, state.timestamp)
+        if found is not None:
+            return found
         return due(self.interval, state.previous_timestamp, state.timestamp, counted_at(self.interval, state))
 
     def at(self, state: State, event: Event) -> bool:

@@ -16,8 +16,7 @@ import operator
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -26,7 +25,10 @@ from pure_loop._records import Record, drafter
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "due"]
+if TYPE_CHECKING:
+    from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
+
+__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed"]
 
 
 class TimeUnit(StrEnum):
@@ -43,8 +45,9 @@ class TimeUnit(StrEnum):
 
 _REAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _NUMBER = r"(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
-_COUNT = re.compile(rf"({_NUMBER})(ep|ba|sp|tok|iter|dur)")
-_CLOCK = re.compile(rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?")
+# As text: compiled by their first use, which importing pure_loop is not.
+_COUNT = rf"({_NUMBER})(ep|ba|sp|tok|iter|dur)"
+_CLOCK = rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?"
 _CLOCK_SECONDS = (86400, 3600, 60, 1)
 _FORMS = (
     'write "2ep" (epochs), "10ba" (batches), "5000sp" (samples), "1e6tok" (tokens), "3iter" (iterations), '
@@ -174,15 +177,17 @@ def _from_number(value: object, unit: TimeUnit | str) -> tuple[int | float, Time
 
 
 def _from_text(text: str) -> tuple[int | float, TimeUnit]:
+    from fractions import Fraction
+
     stripped = text.strip()
-    count = _COUNT.fullmatch(stripped)
+    count = re.fullmatch(_COUNT, stripped)
     try:
         if count is not None:
             number, unit = Fraction(count[1].replace("_", "")), TimeUnit(count[2])
             if unit not in _REAL and number.denominator != 1:
                 raise TimeFormatError(f"can't read {text!r} as a time: {_whole_only(unit)}; {_FORMS}")
             return _number(number, unit), unit
-        clock = _CLOCK.fullmatch(stripped)
+        clock = re.fullmatch(_CLOCK, stripped)
         if clock is not None and stripped:
             parts = zip(clock.groups(), _CLOCK_SECONDS, strict=True)
             seconds = sum(Fraction(part.replace("_", "")) * scale for part, scale in parts if part)
@@ -214,6 +219,8 @@ def _number(value: Fraction, unit: TimeUnit) -> int | float:
 
 
 def _decimal(value: float) -> Fraction:
+    from fractions import Fraction
+
     # repr gives the shortest text that reads back equal, which is the text the user wrote.
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
 
@@ -375,6 +382,8 @@ _FIELD = {
     TimeUnit.ITERATION: "iteration",
     TimeUnit.SECOND: "total_seconds",
 }
+# Those of which there is a whole number, always.
+_COUNTED = {unit: operator.attrgetter(name) for unit, name in _FIELD.items() if unit not in _REAL}
 _ASKED_AT = dict.fromkeys(TimeUnit, Event.BATCH_END) | {
     TimeUnit.EPOCH: Event.EPOCH_END,
     TimeUnit.ITERATION: Event.ITERATION_END,
@@ -398,6 +407,8 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
     True
     """
     interval = Time.parse(interval)
+    if interval.unit in _COUNTED:
+        return event is _ASKED_AT[interval.unit] and bool(passed(interval, previous, now))
     unit, size = interval.unit, interval.exact
     if size == 0:
         return False
@@ -411,8 +422,26 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
             return _due_in_batches(size * now.batches_per_epoch, now.batches_per_epoch, previous, now, event)
     if event is not _ASKED_AT[unit]:
         return False
-    # Fractions, because 0.1 * 3 / 0.1 is not 3 in floating point.
-    return Fraction(previous.get(unit)) // size != Fraction(now.get(unit)) // size
+    # Exactly, because 0.1 * 3 / 0.1 is not 3 in floating point.
+    return _exactly(previous.get(unit)) // size != _exactly(now.get(unit)) // size
+
+
+def passed(interval: Time, previous: Timestamp, now: Timestamp) -> bool | None:
+    """Whether a multiple of an interval lies between two timestamps; None where whole numbers don't say so.
+
+    It is what an algorithm that is attached and not due costs, at every batch.
+    """
+    count = _COUNTED.get(interval.unit)
+    if count is None:
+        return None
+    size = interval.value
+    return size != 0 and count(previous) // size != count(now) // size
+
+
+def _exactly(count: float) -> int | Fraction:
+    from fractions import Fraction
+
+    return count if isinstance(count, int) else Fraction(count)
 
 
 def _due_in_batches(size: Fraction, length: int, previous: Timestamp, now: Timestamp, event: Event) -> bool:

@@ -1,93 +1,118 @@
-"""``make bench``: a table of ratios, and benchmark.json.
+"""``make bench``: what a step costs beside other loops, and what else is paid; tables, and benchmark.json.
 
-The loops take turns, a few dozen milliseconds each, so that a change in the machine's speed meets all of
-them alike; a figure is the median over the turns of a loop's CPU time a step divided by that of the
-hand-written loop in the same turn.
+    python -m tests.benchmarks                                    # all tables, without what compiles
+    python -m tests.benchmarks --tables steps --only W1 W4 --compile --plot chart.png
+
+Results are added to those that the file holds already, so a table can be made anew by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.benchmarks.loops import LOOPS
-from tests.benchmarks.workloads import WORKLOADS, Workload
+from tests.benchmarks import events, growth, length, limits, memory, startup, tables
+from tests.benchmarks.loops import HAND, OURS, Loop
+from tests.benchmarks.peers import PEERS, Peer
+from tests.benchmarks.steps import measure
+from tests.benchmarks.workloads import WORKLOADS
 
-BASE = next(iter(LOOPS))
-
-
-def measure(workload: Workload, turns: int, seconds: float) -> dict[str, dict[str, float]]:
-    """For each loop: microseconds a step (median and least), and the ratio to the hand-written loop."""
-    loops = {name: make(workload) for name, make in LOOPS.items()}
-    for loop in loops.values():
-        for _ in range(20):
-            next(loop)
-    begin = time.process_time()
-    for _ in range(10):
-        next(loops[BASE])
-    steps = max(2, int(seconds / ((time.process_time() - begin) / 10)))
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    for turn in range(turns):
-        # Another order each turn: whoever comes after a memory-hungry one pays for its cache.
-        names = list(loops)[turn % len(loops) :] + list(loops)[: turn % len(loops)]
-        for name in names:
-            begin = time.process_time()
-            for _ in range(steps):
-                next(loops[name])
-            found[name].append((time.process_time() - begin) / steps * 1e6)
-    return {
-        name: {
-            "us": statistics.median(times),
-            "least_us": min(times),
-            "ratio": statistics.median(t / base for t, base in zip(times, found[BASE], strict=True)),
-        }
-        for name, times in found.items()
-    }
-
-
-def import_seconds(statement: str, runs: int = 7) -> float:
-    """CPU seconds that a statement takes in a new process where torch is imported already; the least of some runs."""
-    code = f"import torch, time; t = time.process_time(); {statement}; print(time.process_time() - t)"
-    return min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(runs))
+MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=0.05, help="CPU time of one turn of one loop")
-    parser.add_argument("--only", nargs="*", help="names of workloads")
-    parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio is above its limit")
-    options = parser.parse_args()
+    options = _options()
     torch.set_num_threads(1)
-    results: dict[str, object] = {"torch": torch.__version__, "threads": 1}
-    failed = []
-    chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
-    print(f"{'':34s}" + "".join(f"{w.name:>9s}" for w in chosen))
-    table = {w.name: measure(w, options.turns, options.seconds) for w in chosen}
-    for name in LOOPS:
-        print(f"{name:34s}" + "".join(f"{table[w.name][name]['ratio']:9.2f}" for w in chosen))
-    print(f"{'hand-written, microseconds':34s}" + "".join(f"{table[w.name][BASE]['us']:9.0f}" for w in chosen))
-    for workload in chosen:
-        ratio = table[workload.name]["pl.fit, every event"]["ratio"]
-        if workload.limit is not None and ratio > workload.limit:
-            failed.append(f"{workload.name}: {ratio:.2f}, the limit is {workload.limit}")
-    seconds = import_seconds("import pure_loop")
-    print(f"\nimport pure_loop adds {seconds:.3f} s to importing torch")
-    if seconds > 0.15:
-        failed.append(f"import: {seconds:.3f} s, the limit is 0.15")
-    results |= {"workloads": table, "import_seconds": seconds}
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
+    before = json.loads(options.output.read_text()) if options.output.exists() else {}
+    loops, peers, missing = _available(compiled=options.compile)
+    results: dict[str, Any] = before | {
+        "threads": 1,
+        "versions": {"torch": torch.__version__} | {k: v for peer in peers for k, v in peer.versions.items()},
+        "workloads": {workload.name: workload.describe for workload in WORKLOADS},
+        "missing": missing,
+    }
+    for name in options.tables:
+        if name == "steps":
+            results["steps"] = _steps([*loops, *peers], options, before.get("steps", {}))
+        else:
+            results[name] = _measured(name, options, loops, peers)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        for shown in (name, "compilation", "missing") if name == "steps" else (name,):
+            table = tables.of(shown, results)
+            if len(table) > 1:
+                print(f"\n{tables.as_text(table)}", flush=True)
+    if options.plot:
+        from tests.benchmarks.chart import draw
+
+        draw(results, options.plot)
+    failed = list(limits.exceeded({name: results[name] for name in options.tables}))
+    print()
     for line in failed:
         print("above the limit:", line)
     return int(bool(failed) and options.check)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tables", nargs="*", choices=MEASURED, default=MEASURED, help="only these; all by default")
+    parser.add_argument("--only", nargs="+", help="names of workloads, for the table of steps")
+    parser.add_argument("--compile", action="store_true", help="loops that compile, too, which takes minutes")
+    parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=0.05, help="CPU time of one turn of one loop")
+    parser.add_argument("--longest", type=int, default=100_000, help="steps of the longest run; a million takes long")
+    parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
+    parser.add_argument("--plot", type=Path, help="write a chart of the table of steps, a PNG")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is above its limit")
+    return parser.parse_args()
+
+
+def _available(*, compiled: bool) -> tuple[list[Loop], list[Peer], dict[str, str]]:
+    """The loops and peers that can be measured here, and for the others why not."""
+    loops, peers, missing = [], [], {}
+    for loop in [*HAND, *OURS]:
+        why = loop.missing or ("compiles; measured with --compile" if loop.compiled and not compiled else None)
+        if why is None:
+            loops.append(loop)
+        else:
+            missing[loop.name] = why
+    for peer in PEERS:
+        why = peer.missing
+        if why is None:
+            peers.append(peer)
+        else:
+            missing[peer.name] = why
+    return loops, peers, missing
+
+
+def _steps(competitors: list[Any], options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
+    found = dict(before)
+    for workload in WORKLOADS:
+        if not options.only or workload.name in options.only:
+            print(f"measuring {workload.name} ...", flush=True)
+            found[workload.name] = measure(workload, competitors, options.turns, options.seconds)
+    return {workload.name: found[workload.name] for workload in WORKLOADS if workload.name in found}
+
+
+def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: list[Peer]) -> Any:
+    print(f"measuring {name} ...", flush=True)
+    match name:
+        case "memory":
+            return memory.measure([loop for loop in loops if not loop.compiled and "default AdamW" not in loop.name])
+        case "imports":
+            return startup.imports(peers)
+        case "processes":
+            return startup.processes(peers)
+        case "events":
+            return events.measure(2 * options.turns, options.seconds)
+        case "growth":
+            return growth.measure(options.turns, options.seconds)
+        case "length":
+            return length.measure(options.longest)
+    raise AssertionError(name)
 
 
 if __name__ == "__main__":

@@ -1,75 +1,98 @@
-"""The competitors: each a generator that makes one step of training every time it is asked for the next."""
+"""The loops by hand, and ``pl.fit`` in its variants: each a generator that makes a step of training when asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Callable
+from typing import Any
 
+import attrs
 import torch
 
 import pure_loop as pl
+from pure_loop import Event
+from tests.benchmarks.hand import hand_written
+from tests.benchmarks.turns import OfGenerator, Steps, Turns
 from tests.benchmarks.workloads import Workload
 
-__all__ = ["LOOPS"]
+__all__ = ["BASE", "HAND", "OURS", "Loop", "ours"]
 
-Loop = Callable[[Workload], Iterator[None]]
-
-
-def _hand_written(workload: Workload, **options: bool) -> Iterator[None]:
-    torch.manual_seed(0)
-    model = workload.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
-    size = len(workload.data()[0][0]) // workload.microbatches
-    for inputs, targets in cycle(workload.data()):
-        optimizer.zero_grad()
-        if workload.microbatches == 1:
-            workload.loss(model(inputs), targets).backward()
-        else:
-            for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-                (workload.loss(model(x), y) / workload.microbatches).backward()
-        optimizer.step()
-        yield
+# Batches of an epoch of ours, so that an epoch's events are few and a turn of one that yields them alone is short.
+EPOCH = 32
+TOGETHER = 8
 
 
-def hand_written(workload: Workload) -> Iterator[None]:
-    """zero_grad, forward, loss, backward, fused AdamW: what every ratio is relative to."""
-    return _hand_written(workload, fused=True)
+@attrs.frozen
+class Loop:
+    """One row of the table.
+
+    Attributes:
+        name: as in the table.
+        make: the generator.
+        compiled: whether it compiles, which takes from seconds to minutes.
+    """
+
+    name: str
+    make: Callable[[Workload], Steps]
+    compiled: bool = False
+
+    @property
+    def missing(self) -> str | None:
+        """What ``fit`` says where it refuses an argument that is not built yet; None where it takes it."""
+        try:
+            self.make(_TINY).close()
+        except (pl.errors.ArgumentError, pl.errors.ArgumentTypeError, TypeError, NotImplementedError) as error:
+            return f"refused: {error}"
+        return None
+
+    def turns(self, workload: Workload) -> Turns:
+        return OfGenerator(self.make(workload))
 
 
-def hand_written_default(workload: Workload) -> Iterator[None]:
-    """The same with AdamW as torch makes it by default."""
-    return _hand_written(workload)
+_TINY = Workload(
+    "tiny", "one layer", lambda: torch.nn.Linear(2, 2), lambda: (torch.ones(2, 2), torch.zeros(2, dtype=torch.long))
+)
 
 
-def _pure_loop(workload: Workload, watch: set[pl.Event] | None, last: pl.Event) -> Iterator[None]:
-    torch.manual_seed(0)
-    data = workload.data()
-    size = len(data[0][0]) // workload.microbatches
-    stream = pl.fit(
-        workload.model(),
-        data,
-        loss=workload.loss,
-        optimizer=pl.optim.adamw(lr=1e-3),
-        max_duration="1000000000ba",
-        microbatch_size=None if workload.microbatches == 1 else size,
-        watch=watch,
-    )
-    return (None for event, _ in stream if event is last)
+def ours(**options: Any) -> Callable[[Workload], Steps]:
+    """``pl.fit`` with AdamW and these options; it is called, and refuses them, when the generator is made."""
+
+    def loop(workload: Workload) -> Steps:
+        torch.manual_seed(0)
+        data = workload.data()
+        watch = options.get("watch")
+        count = workload.microbatches
+        stream = pl.fit(
+            workload.model(),
+            [data[index % len(data)] for index in range(EPOCH)],
+            loss=workload.loss,
+            optimizer=pl.optim.adamw(lr=1e-3),
+            max_duration="1000000000ba",
+            microbatch_size=None if count == 1 else len(data[0][0]) // count,
+            **options,
+        )
+        if watch == {Event.EPOCH_END}:
+            return (EPOCH for _ in stream)
+        last = Event.BATCH_CHECKPOINT if watch is None else Event.BATCH_END
+        return (1 for event, _ in stream if event is last)
+
+    return loop
 
 
-def every_event(workload: Workload) -> Iterator[None]:
-    """pl.fit with its default settings: every event yielded, nothing attached."""
-    return _pure_loop(workload, None, pl.Event.BATCH_CHECKPOINT)
+BASE = "hand-written, fused AdamW"
 
+HAND = [
+    Loop(BASE, hand_written(fused=True)),
+    Loop("hand-written, default AdamW", hand_written()),
+    Loop("hand-written, torch.compile(model)", hand_written(fused=True, compiled=True), compiled=True),
+]
 
-def watching_batch_end(workload: Workload) -> Iterator[None]:
-    """pl.fit(..., watch={BATCH_END})."""
-    return _pure_loop(workload, {pl.Event.BATCH_END}, pl.Event.BATCH_END)
+_COMPILED: dict[str, Any] = {"compile": True, "watch": {Event.EPOCH_END}}
 
-
-LOOPS: dict[str, Loop] = {
-    "hand-written, fused AdamW": hand_written,
-    "hand-written, default AdamW": hand_written_default,
-    "pl.fit, every event": every_event,
-    "pl.fit, watch={BATCH_END}": watching_batch_end,
-}
+OURS = [
+    Loop("pl.fit, every event", ours()),
+    Loop("pl.fit, every event, donate=False", ours(donate=False)),
+    Loop("pl.fit, every event, donate=True", ours(donate=True)),
+    Loop("pl.fit, watch={BATCH_END}", ours(watch={Event.BATCH_END})),
+    Loop("pl.fit, compile=True, watch={EPOCH_END}", ours(**_COMPILED), compiled=True),
+    Loop(f"pl.fit, compile=True, {TOGETHER} steps a call", ours(**_COMPILED, steps_per_call=TOGETHER), compiled=True),
+]

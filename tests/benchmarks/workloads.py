@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["SCALED", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
 
 
 @attrs.frozen
@@ -23,15 +24,32 @@ class Workload:
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     microbatches: int = 1
-    limit: float | None = None
 
     def data(self) -> list[Any]:
         torch.manual_seed(1)
         return [self.batch() for _ in range(8)]
 
+    def micro_data(self) -> list[Any]:
+        """The batches in the pieces that go through the model at once, for loops that are given those."""
+        return [
+            piece
+            for inputs, targets in self.data()
+            for piece in zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
+        ]
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+class Endless:
+    """A loader that never ends, of batches that are there already."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self._batches)
+
+
+def mlp(width: int = 128) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 def _convolutions() -> nn.Module:
@@ -56,8 +74,36 @@ class _Block(nn.Module):
         return out
 
 
-def _many_tensors() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 32), *[_Block(32) for _ in range(48)], nn.Linear(32, 10))
+def residual_blocks(blocks: int, width: int = 32) -> nn.Module:
+    """Six small tensors a block, and four."""
+    return nn.Sequential(nn.Linear(64, width), *[_Block(width) for _ in range(blocks)], nn.Linear(width, 10))
+
+
+class _Residual(nn.Module):
+    """A ResNet's basic block."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1
+            else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        return torch.relu(self.norms[1](self.second(y)) + self.shortcut(x))
+
+
+def _resnet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(_Residual(16, 16, 1), _Residual(16, 32, 2), _Residual(32, 64, 2)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
 
 
 class _GPT(nn.Module):
@@ -96,10 +142,21 @@ def _tokens() -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def _scaled_tokens() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(256, (1, 9))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
 WORKLOADS = [
-    Workload("W1", "MLP 64-128-10, batch 32", _mlp, _classes(32, 64), limit=1.2),
-    Workload("W1a4", "the same in 4 microbatches", _mlp, _classes(32, 64), microbatches=4),
-    Workload("W2", "conv-BN twice, two linear, 8x8, batch 64", _convolutions, _classes(64, 1, 8, 8)),
+    Workload("W1", "MLP 64-128-10, batch 32", mlp, _classes(32, 64)),
+    Workload("W1a4", "the same in 4 microbatches", mlp, _classes(32, 64), microbatches=4),
+    Workload("W2", "two convolutions with BatchNorm, 8x8 pixels, batch 64", _convolutions, _classes(64, 1, 8, 8)),
     Workload("W3", "GPT, 4 layers of 128, 128 tokens, batch 8", _GPT, _tokens),
-    Workload("W4", "48 residual blocks, 292 tensors, batch 16", _many_tensors, _classes(16, 64), limit=1.15),
+    Workload("W4", "MLP of 48 residual blocks, 292 tensors, batch 16", lambda: residual_blocks(48), _classes(16, 64)),
+    Workload("W5", "ResNet-8 with BatchNorm, 32x32 pixels, batch 32", _resnet, _classes(32, 3, 32, 32)),
 ]
+
+# For memory: 25 million parameters, and a batch so small that activations are nothing beside them.
+SCALED = Workload(
+    "W3 scaled", "GPT, 8 layers of 512, 25 million parameters", lambda: _GPT(width=512, layers=8), _scaled_tokens
+)

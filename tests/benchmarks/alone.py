@@ -1,0 +1,65 @@
+"""A process with one loop in it: ``python -m tests.benchmarks.alone WHAT STEPS``, started by :mod:`startup`.
+
+``WHAT`` is ``hand``, ``ours`` or a module of :mod:`peers`. Nothing is imported that the loop doesn't need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+__all__ = ["peak_megabytes", "resident_megabytes"]
+
+
+def resident_megabytes() -> float:
+    return _kilobytes("VmRSS") / 1e3
+
+
+def peak_megabytes() -> float:
+    """The process's own peak; what ``getrusage`` says begins with that of the process that started it."""
+    return _kilobytes("VmHWM") / 1e3
+
+
+def _kilobytes(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:")) * 1024 // 1000
+
+
+def _turns(what: str) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.benchmarks.turns import InThread, OfGenerator
+    from tests.benchmarks.workloads import WORKLOADS
+
+    workload = WORKLOADS[0]
+    if what == "hand":
+        from tests.benchmarks.hand import hand_written
+
+        return OfGenerator(hand_written(fused=True)(workload))
+    if what == "ours":
+        from tests.benchmarks.loops import ours
+
+        return OfGenerator(ours()(workload))
+    module = importlib.import_module(f"tests.benchmarks.peers.{what}")
+    if hasattr(module, "train"):
+        return InThread(lambda tick: module.train(workload, tick))
+    return OfGenerator(module.steps(workload))
+
+
+def main() -> None:
+    turns = _turns(sys.argv[1])
+    turns.run(1)
+    first = time.process_time()
+    more = int(sys.argv[2]) - 1
+    if more:
+        turns.run(more)
+    print(json.dumps({"first_step_cpu_seconds": first, "peak_mb": peak_megabytes()}))
+    turns.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What the figures have to reach, and what is above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.benchmarks.loops import BASE
+
+__all__ = ["RATIOS", "exceeded"]
+
+# CPU time of a step relative to the loop by hand with a fused AdamW: by loop, then by workload.
+RATIOS: dict[str, dict[str, float]] = {
+    "pl.fit, every event": {"W1": 0.80, "W1a4": 1.00, "W2": 0.97, "W3": 1.00, "W4": 0.85},
+    "pl.fit, watch={BATCH_END}": {"W1": 0.70, "W4": 0.80},
+    "pl.fit, compile=True, watch={EPOCH_END}": {"W1": 0.32, "W1a4": 0.30, "W2": 0.63, "W3": 0.97, "W4": 0.42},
+    "pl.fit, compile=True, 8 steps a call": {"W1": 0.20},
+}
+
+# Over importing torch.
+IMPORT_SECONDS = 0.1
+IMPORT_MB = 15.0
+
+# Peak of parameters, gradients and optimizer's memory, relative to the loop by hand.
+MEMORY = 1.02
+
+# Who is attached and not due may cost a microsecond where the hand-written step of W1 takes 147.
+ATTACHED = 1 / 147
+
+# Of the cost of a step, and of what is in use, from the beginning of a run to its end.
+DRIFT = 1.1
+
+
+def exceeded(results: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each figure of these results that is above its limit."""
+    for loop, limits in RATIOS.items():
+        for workload, limit in limits.items():
+            ratio = results.get("steps", {}).get(workload, {}).get(loop, {}).get("ratio")
+            if ratio is not None and ratio > limit:
+                yield f"{loop}, {workload}: {ratio:.2f}, the limit is {limit:.2f}"
+    ours = "pl.fit, every event"
+    if "imports" in results:
+        seconds, megabytes = (results["imports"]["pure_loop"][key] for key in ("cpu_seconds", "mb"))
+        if seconds > IMPORT_SECONDS:
+            yield f"import: {seconds:.3f} s, the limit is {IMPORT_SECONDS}"
+        if megabytes > IMPORT_MB:
+            yield f"import: {megabytes:.1f} MB, the limit is {IMPORT_MB}"
+    if "memory" in results:
+        ratio = results["memory"][ours]["ratio"]
+        if ratio > MEMORY:
+            yield f"memory of parameters, gradients and optimizer: {ratio:.2f}, the limit is {MEMORY}"
+    if "processes" in results:
+        peak, hand = (results["processes"][name]["peak_mb"] for name in (ours, BASE))
+        if peak > hand:
+            yield f"peak of a process: {peak:.0f} MB, the limit is {hand:.0f}, the loop by hand's"
+    for name, cell in results.get("events", {}).items():
+        if "not due" in name and cell["of_a_step"] > ATTACHED:
+            yield f"{name}: {cell['of_a_step']:.2%} of a step, the limit is {ATTACHED:.2%}"
+    if "length" in results:
+        first, *_, last = results["length"]
+        for key in ("us", "python_blocks", "resident_mb"):
+            if last[key] > DRIFT * first[key]:
+                yield f"{key} after {last['steps']} steps: {last[key]:.0f}, from {first[key]:.0f}"

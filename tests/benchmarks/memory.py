@@ -1,0 +1,85 @@
+"""The peak of parameters, gradients and optimizer's memory, by allocation: what torch's allocator was asked for.
+
+A GPT of 25 million parameters on a batch of eight tokens, so that activations are a hundredth of it. torch's profiler
+writes down every allocation and release; from them comes how much was alive at once, whoever held it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.loops import BASE, Loop
+from tests.benchmarks.workloads import SCALED, Workload
+
+__all__ = ["measure", "peaks"]
+
+STEPS = 4
+
+
+def measure(loops: Sequence[Loop]) -> dict[str, dict[str, float]]:
+    """For each loop the peak until its first step is done, and that of the steps after it, in MB and as a ratio."""
+    found = {}
+    for loop in loops:
+        first, later = peaks(SCALED, loop)
+        found[loop.name] = {"first_mb": first / 1e6, "mb": later / 1e6}
+    for values in found.values():
+        values["ratio"] = values["mb"] / found[BASE]["mb"]
+    return found
+
+
+def peaks(workload: Workload, loop: Loop) -> tuple[int, int]:
+    """Bytes alive at once, at most: until the first step is done, and from then on."""
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
+        turns = loop.turns(workload)
+        turns.run(1)
+        middle = _mark()
+        turns.run(STEPS - 1)
+        end = _mark()
+        turns.close()
+    alive, first, later, marks = 0, 0, 0, 0
+    for event in sorted(_memory_events(whole), key=lambda each: each.start_ns()):
+        size = event.nbytes()
+        if abs(size) in (middle, end):
+            marks += size > 0
+            continue
+        alive += size
+        if marks == 0:
+            first = max(first, alive)
+        elif marks == 1:
+            later = max(later, alive)
+    assert marks == 2, marks
+    return first, later
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler says on the standard error, past Python's, that it starts and stops."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+_MARK = itertools.count(1_000_003, 64 * 1024)
+
+
+def _mark() -> int:
+    """An allocation of a size that nobody else asks for; how much it was."""
+    size = next(_MARK)
+    torch.empty(size, dtype=torch.uint8)
+    return size
+
+
+def _memory_events(whole: Any) -> list[Any]:
+    return [event for event in whole.profiler.kineto_results.events() if event.name() == "[memory]"]
