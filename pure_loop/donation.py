@@ -123,6 +123,14 @@ class Donation:
         draft.opt_state = _fresh_memory(draft.opt_state, before[1])
         self._held = Held(draft.params, fresh, draft.opt_state)
 
+    def adopt(self, state: State) -> None:
+        """A fresh start: its parameters were copied from the module, and its memory was made, for this stream alone."""
+        names, params = state.model.trainable, state.params
+        if type(params) is FrozenDict and type(state.opt_state) is FrozenDict:
+            whole = len(names) == len(params)
+            trained = params if whole else FrozenDict((name, params[name]) for name in names)
+            self._held = Held(params, trained, state.opt_state)
+
     def forget(self) -> None:
         """The stream is over: what it made is anybody's."""
         self._held = self._shown = None

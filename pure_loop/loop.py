@@ -222,6 +222,8 @@ def fit(state: State, fit: Fit) -> Script:
     if fit.fresh:
         state = yield Event.INIT, state
         state = fit.prepare(state)
+        if fit.stages.donation is not None:
+            fit.stages.donation.adopt(state)
         state = yield Event.BEFORE_LOAD, state
         state = yield Event.AFTER_LOAD, state
     else:

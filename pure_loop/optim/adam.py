@@ -42,6 +42,7 @@ from pure_loop.optim.optimizer import (
     laid_out,
     layout_of,
     memory_of,
+    note_layout,
     overwritable,
     rate_at,
     run_kernel,
@@ -219,6 +220,7 @@ class _Adam:
             more = [n + (g is None) for n, g in zip(skipped, found, strict=True)]
             counts = FrozenDict(zip(names, more, strict=True))
         if new is values:
+            note_layout(layout, params, *(opt_state[key] for key in keys))
             return params, FrozenDict({**opt_state, "step": step, "skipped": counts})
         new_state = {"step": step, "skipped": counts}
         for key, memory in zip(keys, new_memories, strict=True):

@@ -276,6 +276,13 @@ def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> La
     return layout
 
 
+def note_layout(layout: Layout | None, *mappings: FrozenDict[str, Tensor]) -> None:
+    """Say of mappings that an update has written to how their tensors lie in memory."""
+    for mapping in mappings:
+        if layout is not None:
+            mapping.layout = layout
+
+
 def laid_out(names: list[str], tensors: list[Tensor], layout: Layout | None) -> FrozenDict[str, Tensor]:
     """A mapping that says how its tensors lie in memory."""
     mapping = FrozenDict(zip(names, tensors, strict=True))
@@ -306,14 +313,14 @@ def _run(
         return [], [[] for _ in memories], None
     first = params[0]
     # A layout is known of tensors that the kernel has taken before: it won't stop half-way.
-    overwrite = overwrite and layout is not None
+    overwrite = overwrite and (layout is not None or _alike([*params, *itertools.chain.from_iterable(memories)]))
     if first.is_cpu:
         layout = _look_at(params, memories) if layout is None else layout
         serves = layout is not None and all(map(_is_contiguous, grads)) and list(map(_size, grads)) == layout
     else:
         layout = list(map(_size, params)) if layout is None else layout
         serves = first.device.type in FUSED_DEVICES
-    if serves and overwrite:
+    if serves and overwrite and (first.is_cpu or all(map(_is_contiguous, itertools.chain(params, grads, *memories)))):
         kernel(params, grads, memories, steps)
         return params, memories, layout
     if serves:
@@ -329,6 +336,14 @@ def _run(
             # have written to so far is thrown away.
             del copies, new, new_memories
     return *_run_in_groups(kernel, names, params, grads, memories, steps), None
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    """Whether all are real numbers of one dtype on one device, which every kernel takes."""
+    first = tensors[0]
+    if not first.is_floating_point():
+        return False
+    return all(tensor.dtype is first.dtype and tensor.device == first.device for tensor in tensors)
 
 
 def _look_at(params: list[Tensor], memories: list[list[Tensor]]) -> Layout | None:

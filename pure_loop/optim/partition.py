@@ -123,6 +123,7 @@ class _Partition:
             if hasattr(some, "layout"):
                 layouts[key] = some.layout
         if overwritten:
+            params.layout = layouts
             return params, FrozenDict(new_state)
         made: FrozenDict[str, Any] = FrozenDict(new)
         made.layout = layouts

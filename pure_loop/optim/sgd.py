@@ -40,6 +40,7 @@ from pure_loop.optim.optimizer import (
     laid_out,
     layout_of,
     memory_of,
+    note_layout,
     rate_at,
     run_kernel,
     zeros_like,
@@ -167,6 +168,7 @@ class _SGD:
         given = values
         values, buffers, layout = run_kernel(self.kernel(lr), names, values, gradients, buffers, [], layout, overwrite)
         if overwrite and values is given and layout is not None:
+            note_layout(layout, params, *([opt_state["momentum_buffer"]] if self.momentum else []))
             return params, FrozenDict(new_state)
         if self.momentum:
             new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
