@@ -18,6 +18,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.time import Time, TimeUnit
 
 __all__ = [
+    "compiler",
     "read_clip",
     "read_duration",
     "read_iteration_length",
@@ -148,3 +149,27 @@ def _ours(cls: type) -> str:
     name = cls.__name__
     same = f"pl.optim.{name.lower()}(lr=...) or " if hasattr(optim, name.lower()) else ""
     return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
+
+
+def compiler(compile: Any, steps: Any, stages: Any, watch: Any, observers: Any, strict: bool) -> Any:
+    """What compiles the steps of a call; None where nothing is compiled."""
+    if compile not in (False, True, "where possible") or compile in (0, 1) and not isinstance(compile, bool):
+        raise ArgumentError(f'compile={compile!r}: write True, False or "where possible".')
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ArgumentTypeError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
+    if steps < 1:
+        raise ArgumentError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
+    if not compile:
+        if steps > 1:
+            raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
+        return None
+    if stages.engine.ranks > 1:
+        raise ArgumentError(
+            f"compile={compile!r} with parallel=: what ranks exchange in the middle of a step can't be compiled yet. "
+            "Leave one of the two out."
+        )
+    from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
+
+    everything = watch is None or strict
+    attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
+    return Compiler(stages, attended)

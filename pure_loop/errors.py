@@ -13,6 +13,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CallbackReturnError",
+    "CompileError",
     "DataError",
     "DistributedError",
     "FrozenDictError",
@@ -105,6 +106,10 @@ class FrozenDictError(PureLoopError, TypeError):
 
 class FrozenStateError(PureLoopError, AttributeError):
     """A field of a State was assigned to or deleted."""
+
+
+class CompileError(PureLoopError, RuntimeError):
+    """What was to be compiled can't be traced: what it does depends on the data, or on things outside tensors."""
 
 
 class MissingExtraError(PureLoopError, ImportError):

@@ -16,6 +16,7 @@ from torch import nn
 
 from pure_loop import loop
 from pure_loop._arguments import (
+    compiler,
     read_clip,
     read_duration,
     read_iteration_length,
@@ -92,7 +93,8 @@ def fit(
     iteration_length: str | Time | None = None,
     watch: Collection[Event | str] | None = None,
     donate: bool = False,
-    compile: bool = False,
+    compile: bool | Literal["where possible"] = False,
+    steps_per_call: int = 1,
     strict: bool = False,
     order: Literal["current", "2021"] = "current",
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
@@ -195,13 +197,14 @@ def prepare(
     watch: Any,
     donate: Any,
     compile: Any,
+    steps_per_call: Any,
     strict: bool,
     order: Any,
     parallel: Any,
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
-    later = (("load_path", load_path, None), ("donate", donate, False), ("compile", compile, False))
+    later = (("load_path", load_path, None), ("donate", donate, False))
     for name, value, default in later:
         if value is not default:
             raise ArgumentError(f"{name}={value!r}: this version of pure_loop can't do that yet; leave {name} out.")
@@ -281,6 +284,7 @@ def prepare(
                 optimizer, mode, listed, stages.engine, together.meeting(stages.engine, data, settings, fresh)
             ),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
+            compiled=compiler(compile, steps_per_call, stages, watched, observed, strict),
         ),
         algorithms=listed,
         observers=observed,

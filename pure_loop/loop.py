@@ -85,6 +85,7 @@ class Fit:
     fresh: bool
     prepare: Callable[[State], State]
     counts_tokens: bool
+    compiled: Any = None
 
 
 def gradients(state: State, stages: Stages) -> Script:
@@ -125,6 +126,8 @@ def gradients(state: State, stages: Stages) -> Script:
 
 def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
     """One batch: its gradient, and the step of the optimizer."""
+    if fit.compiled is not None:
+        return (yield from fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap))
     stages = fit.stages
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state

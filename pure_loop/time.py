@@ -397,6 +397,8 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
     True
     """
     interval = Time.parse(interval)
+    if type(now) is not Timestamp and hasattr(now, "ask"):  # while a step is compiled, it depends on the answer alone
+        return bool(now.ask(due, interval, previous, now, event))
     unit, size = interval.unit, interval.exact
     if size == 0:
         return False

@@ -162,7 +162,7 @@ class _SGD:
     def kernel(self, lr: float, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if _fused_serves(params):
+            if not isinstance(lr, Tensor) and _fused_serves(params):
                 torch._fused_sgd_(
                     params,
                     grads,
@@ -189,7 +189,10 @@ class _SGD:
             torch._foreach_mul_(buffers, self.momentum)
             torch._foreach_add_(buffers, directions, alpha=1.0 if first else 1 - self.dampening)
             directions = torch._foreach_add(directions, buffers, alpha=self.momentum) if self.nesterov else buffers
-        torch._foreach_add_(params, directions, alpha=-lr)
+        if isinstance(lr, Tensor):  # of a step that is being compiled
+            torch._foreach_sub_(params, torch._foreach_mul(directions, lr.to(params[0])))
+        else:
+            torch._foreach_add_(params, directions, alpha=-lr)
 
 
 def _fused_serves(params: list[Tensor]) -> bool:
