@@ -16,7 +16,7 @@ from torch import Tensor
 from pure_loop.random import derive, seeded
 from pure_loop.time import Timestamp
 
-__all__ = ["DRAWS", "Draw", "Group", "draw_all", "is_draw"]
+__all__ = ["DRAWS", "DROPOUT", "Draw", "Group", "draw_all", "is_draw"]
 
 _aten: Any = torch.ops.aten
 # In place, with parameters that are numbers: what was in the tensor doesn't matter.
@@ -35,7 +35,9 @@ _MAKING = frozenset(
         *(_aten.randint_like.low_dtype,),
     }
 )
-DRAWS = _FILLING | _MAKING
+# What a dropout layer is traced as; in eager it is this only on accelerators.
+DROPOUT = _aten.native_dropout.default
+DRAWS = _FILLING | _MAKING | {DROPOUT}
 
 
 def is_draw(target: Any) -> bool:
@@ -44,9 +46,9 @@ def is_draw(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Group:
-    """A stage of a microbatch: everything drawn in it comes from one seed."""
+    """A stage of a microbatch: everything drawn in it comes from one seed, however often it is gone through."""
 
     stage: str
     index: int
@@ -71,6 +73,8 @@ class Draw:
         Args:
             like: a tensor (a fake one will do) of the shape, strides, dtype and device of what is drawn.
         """
+        if target is DROPOUT:
+            return cls(group, _mask(args[1], like))
         size, stride, dtype, device = tuple(like.shape), tuple(like.stride()), like.dtype, like.device
         if target in _FILLING:
             rest = tuple(args[1:])
@@ -89,6 +93,19 @@ class Draw:
         return cls(group, make)
 
 
+def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
+    """1 where dropout keeps an element, else 0, as the layer draws it in eager."""
+    size, stride, dtype, device = tuple(like.shape), tuple(like.stride()), like.dtype, like.device
+
+    def make() -> Tensor:
+        empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if device.type == "cpu":
+            return empty.bernoulli_(1 - p)
+        return _aten.native_dropout(empty.fill_(1), p, True)[1].to(dtype)  # type: ignore[no-any-return]
+
+    return make
+
+
 def draw_all(
     draws: Sequence[Draw], seed: int, timestamps: Sequence[Timestamp], rank: int, device: torch.device
 ) -> list[Tensor]:
@@ -99,7 +116,7 @@ def draw_all(
         group = draws[index].group
         t = timestamps[group.slot]
         with seeded(derive(seed, group.stage, t.epoch, t.batch, group.index, rank), device):
-            while index < len(draws) and draws[index].group == group:
+            while index < len(draws) and draws[index].group is group:
                 found.append(draws[index].make())
                 index += 1
     return found

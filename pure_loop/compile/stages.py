@@ -196,7 +196,7 @@ def update(
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
         looked_at = fresh if optimizer.spreads_nonfinite else [*fresh, *filter(_present, state._grads.values())]
         bad_loss = ~torch.isfinite(loss.detach())
-        bad_update = _any_nonfinite(looked_at, loss)
+        bad_update = _any_nonfinite(looked_at, stages.tracing)
         bad = bad_loss | bad_update
         scale = state.loss_scale
         if scale is not None:
@@ -213,6 +213,8 @@ def update(
             batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
             noted = torch.zeros_like(state.nonfinite) + batch.to(torch.int64)
             draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), noted, state.nonfinite)
+        if stages.nonfinite == "skip":
+            wrong = torch.zeros_like(bad)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
     draft.params = new if whole else FrozenDict({**params, **new})
     draft.opt_state = opt_state
@@ -226,13 +228,17 @@ def _present(gradient: Any) -> bool:
     return gradient is not None
 
 
-def _any_nonfinite(tensors: list[Tensor], loss: Tensor) -> Tensor:
-    """Whether any element is NaN or infinite: 0 times it is NaN then, and sums of that stay so."""
-    if not tensors:
-        return torch.zeros_like(loss, dtype=torch.bool)
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    sums = [(tensor * 0).sum() for tensor in real]
-    return torch.isnan(torch.stack([each.to(torch.float32) for each in sums]).sum())
+def _any_nonfinite(tensors: list[Tensor], tracing: Tracing) -> Tensor:
+    """Whether any element is NaN or infinite: 0 times it is NaN then, and sums of that stay so.
+
+    The 0 is an input of the graph: a compiler believes that 0 times anything is 0.
+    """
+    zero = tracing.lift(torch.float32, lambda env: 0.0)
+    total = zero
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = total + (real * zero.to(real.dtype)).sum().to(torch.float32)
+    return torch.isnan(total)
 
 
 def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:

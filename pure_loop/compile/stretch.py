@@ -23,6 +23,7 @@ from pure_loop.compile.trees import Durable, durable_fields, is_number, rebuild,
 from pure_loop.errors import CompileError
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
+from pure_loop.model import _Instance
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State, outside_batch
 from pure_loop.time import Timestamp
@@ -33,6 +34,8 @@ Own: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 # Graphs of one stretch that differ only in what Python decided by a number.
 MOST_DECISIONS = 8
+# The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
+SPARE_MODULES = 4
 
 
 @attrs.frozen
@@ -295,6 +298,9 @@ class Stretch:
             end_state, report, after = self.program(start, given, traced)
             return _outputs(plan, end_state, report, after, durable, self._names, leaf_names, stand_ins, places, fakes)
 
+        # Made now: a module can't be copied on tensors without numbers.
+        state.model.release()
+        state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
         try:
             compiled = compile_function(function, tensors, tracing)
         except Exception as error:

@@ -17,9 +17,9 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
-from pure_loop.compile.foreach import decompositions
+from pure_loop.compile.draws import DRAWS, DROPOUT, Draw, Group, is_draw
 from pure_loop.compile.numbers import Env, Evaluate, Host
+from pure_loop.compile.operations import decompositions
 from pure_loop.errors import CompileError
 
 try:  # private to torch: in 2.11 to 2.13
@@ -194,7 +194,7 @@ def compile_function(
         raw = make_fx(body)(*fakes)
         draws = _lift_draws(raw, tracing)
         inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
-        table = {**select_decomp_table(), **decompositions({node.target for node in raw.graph.nodes})}
+        table = {**select_decomp_table(), **decompositions()}
         with torch.no_grad():
             graph = make_fx(torch.func.functionalize(raw), decomposition_table=table)(*inputs)
     written = _write_back(graph, places)
@@ -240,6 +240,10 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     nodes = {node.name: node for node in graph.nodes}
     for group, recorded in tracing.draws:
         like = recorded.meta["val"]
+        if recorded.target is DROPOUT:
+            like, p = like[0], recorded.args[1]
+            if p == 1:
+                continue  # which draws nothing
         found.append(Draw.of(group, recorded.target, recorded.args, dict(recorded.kwargs), like))
         with graph.inserting_before(next(iter(graph.nodes))):
             drawn = graph.placeholder(f"draw_{len(found) - 1}")
@@ -247,6 +251,9 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
         node = nodes.get(recorded.name)
         if node is None:
             continue  # nothing reads it
+        if node.target is DROPOUT:
+            _drop(graph, node, drawn, p)
+            continue
         if node.target._schema.is_mutable:
             with graph.inserting_before(node):
                 copied = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
@@ -261,6 +268,21 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
         next(iter(graph.nodes)).prepend(node)
     raw.recompile()
     return found
+
+
+def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: float) -> None:
+    """Dropout with a mask that is there already, in the operations of eager."""
+    value = mask.meta["val"]
+    with graph.inserting_before(node):
+        noise = graph.call_function(_aten.div.Scalar, (mask, 1 - p))
+        kept = graph.call_function(_aten.mul.Tensor, (node.args[0], noise))
+        there = graph.call_function(_aten.ne.Scalar, (mask, 0))
+    for each in (noise, kept, there):
+        each.meta["val"] = value
+    for user in list(node.users):
+        user.replace_all_uses_with((kept, there)[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _rank(name: str) -> tuple[int, int]:
