@@ -153,7 +153,7 @@ def _ours(cls: type) -> str:
 
 def compiler(compile: Any, steps: Any, stages: Any, watch: Any, observers: Any, strict: bool) -> Any:
     """What compiles the steps of a call; None where nothing is compiled."""
-    if compile not in (False, True, "where possible") or compile in (0, 1) and not isinstance(compile, bool):
+    if compile not in (False, True, "where possible") or (compile in (0, 1) and not isinstance(compile, bool)):
         raise ArgumentError(f'compile={compile!r}: write True, False or "where possible".')
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise ArgumentTypeError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
@@ -172,4 +172,4 @@ def compiler(compile: Any, steps: Any, stages: Any, watch: Any, observers: Any, 
 
     everything = watch is None or strict
     attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
-    return Compiler(stages, attended)
+    return Compiler(stages, attended, where_possible=compile == "where possible", steps=steps)

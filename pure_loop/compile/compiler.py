@@ -3,51 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from pure_loop.compile.stages import UPDATE_BAD, update
-from pure_loop.compile.stretch import Own, Stretch, Traced
+from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
+from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
 from pure_loop.driver import apply, run_silently, seal
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, LoopStages, Script, gradients
+from pure_loop.loop import Fit, LoopStages, Script, _accumulate, gradients
 from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
+from pure_loop.time import Timestamp
 
 __all__ = ["Compiler"]
+
+Flight: TypeAlias = tuple[Any, ...]
+Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
+
+
+_BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_TRAIN_BATCH})
+_AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
+_IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+_OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
+_OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
+_IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
 
 
 class Compiler:
     """What a call of ``fit`` compiles, and the scripts that call it.
 
+    A batch is one graph where nobody attends to anything inside it. Where somebody does, it falls into graphs between
+    these events: the gradient of the batch (or of each microbatch), and the update.
+
     Args:
         stages: the loop's.
         attended: events that somebody outside the graphs sees: the user, callbacks, loggers.
+        where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
+        steps: how many batches go through in one call.
         own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
             same list, where nobody else can see them, or copies. None: copies, always.
     """
 
-    def __init__(self, stages: LoopStages, attended: frozenset[Event], *, own: Own | None = None) -> None:
+    def __init__(
+        self,
+        stages: LoopStages,
+        attended: frozenset[Event],
+        *,
+        where_possible: bool = False,
+        steps: int = 1,
+        own: Own | None = None,
+    ) -> None:
         self.stages = stages
         self.attended = attended
+        self.where_possible = where_possible
+        self.steps = steps
         self.own = own
-        self._sees_end = Event.BATCH_END in attended
-        self.step = Stretch("step", self._step, stages, own=own)
+        self.eager: set[str] = set()
+        self._stretches: dict[Any, Stretch] = {}
+
+    def stretch(self, name: str, program: Program) -> Stretch:
+        """The stretch of this name, as far as the events attended to now let it reach."""
+        key = name, self.attended
+        found = self._stretches.get(key)
+        if found is None:
+            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own)
+        return found
+
+    def leave_out(self, error: Untraceable) -> None:
+        """From here on, run this part eagerly; or raise the error."""
+        kind, event = error.part
+        if not self.where_possible:
+            raise error
+        if event is not None:
+            if event in self.attended:
+                raise error
+            self.attended |= {event}
+        elif kind in self.eager:
+            raise error
+        else:
+            self.eager.add(kind)
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         """One batch, as :func:`pure_loop.loop.batch` does it."""
         before = state.timestamp
+        while not (self.attended & _OF_A_BATCH or self.eager):
+            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+            stretch = self.stretch("step", self._step)
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = yield Event.BATCH_START, state
+        state = yield Event.BEFORE_TRAIN_BATCH, state
+        buffers = state.buffers
+        while not (self.attended & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
+            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+            stretch = self.stretch("gradients and update", self._rest)
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = yield from self._gradients(state)
+        if Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager:
+            state = yield Event.AFTER_TRAIN_BATCH, state
         now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
-        run = self.step(state, (state.previous_timestamp, before, now), (state.batch,))
+        while "update" not in self.eager:
+            stretch = self.stretch("update", self._update)
+            flight = (buffers, *[getattr(state, name) for name in _IN_FLIGHT])
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), flight)
+            except Untraceable as error:
+                attends = Event.AFTER_TRAIN_BATCH in self.attended
+                self.leave_out(error)
+                if not attends and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
+                    state = yield Event.AFTER_TRAIN_BATCH, state
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
+        return (yield Event.BATCH_END, state)
+
+    def _end(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> Script:
+        """The State of BATCH_END, from what a graph gave."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report))
         draft = fresh_draft_of(state)
-        for name, value in zip(self.step._names, run.durable, strict=True):
+        for name, value in zip(stretch.names, run.durable, strict=True):
             setattr(draft, name, value)
-        draft.timestamp, draft.previous_timestamp = now, before
-        draft.batch = None
-        if self._sees_end:
+        draft.timestamp, draft.previous_timestamp = now, state.timestamp
+        draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = None
+        if Event.BATCH_END in self.attended:
             draft.batch, draft.microbatch, draft.outputs, draft.loss, draft._grads = run.flight
             draft.__class__ = state.__class__
             return (yield Event.BATCH_END, draft)
@@ -55,23 +144,115 @@ class Compiler:
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]
 
-    def _step(
-        self, state: State, flight: tuple[Any, ...], traced: Traced
-    ) -> tuple[State, Tensor | None, tuple[Any, ...]]:
-        stages, handlers = traced.stages, traced.handlers
-        before, now = traced.timestamps[1:3]
-        draft = fresh_draft_of(state)
-        (draft.batch,) = flight
-        draft.__class__ = state.__class__
-        state = _at(Event.BATCH_START, draft, traced)
+    def _gradients(self, state: State) -> Script:
+        """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
+        timestamps = (state.previous_timestamp, state.timestamp)
+        while not (self.attended & _OF_MICROBATCHES or "forward" in self.eager):
+            stretch = self.stretch("gradients", self._gradients_alone)
+            try:
+                run = stretch(state, timestamps, (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
+        if self.attended & _IN_GRAPH or "forward" in self.eager:
+            return (yield from gradients(state, self.stages))
+        return (yield from self._by_microbatch(state, timestamps))
+
+    def _by_microbatch(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
+        """:func:`pure_loop.loop.gradients`, with a graph for what lies between BEFORE_FORWARD and AFTER_BACKWARD."""
+        stages = self.stages
+        pieces = stages.microbatches(state.batch)
+        weights, count = stages.engine.weigh(
+            [stages.task.weigh(piece) for piece in pieces], state, split=stages.microbatch_size is not None
+        )
+        mean: Any = None
+        for index in range(count):
+            draft = fresh_draft_of(state)
+            draft.microbatch, draft.outputs, draft.loss = pieces[index], None, None
+            draft.__class__ = state.__class__
+            state = yield Event.BEFORE_FORWARD, draft
+            while True:
+                stretch = self.stretch("microbatch", self._microbatch)
+                flight = (state.microbatch, state._grads, weights.shares[index], state.batch)
+                try:
+                    run = stretch(state, timestamps, flight, index)
+                except Untraceable as error:
+                    self.leave_out(error)
+                    if self.attended & _IN_GRAPH or "forward" in self.eager:
+                        # The rest of this microbatch eagerly; later ones by what is attended to then.
+                        state = yield from _eagerly(state, stages, index, count, weights.shares[index])
+                        break
+                    continue
+                state = _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
+                break
+            state = yield Event.AFTER_BACKWARD, state
+            if count > 1:
+                mean = _accumulate(mean, state.loss, weights.fractions[index])
+        return stages.finish_gradients(state, divisor=stages.engine.divisor(weights), loss=mean)
+
+    def _step(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        (batch,) = flight
+        state = _at(Event.BATCH_START, _holding(state, batch=batch), traced)
         state = _at(Event.BEFORE_TRAIN_BATCH, state, traced)
+        return self._rest(state, (state.batch,), traced)
+
+    def _rest(self, state: State, flight: Flight, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_silently(gradients(state, stages), handlers, stages)
-        state = _at(Event.AFTER_TRAIN_BATCH, state, traced)
-        state, report = update(stages, state, buffers, timestamp=now, previous_timestamp=before)
-        if self._sees_end:
-            return state, report, (state.batch, state.microbatch, state.outputs, state.loss, state._grads)
+        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        return self._finish(state, buffers, traced)
+
+    def _gradients_alone(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+
+    def _microbatch(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        microbatch, grads, weight, batch = flight
+        stages = traced.stages
+        # Seeds are those of microbatch 0, and moved to those of this one when they are used.
+        state = stages.forward(_holding(state, microbatch=microbatch, _grads=grads, batch=batch))
+        state = _at(Event.AFTER_FORWARD, state, traced)
+        state = stages.loss(_at(Event.BEFORE_LOSS, state, traced))
+        state = _at(Event.AFTER_LOSS, state, traced)
+        state = stages.backward(_at(Event.BEFORE_BACKWARD, state, traced), weight=weight)
+        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+
+    def _update(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        buffers, *rest = flight
+        return self._finish(_holding(state, **dict(zip(_IN_FLIGHT, rest, strict=True))), buffers, traced)
+
+    def _finish(self, state: State, buffers: Any, traced: Traced) -> Ended:
+        before, now = traced.timestamps[1:3]
+        if Event.AFTER_TRAIN_BATCH not in self.attended:
+            state = _at(Event.AFTER_TRAIN_BATCH, state, traced)
+        state, report = update(traced.stages, state, buffers, timestamp=now, previous_timestamp=before)
+        if Event.BATCH_END in self.attended:
+            return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
         return _at(Event.BATCH_END, state, traced), report, ()
+
+
+def _holding(state: State, **fields: Any) -> State:
+    """A State with these fields, and without an event."""
+    draft = fresh_draft_of(state)
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
+
+
+def _put_in(state: State, stretch: Stretch, run: Run, names: tuple[str, ...]) -> State:
+    """The State with what a graph gave: durable fields, and those in flight."""
+    fields = dict(zip(stretch.names, run.durable, strict=True))
+    return _holding(state, **fields, **dict(zip(names, run.flight, strict=True)))
+
+
+def _eagerly(state: State, stages: LoopStages, index: int, count: int, weight: Any) -> Script:
+    """What lies between BEFORE_FORWARD and AFTER_BACKWARD."""
+    state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
+    state = yield Event.BEFORE_LOSS, state
+    state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
+    state = yield Event.BEFORE_BACKWARD, state
+    return stages.backward(state, weight=weight)
 
 
 def _at(event: Event, state: State, traced: Traced) -> State:
@@ -92,5 +273,3 @@ def _nonfinite(state: State, report: int) -> NonFiniteError:
     return NonFiniteError(
         f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
     )
-
-

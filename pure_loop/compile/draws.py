@@ -107,15 +107,15 @@ def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
 
 
 def draw_all(
-    draws: Sequence[Draw], seed: int, timestamps: Sequence[Timestamp], rank: int, device: torch.device
+    draws: Sequence[Draw], seed: int, timestamps: Sequence[Timestamp], rank: int, device: torch.device, first: int = 0
 ) -> list[Tensor]:
-    """The draws of one call, each group under its seed."""
+    """The draws of one call, each group under its seed; ``first`` is the number of the first microbatch in it."""
     found: list[Tensor] = []
     index = 0
     while index < len(draws):
         group = draws[index].group
         t = timestamps[group.slot]
-        with seeded(derive(seed, group.stage, t.epoch, t.batch, group.index, rank), device):
+        with seeded(derive(seed, group.stage, t.epoch, t.batch, first + group.index, rank), device):
             while index < len(draws) and draws[index].group is group:
                 found.append(draws[index].make())
                 index += 1

@@ -255,7 +255,9 @@ def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:
 
 def _refuse_plain(before: Any, after: Any) -> None:
     """A step that may be skipped can't change plain numbers of the optimizer: which ones hold is known to the data."""
-    pairs = zip(optree.tree_leaves(before, namespace=NAMESPACE), optree.tree_leaves(after, namespace=NAMESPACE), strict=False)
+    pairs = zip(
+        optree.tree_leaves(before, namespace=NAMESPACE), optree.tree_leaves(after, namespace=NAMESPACE), strict=False
+    )
     if any(a is not b for a, b in pairs if not isinstance(b, Tensor)):
         raise Untraceable(
             "a parameter has no gradient in this batch, which the optimizer counts in Python, and whether a step counts "

@@ -9,10 +9,8 @@ from typing import Any, TypeAlias
 
 import attrs
 import optree
-import torch
 from torch import Tensor
 
-from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
@@ -113,7 +111,7 @@ class Stretch:
         self.stages = stages
         self.own = own
         self._graphs: dict[Any, list[_Made]] = {}
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
         self._fields: Callable[[State], tuple[Any, ...]] | None = None
         # Of the last call: what it gave, whose memory is ours, and what it was called with.
         self._values: tuple[Any, ...] = ()
@@ -122,22 +120,23 @@ class Stretch:
         self._made: _Made | None = None
         self._arguments: list[Tensor] | None = None
 
-    def __call__(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...]) -> Run:
+    def __call__(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], index: int = 0) -> Run:
         """
         Args:
             state: outside of what is in flight.
             timestamps: the previous one, that of the step, and those after it.
             flight: what the program takes besides the durable fields.
+            index: which microbatch it is, for random numbers.
         """
         if self._fields is None:
-            self._names = durable_fields(type(state))
-            self._fields = attrgetter(*self._names)
+            self.names = durable_fields(type(state))
+            self._fields = attrgetter(*self.names)
         values = self._fields(state)
         durable, made = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
         key = _flight_key(flight)
         if durable is None or not ours:
-            durable = Durable.of(state, self._names)
+            durable = Durable.of(state, self.names)
             env = Env(timestamps, durable.leaves)
             made = self._find(state, durable, key, env, flight)
             self._arguments = None
@@ -147,7 +146,7 @@ class Stretch:
                 made = self._find(state, durable, key, env, flight)
                 self._arguments = None
         self._flight_key, self._made = key, made
-        return self._run(made, state, durable, values, env, flight, ours)
+        return self._run(made, state, durable, values, env, flight, ours, index)
 
     def _run(
         self,
@@ -158,6 +157,7 @@ class Stretch:
         env: Env,
         flight: tuple[Any, ...],
         ours: bool,
+        index: int,
     ) -> Run:
         compiled = made.compiled
         leaves = durable.leaves
@@ -185,7 +185,7 @@ class Stretch:
             number.set(env)
             given.append(number.tensor)
         if compiled.draws:
-            drawn = draw_all(compiled.draws, state.seed, env.timestamps, self.stages.engine.rank, state.device)
+            drawn = draw_all(compiled.draws, state.seed, env.timestamps, self.stages.engine.rank, state.device, index)
             given += [drawn[i] for i in compiled.drawn]
         outputs = compiled.call(given)
         values, durable = self._after(made, durable, leaves, values, env, outputs, copied)
@@ -274,14 +274,12 @@ class Stretch:
         places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
         in_flight = [tensor for each in flight for tensor in tensors_of(each)]
         tensors = [*[durable.leaves[i] for i in places], *in_flight]
-        leaf_names = durable.names(self._names)
+        leaf_names = durable.names(self.names)
         plan: dict[str, Any] = {}
 
         def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
             tracing.host.guards.clear()
-            stand_ins: list[Any] = [
-                _stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)
-            ]
+            stand_ins: list[Any] = [_stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)]
             for position, fake in zip(places, fakes, strict=False):
                 stand_ins[position] = fake
             begin, fields = 0, []
@@ -291,12 +289,12 @@ class Stretch:
             rest = iter(fakes[len(places) :])
             given = tuple(rebuild(each, rest) for each in flight)
             start = outside_batch(state).replace(
-                **{name.removeprefix("_"): value for name, value in zip(self._names, fields, strict=True)},
+                **{name.removeprefix("_"): value for name, value in zip(self.names, fields, strict=True)},
                 timestamp=timestamps[1],
                 previous_timestamp=timestamps[0],
             )
             end_state, report, after = self.program(start, given, traced)
-            return _outputs(plan, end_state, report, after, durable, self._names, leaf_names, stand_ins, places, fakes)
+            return _outputs(plan, end_state, report, after, durable, self.names, leaf_names, stand_ins, places, fakes)
 
         # Made now: a module can't be copied on tensors without numbers.
         state.model.release()
@@ -320,7 +318,9 @@ class Stretch:
         position_of = {i: places[i] for i in range(count)}
         same_shape = tuple(field.spec for field in fields) == durable.specs and all(
             _alike(leaf, before)
-            for leaf, before in zip([leaf for field in fields for leaf in field.leaves], range(len(durable.leaves)), strict=True)
+            for leaf, before in zip(
+                [leaf for field in fields for leaf in field.leaves], range(len(durable.leaves)), strict=True
+            )
         )
         return _Made(
             compiled=compiled,
@@ -364,9 +364,7 @@ class _Leaf:
 def _stand_in(leaf: Any, position: int, name: str, tracing: Tracing) -> Any:
     if not is_number(leaf):
         return leaf
-    return Number(
-        tracing.host, leaf, lambda env: env.leaves[position], frozenset({_Leaf(position, name)})
-    )
+    return Number(tracing.host, leaf, lambda env: env.leaves[position], frozenset({_Leaf(position, name)}))
 
 
 def _outputs(
@@ -408,7 +406,11 @@ def _outputs(
             if isinstance(leaf, Tensor):
                 if leaf is old:
                     found = KEPT, slot
-                elif isinstance(old, Tensor) and (leaf.shape, leaf.dtype, leaf.device) == (old.shape, old.dtype, old.device):
+                elif isinstance(old, Tensor) and (leaf.shape, leaf.dtype, leaf.device) == (
+                    old.shape,
+                    old.dtype,
+                    old.device,
+                ):
                     assert slot is not None
                     results.append(leaf.detach())
                     written[len(results) - 1] = index_of[slot]
@@ -417,7 +419,12 @@ def _outputs(
                 else:
                     # Never an input itself: what lasts has memory of its own.
                     found = OUTPUT, put_out(leaf.detach().clone())
-            elif leaf is old or (slot is not None and type(leaf) is type(before.leaves[slot]) and leaf == before.leaves[slot] and not isinstance(old, Number)):
+            elif leaf is old or (
+                slot is not None
+                and type(leaf) is type(before.leaves[slot])
+                and leaf == before.leaves[slot]
+                and not isinstance(old, Number)
+            ):
                 found = KEPT, slot
             elif isinstance(leaf, Number):
                 found = NUMBER, leaf.evaluate
@@ -426,7 +433,8 @@ def _outputs(
             fields[-1].leaves.append(found)
         positions = range(begin, end)
         fields[-1].same = len(fields[-1].leaves) == len(positions) and all(
-            kind == KEPT and which == position for (kind, which), position in zip(fields[-1].leaves, positions, strict=True)
+            kind == KEPT and which == position
+            for (kind, which), position in zip(fields[-1].leaves, positions, strict=True)
         )
         begin = end
     for position in range(len(fields)):

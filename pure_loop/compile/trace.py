@@ -310,7 +310,9 @@ def _write_back(graph: torch.fx.GraphModule, places: dict[int, int]) -> list[int
         for number, target in targets.items():
             value = results[number]
             if value is not target:
-                nodes.call_function(_aten.copy_.default, (target, safe.get(value, value))).meta["val"] = target.meta["val"]
+                nodes.call_function(_aten.copy_.default, (target, safe.get(value, value))).meta["val"] = target.meta[
+                    "val"
+                ]
     output.args = ([safe.get(each, each) for number, each in enumerate(results) if number not in targets],)
     return sorted(position for number, position in places.items() if results[number] is not inputs[position])
 
