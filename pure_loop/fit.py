@@ -17,6 +17,7 @@ from torch import nn
 from pure_loop import loop
 from pure_loop._arguments import (
     compiler,
+    evaluating,
     read_clip,
     read_duration,
     read_iteration_length,
@@ -130,7 +131,9 @@ def fit(
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
         donate: reuse the memory of the last State (not in this version).
-        compile: compile the step (not in this version).
+        compile: make graphs of what runs between events that somebody attends to: you (``watch``), callbacks, loggers.
+            True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
+        steps_per_call: how many compiled steps go through at a time, where nobody attends to anything in between.
         strict: check while training the order of events and, by value, that nobody changes a State.
         order: ``"current"``, or ``"2021"``, the order of the older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
@@ -284,7 +287,7 @@ def prepare(
                 optimizer, mode, listed, stages.engine, together.meeting(stages.engine, data, settings, fresh)
             ),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
-            compiled=compiler(compile, steps_per_call, stages, watched, observed, strict),
+            compiled=compiler(compile, steps_per_call, stages, watched, observed, strict, order, bound),
         ),
         algorithms=listed,
         observers=observed,
@@ -309,6 +312,7 @@ def evaluate(
     loggers: Iterable[Logger] = (),
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
+    compile: bool | Literal["where possible"] = False,
     strict: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
@@ -318,7 +322,7 @@ def evaluate(
         model_or_state: a module, or a State kept anywhere.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: those of training that matter in evaluation, such as EMA.
-        loss, task, precision, seed, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`.
+        loss, task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -335,7 +339,7 @@ def evaluate(
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
     sources = [each.source for each in bound]
     return _outside_fit(
-        state, build, sources, chosen, precision, algorithms, callbacks, loggers, watch, strict, together
+        state, build, sources, chosen, precision, algorithms, callbacks, loggers, watch, strict, together, compile, bound
     )
 
 
@@ -351,6 +355,7 @@ def predict(
     loggers: Iterable[Logger] = (),
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
+    compile: bool | Literal["where possible"] = False,
     strict: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
@@ -359,8 +364,8 @@ def predict(
     Args:
         model_or_state: a module, or a State kept anywhere.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`; each
-            rank predicts its part of every batch.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
+            :func:`fit`; each rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl
     >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
@@ -375,7 +380,9 @@ def predict(
     data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
     build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
-    return _outside_fit(state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together)
+    return _outside_fit(
+        state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together, compile, ()
+    )
 
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
@@ -394,12 +401,15 @@ def _outside_fit(
     watch: Any,
     strict: bool,
     together: Together,
+    compile: Any,
+    evaluators: Any,
 ) -> Stream:
     listed = flatten(algorithms)
     handlers = bind(listed)
     observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
     engine = together.engine(state)
     stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
+    stages = evaluating(compile, stages, evaluators)
     watched = read_watch(watch)
     return run_script(
         build(stages),

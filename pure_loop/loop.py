@@ -127,7 +127,8 @@ def gradients(state: State, stages: Stages) -> Script:
 def batch(state: State, fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
     """One batch: its gradient, and the step of the optimizer."""
     if fit.compiled is not None:
-        return (yield from fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap))
+        compiled: Script = fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap)
+        return (yield from compiled)
     stages = fit.stages
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
@@ -147,8 +148,12 @@ def epoch(state: State, fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Scr
         state = yield Event.EPOCH_START, state
     batches = _open(state, fit)
     try:
+        if fit.compiled is not None:
+            batches = fit.compiled.feed(batches)
         while True:
             if not in_the_middle or at not in _INSIDE_BATCH:
+                if fit.compiled is not None:
+                    state = fit.compiled.several(state, fit, batches, stopwatch)
                 state = yield Event.BEFORE_DATALOADER, state
                 loaded = _load(state, fit, next(batches, END), stopwatch)
                 if loaded is None:
@@ -295,8 +300,9 @@ def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> 
         return state
     if around:
         state = yield Event.EVAL_BEFORE_ALL, state
+    stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
     for evaluator in due_now:
-        state = yield from evaluation(state, fit.stages, evaluator)
+        state = yield from evaluation(state, stages, evaluator)
     if around:
         state = yield Event.EVAL_AFTER_ALL, state
     return state

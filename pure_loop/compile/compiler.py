@@ -7,14 +7,17 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
+from pure_loop.cadence import Cadence
 from pure_loop.driver import apply, run_silently, seal
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, LoopStages, Script, _accumulate, gradients
+from pure_loop.loop import Fit, LoopStages, Script, _accumulate, _load, gradients
+from pure_loop.sources import END
 from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
-from pure_loop.time import Timestamp
+from pure_loop.time import Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
 
@@ -30,6 +33,36 @@ _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
 
 
+_BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
+
+
+def _counted(fit: Fit) -> bool:
+    """Whether it is known beforehand, from counts alone, after which batches something is due."""
+    return all(
+        isinstance(each.interval, Cadence) and each.interval.interval.unit is not TimeUnit.SECOND
+        for each in fit.evaluators
+    )
+
+
+class Pushback:
+    """Batches of which one can be put back."""
+
+    __slots__ = ("_batches", "_held")
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self._held: list[Any] = []
+
+    def __next__(self) -> Any:
+        return self._held.pop() if self._held else next(self._batches)
+
+    def push(self, batch: Any) -> None:
+        self._held.append(batch)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
 class Compiler:
     """What a call of ``fit`` compiles, and the scripts that call it.
 
@@ -41,6 +74,7 @@ class Compiler:
         attended: events that somebody outside the graphs sees: the user, callbacks, loggers.
         where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
         steps: how many batches go through in one call.
+        with_loss: whether evaluators measure the loss.
         own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
             same list, where nobody else can see them, or copies. None: copies, always.
     """
@@ -52,6 +86,7 @@ class Compiler:
         *,
         where_possible: bool = False,
         steps: int = 1,
+        with_loss: bool = True,
         own: Own | None = None,
     ) -> None:
         self.stages = stages
@@ -60,6 +95,7 @@ class Compiler:
         self.steps = steps
         self.own = own
         self.eager: set[str] = set()
+        self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
         self._stretches: dict[Any, Stretch] = {}
 
     def stretch(self, name: str, program: Program) -> Stretch:
@@ -129,6 +165,60 @@ class Compiler:
 
     def _end(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> Script:
         """The State of BATCH_END, from what a graph gave."""
+        ended = self._ended(state, stretch, run, now)
+        if Event.BATCH_END not in self.attended:
+            return ended
+        return (yield Event.BATCH_END, _holding(ended, **dict(zip(_IN_FLIGHT, run.flight, strict=True))))
+
+    def feed(self, batches: Any) -> Any:
+        """Batches as :meth:`several` takes them."""
+        return Pushback(batches) if self.steps > 1 else batches
+
+    def goes_on(self, fit: Fit) -> bool:
+        """Whether several batches can go through with nothing of the loop in between."""
+        events = {*_OF_A_BATCH, *_BETWEEN, Event.BATCH_END}
+        return bool(
+            self.steps > 1
+            and not self.attended & events
+            and not self.eager
+            and not self.stages.handlers.keys() & _BETWEEN
+            and fit.iteration_length is None
+            and _counted(fit)
+        )
+
+    def several(self, state: State, fit: Fit, batches: Any, stopwatch: Any) -> State:
+        """Batches for which nobody is waiting, one after the other, ``steps - 1`` at most.
+
+        The batch after which an evaluator is due or training ends is left to the loop, and so is the last of a call.
+        """
+        if not self.goes_on(fit):
+            return state
+        stretch = self.stretch("step", self._step)
+        for _ in range(self.steps - 1):
+            loaded = next(batches, END)
+            ready = _load(state, fit, loaded, stopwatch)
+            if ready is None:
+                break
+            holding, samples, tokens = ready
+            before = state.timestamp
+            now = before.next_batch(samples, tokens)
+            if now >= now.max_duration or any(  # type: ignore[operator]
+                due(each.interval.interval, before, now, Event.BATCH_END)  # type: ignore[attr-defined]
+                for each in fit.evaluators
+            ):
+                batches.push(loaded)
+                break
+            now = before.next_batch(samples, tokens, stopwatch.lap())
+            try:
+                run = stretch(holding, (state.previous_timestamp, before, now), (holding.batch,))
+            except Untraceable:
+                batches.push(loaded)  # the loop deals with it
+                break
+            state = self._ended(holding, stretch, run, now)
+        return state
+
+    def _ended(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> State:
+        """The State after a batch at whose end nobody looks, outside of it."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report))
         draft = fresh_draft_of(state)
@@ -136,10 +226,6 @@ class Compiler:
             setattr(draft, name, value)
         draft.timestamp, draft.previous_timestamp = now, state.timestamp
         draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = None
-        if Event.BATCH_END in self.attended:
-            draft.batch, draft.microbatch, draft.outputs, draft.loss, draft._grads = run.flight
-            draft.__class__ = state.__class__
-            return (yield Event.BATCH_END, draft)
         draft.position = Event.BATCH_END
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]

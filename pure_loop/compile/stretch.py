@@ -15,8 +15,8 @@ from pure_loop.algorithm import Handler
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
 from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
-from pure_loop.compile.stages import TracedStages, traced_handlers
-from pure_loop.compile.trace import Compiled, Tracing, compile_function
+from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
+from pure_loop.compile.trace import Compiled, StrayDraw, Tracing, compile_function
 from pure_loop.compile.trees import Durable, durable_fields, is_number, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
 from pure_loop.event import Event
@@ -142,7 +142,7 @@ class Stretch:
             self._arguments = None
         else:
             env = Env(timestamps, durable.leaves)
-            if made is None or key != self._flight_key or not all([guard.holds(env) for guard in made.moving]):
+            if made is None or key != self._flight_key or not _hold(made.moving, env):
                 made = self._find(state, durable, key, env, flight)
                 self._arguments = None
         self._flight_key, self._made = key, made
@@ -249,7 +249,7 @@ class Stretch:
         key = durable.key(), flight_key
         known = self._graphs.setdefault(key, [])
         for made in known:
-            if all([guard.holds(env) for guard in made.guards]):
+            if _hold(made.guards, env):
                 return made
         if len(known) >= MOST_DECISIONS:
             raise _too_many(self.name, known[-1], env)
@@ -301,6 +301,12 @@ class Stretch:
         state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
         try:
             compiled = compile_function(function, tensors, tracing)
+        except StrayDraw as error:
+            raise Untraceable(
+                f"the stretch {self.name!r} can't be compiled: {error}. Compiled are the draws of forwards and losses in "
+                'training. compile="where possible" runs it eagerly.',
+                ("forward", None),
+            ) from None
         except Exception as error:
             error.add_note(f"while the stretch {self.name!r} was compiled, at batch {env.timestamps[1].batch}")
             raise
@@ -343,8 +349,18 @@ def _alike(leaf: tuple[int, Any], position: int) -> bool:
     return (kind == KEPT and which == position) or kind == NUMBER
 
 
+def _hold(guards: list[Guard], env: Env) -> bool:
+    for guard in guards:  # noqa: SIM110 - in every step
+        if not guard.holds(env):
+            return False
+    return True
+
+
 def _all_tensors(batch: tuple[Any, ...]) -> bool:
-    return all([type(each) is Tensor for each in batch])
+    for each in batch:  # noqa: SIM110 - in every step
+        if type(each) is not Tensor:
+            return False
+    return True
 
 
 def _flight_key(flight: tuple[Any, ...]) -> Any:

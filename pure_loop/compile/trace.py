@@ -44,6 +44,10 @@ __all__ = ["Compiled", "Tracing", "compile_function"]
 _aten: Any = torch.ops.aten
 
 
+class StrayDraw(CompileError):
+    """Random numbers drawn outside the stages that have seeds."""
+
+
 class Tracing:
     """One trace under way: what Python asked of it besides operations on tensors."""
 
@@ -234,9 +238,7 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     known = {node.name for _, node in tracing.draws}
     stray = next((node for node in graph.nodes if is_draw(node.target) and node.name not in known), None)
     if stray is not None:
-        raise CompileError(
-            f"random numbers are drawn ({stray.target}) outside forward, loss and algorithms, where they have no seed."
-        )
+        raise StrayDraw(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
     for group, recorded in tracing.draws:
         like = recorded.meta["val"]
@@ -297,7 +299,7 @@ def _write_back(graph: torch.fx.GraphModule, places: dict[int, int]) -> list[int
     nodes = graph.graph
     output = next(iter(reversed(nodes.nodes)))
     inputs = [node for node in nodes.nodes if node.op == "placeholder"]
-    results = list(output.args[0])
+    results = [_origin(each) if number in places else each for number, each in enumerate(output.args[0])]
     targets = {number: inputs[position] for number, position in places.items()}
     memory = {_memory(node) for node in targets.values()}
     with nodes.inserting_before(output):
@@ -315,6 +317,17 @@ def _write_back(graph: torch.fx.GraphModule, places: dict[int, int]) -> list[int
                 ]
     output.args = ([safe.get(each, each) for number, each in enumerate(results) if number not in targets],)
     return sorted(position for number, position in places.items() if results[number] is not inputs[position])
+
+
+_SAME = frozenset({_aten.clone.default, _aten.alias.default, _aten.detach.default})
+
+
+def _origin(value: Any) -> Any:
+    """What a value is a mere copy of, if that is an input: nothing has to be written back."""
+    node = value
+    while isinstance(node, torch.fx.Node) and node.target in _SAME:
+        node = node.args[0]
+    return node if isinstance(node, torch.fx.Node) and node.op == "placeholder" else value
 
 
 def _memory(node: torch.fx.Node) -> Any:
