@@ -189,14 +189,43 @@ def compiler(
             raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
         return None
     if steps > 1 and order != "current":
-        raise ArgumentError(f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.')
+        raise ArgumentError(
+            f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
+        )
     refuse_ranks(compile, stages.engine.ranks)
     from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
 
     everything = watch is None or strict
     attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
+    if compile is True:
+        _refuse_inside(attended, watch, observers, strict)
     with_loss = any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)
     return Compiler(stages, attended, where_possible=compile == "where possible", steps=steps, with_loss=with_loss)
+
+
+_IN_GRAPH = (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
+
+
+def _refuse_inside(attended: Any, watch: Any, observers: Any, strict: bool) -> None:
+    """Refuse attention to events between a forward and its backward, which are one graph."""
+    seen = [event for event in _IN_GRAPH if event in attended]
+    if not seen:
+        return
+    names = ", ".join(event.name for event in seen)
+    if strict:
+        who = "strict=True looks at every event"
+    elif watch is None:
+        who = "without watch= every event is yielded"
+    elif any(event in watch for event in seen):
+        who = f"watch= has {names}"
+    else:
+        callers = sorted({each.name for event in seen for each in observers.get(event, ())})
+        who = f"{', '.join(callers)} observes {names}; override methods of single events, such as batch_end"
+    raise ArgumentError(
+        f"compile=True: {who}, and a forward, its loss and its backward are one graph, inside which there is nothing to "
+        'see. Watch what you look at: watch={Event.BATCH_END}; or write compile="where possible", which runs them '
+        "eagerly and compiles the update."
+    )
 
 
 def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:

@@ -339,7 +339,19 @@ def evaluate(
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
     sources = [each.source for each in bound]
     return _outside_fit(
-        state, build, sources, chosen, precision, algorithms, callbacks, loggers, watch, strict, together, compile, bound
+        state,
+        build,
+        sources,
+        chosen,
+        precision,
+        algorithms,
+        callbacks,
+        loggers,
+        watch,
+        strict,
+        together,
+        compile,
+        bound,
     )
 
 

@@ -17,13 +17,13 @@ from pure_loop.compile.draws import draw_all
 from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
 from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
 from pure_loop.compile.trace import Compiled, StrayDraw, Tracing, compile_function
-from pure_loop.compile.trees import Durable, durable_fields, is_number, rebuild, tensors_of, walk
+from pure_loop.compile.trees import Durable, ReadsMetrics, Unread, durable_fields, is_number, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
 from pure_loop.model import _Instance
 from pure_loop.optim.optimizer import clone_all
-from pure_loop.state import State, outside_batch
+from pure_loop.state import State, fresh_draft_of, outside_batch
 from pure_loop.time import Timestamp
 
 __all__ = ["Own", "Program", "Run", "Stretch"]
@@ -129,8 +129,17 @@ class Stretch:
             index: which microbatch it is, for random numbers.
         """
         if self._fields is None:
-            self.names = durable_fields(type(state))
-            self._fields = attrgetter(*self.names)
+            # Results of evaluations come and go, and few algorithms look at them.
+            self._take([name for name in durable_fields(type(state)) if name != "metrics"])
+            assert self._fields is not None
+        try:
+            return self._call(state, timestamps, flight, index)
+        except ReadsMetrics:
+            self._take(list(durable_fields(type(state))))
+            return self._call(state, timestamps, flight, index)
+
+    def _call(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], index: int) -> Run:
+        assert self._fields is not None
         values = self._fields(state)
         durable, made = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
@@ -147,6 +156,13 @@ class Stretch:
                 self._arguments = None
         self._flight_key, self._made = key, made
         return self._run(made, state, durable, values, env, flight, ours, index)
+
+    def _take(self, names: list[str]) -> None:
+        """Take these fields of a State."""
+        self.names = tuple(names)
+        self._fields = attrgetter(*names)
+        self._graphs.clear()
+        self._values, self._durable, self._made, self._arguments = (), None, None, None
 
     def _run(
         self,
@@ -288,12 +304,15 @@ class Stretch:
                 begin = end
             rest = iter(fakes[len(places) :])
             given = tuple(rebuild(each, rest) for each in flight)
-            start = outside_batch(state).replace(
-                **{name.removeprefix("_"): value for name, value in zip(self.names, fields, strict=True)},
-                timestamp=timestamps[1],
-                previous_timestamp=timestamps[0],
-            )
+            start = fresh_draft_of(outside_batch(state))
+            unread = start.metrics = Unread()
+            for name, value in zip(self.names, fields, strict=True):
+                setattr(start, name, value)
+            start.timestamp, start.previous_timestamp = timestamps[1], timestamps[0]
+            start.__class__ = state.__class__
             end_state, report, after = self.program(start, given, traced)
+            if "metrics" not in self.names and end_state.metrics is not unread:
+                raise ReadsMetrics("state.metrics was replaced while a step was compiled")
             return _outputs(plan, end_state, report, after, durable, self.names, leaf_names, stand_ins, places, fakes)
 
         # Made now: a module can't be copied on tensors without numbers.

@@ -25,8 +25,10 @@ from pure_loop.errors import CompileError
 try:  # private to torch: in 2.11 to 2.13
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor import config as inductor
-    from torch._inductor.compile_fx import compile_fx_inner, select_decomp_table
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import (
         disable_proxy_modes_tracing,
@@ -173,8 +175,6 @@ def compile_function(
     function: Callable[[list[Tensor]], tuple[list[Tensor], dict[int, int]]],
     tensors: Sequence[Tensor],
     tracing: Tracing,
-    *,
-    cudagraphs: bool = False,
 ) -> Compiled:
     """Trace and compile.
 
@@ -183,7 +183,6 @@ def compile_function(
             input. What is written is no output.
         tensors: examples.
         tracing: collects what else the function asks for.
-        cudagraphs: replay the launches of a GPU's kernels as one.
     """
     begin = time.perf_counter()
     fakes = [tracing.fake(tensor) for tensor in tensors]
@@ -206,14 +205,11 @@ def compile_function(
     taken = _drop_unused(graph)
     graph.recompile()
     operations = sum(node.op == "call_function" for node in graph.graph.nodes)
-    joint_graph_passes(graph)
-    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with inductor.patch(_SETTINGS):
-        made: Any = compile_fx_inner(graph, examples, cudagraphs=cudagraphs, is_inference=True, cpp_wrapper=CPP_WRAPPER)
+    call = lower(graph, [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
     first = len(tensors)
     second = first + len(tracing.numbers)
     return Compiled(
-        call=getattr(made, "current_callable", None) or made,
+        call=call,
         taken=[i for i in taken if i < first],
         numbers=[_Scalar(*tracing.numbers[i - first]) for i in taken if first <= i < second],
         draws=draws,
@@ -225,8 +221,21 @@ def compile_function(
     )
 
 
-# The C++ wrapper is entered at half the cost of the Python one.
-CPP_WRAPPER = True
+def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:
+    """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd.
+
+    On a GPU its launches are replayed as a CUDA graph, as far as torch finds that possible (which is not tested).
+    """
+    joint_graph_passes(graph)
+    on_gpu = any(example.device.type == "cuda" for example in examples)
+    # The C++ wrapper is entered at less cost than the Python one.
+    with inductor.patch(_SETTINGS):
+        made: Any = compile_fx_inner(
+            graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=True, cpp_wrapper=not on_gpu
+        )
+    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
+
+
 # What the asserts look at is in the key by which a graph was chosen.
 _SETTINGS: dict[str, Any] = {"size_asserts": False}
 

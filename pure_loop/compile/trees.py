@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import optree
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import _open, map_tensors
+from pure_loop.errors import PureLoopError
+from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["Durable", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
+__all__ = ["Durable", "ReadsMetrics", "Unread", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
 
 _OF_THE_STEP = frozenset(
     {
@@ -31,6 +33,23 @@ _OF_THE_STEP = frozenset(
 def durable_fields(cls: type[State]) -> tuple[str, ...]:
     """The fields of a State (or a subclass of the user's) that a graph takes and gives."""
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
+
+
+class ReadsMetrics(PureLoopError):
+    """Traced code looked at the results of evaluations."""
+
+
+class Unread(FrozenDict[str, Any]):
+    """Stands in for ``state.metrics``, which changes with every evaluation, until traced code looks at it."""
+
+    __slots__ = ()
+
+    def _look(self, *_: Any) -> NoReturn:
+        raise ReadsMetrics("state.metrics was read while a step was compiled")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look  # type: ignore[assignment]
+    get = keys = values = items = copy = __copy__ = __repr__ = _look  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
 
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
@@ -74,8 +93,8 @@ class Durable:
         """What each leaf is called, for errors."""
         found = []
         for field, value in zip(fields, self.values, strict=True):
-            for path in optree.tree_paths(value, namespace=NAMESPACE):
-                found.append("state." + field + "".join(f"[{part!r}]" for part in path))
+            paths = optree.tree_paths(value, namespace=NAMESPACE)
+            found += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in paths]
         return found
 
 
