@@ -8,6 +8,7 @@ second pass makes that list functional. What lasts is written back into its own 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,19 +24,21 @@ from pure_loop.compile.operations import decompositions
 from pure_loop.errors import CompileError
 
 try:  # private to torch: in 2.11 to 2.13
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._inductor import config as inductor
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.utils import BoxedBool
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import (
-        disable_proxy_modes_tracing,
-        get_proxy_mode,
-        make_fx,
-        track_tensor_tree,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._inductor import config as inductor
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.utils import BoxedBool
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import (
+            disable_proxy_modes_tracing,
+            get_proxy_mode,
+            make_fx,
+            track_tensor_tree,
+        )
 except ImportError as error:
     raise CompileError(
         f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows ({error}): leave compile out."

@@ -186,7 +186,7 @@ class _Adam:
         with GradMode(False):
             return self._update(grads, opt_state, params, lr)
 
-    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
+    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: Any) -> tuple[Params, OptState]:
         keys, names = self.memories, list(params)
         check_state(self.name, opt_state, ("step", "skipped", *keys))
         gradients = gradients_of(grads, names)
@@ -195,7 +195,8 @@ class _Adam:
         counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"]
-        step = torch.add(step, _one(step.device))
+        # A constant that was made while a step is traced would be kept, and has no number.
+        step = step + 1 if isinstance(lr, Tensor) else torch.add(step, _one(step.device))
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
         kernel = partial(self.kernel, lr)
@@ -211,7 +212,7 @@ class _Adam:
 
     def kernel(
         self,
-        lr: float,
+        lr: Any,
         params: list[Tensor],
         grads: list[Tensor],
         memories: list[list[Tensor]],

@@ -13,7 +13,7 @@ Nesterov's momentum in this form: http://www.cs.toronto.edu/~hinton/absps/moment
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -138,7 +138,7 @@ class _SGD:
         with GradMode(False):
             return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp))
 
-    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: float) -> tuple[Params, OptState]:
+    def _update(self, grads: Grads, opt_state: OptState, params: Params, lr: Any) -> tuple[Params, OptState]:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
         gradients = gradients_of(grads, names)
@@ -159,7 +159,7 @@ class _SGD:
             new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
         return laid_out(names, values, layout), FrozenDict(new_state)
 
-    def kernel(self, lr: float, first: bool = False) -> Kernel:
+    def kernel(self, lr: Any, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
             if not isinstance(lr, Tensor) and _fused_serves(params):
@@ -180,7 +180,7 @@ class _SGD:
 
         return run
 
-    def foreach(self, lr: float, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
+    def foreach(self, lr: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
         """The same arithmetic for devices without the fused kernel."""
         directions: list[Tensor] | tuple[Tensor, ...] = torch._foreach_neg(grads) if self.maximize else grads
         if self.weight_decay:
