@@ -166,8 +166,8 @@ def refuse_ranks(compile: bool | str, ranks: int) -> None:
     """Refuse to compile what several ranks do."""
     if compile and ranks > 1:
         raise ArgumentError(
-            f"compile={compile!r} with {ranks} ranks: what they exchange in the middle of a step can't be part of a graph "
-            "yet. Leave compile or parallel out."
+            f"compile={compile!r} with {ranks} ranks: what they exchange in the middle of a step can't be part of a "
+            "graph yet. Leave compile or parallel out."
         )
 
 
@@ -179,12 +179,12 @@ def compiler(
     Raises:
         ArgumentError, ArgumentTypeError: for what can't be compiled, or not so.
     """
-    compile = read_compile(compile)
+    chosen = read_compile(compile)
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise ArgumentTypeError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
     if steps < 1:
         raise ArgumentError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
-    if not compile:
+    if not chosen:
         if steps > 1:
             raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
         return None
@@ -192,15 +192,15 @@ def compiler(
         raise ArgumentError(
             f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
         )
-    refuse_ranks(compile, stages.engine.ranks)
+    refuse_ranks(chosen, stages.engine.ranks)
     from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
 
     everything = watch is None or strict
     attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
-    if compile is True:
+    if chosen is True:
         _refuse_inside(attended, watch, observers, strict)
     with_loss = any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)
-    return Compiler(stages, attended, where_possible=compile == "where possible", steps=steps, with_loss=with_loss)
+    return Compiler(stages, attended, where_possible=chosen == "where possible", steps=steps, with_loss=with_loss)
 
 
 _IN_GRAPH = (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
@@ -222,19 +222,19 @@ def _refuse_inside(attended: Any, watch: Any, observers: Any, strict: bool) -> N
         callers = sorted({each.name for event in seen for each in observers.get(event, ())})
         who = f"{', '.join(callers)} observes {names}; override methods of single events, such as batch_end"
     raise ArgumentError(
-        f"compile=True: {who}, and a forward, its loss and its backward are one graph, inside which there is nothing to "
-        'see. Watch what you look at: watch={Event.BATCH_END}; or write compile="where possible", which runs them '
+        f"compile=True: {who}, and a forward, its loss and its backward are one graph, inside which there is nothing "
+        'to see. Watch what you look at: watch={Event.BATCH_END}; or write compile="where possible", which runs them '
         "eagerly and compiles the update."
     )
 
 
 def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     """The stages of an evaluation or a prediction, compiled where that is asked for."""
-    compile = read_compile(compile)
-    refuse_ranks(compile, stages.engine.ranks)
-    if not compile:
+    chosen = read_compile(compile)
+    refuse_ranks(chosen, stages.engine.ranks)
+    if not chosen:
         return stages
     from pure_loop.compile.evaluation import CompiledEvaluation
 
     with_loss = any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)
-    return CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=compile == "where possible")
+    return CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=chosen == "where possible")

@@ -1,7 +1,7 @@
 """Operations that are taken to pieces before a compiler sees them.
 
-List operations become single ones, which are fused; ``add`` and ``sub`` with a factor get a multiplication of their own,
-because torch's compiler (2.13) forgets the factor where it merges an addition with a matrix product.
+List operations become single ones, which are fused; ``add`` and ``sub`` with a factor get a multiplication of their
+own, because torch's compiler (2.13) forgets the factor where it merges an addition with a matrix product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop's stages as they are traced: random numbers get groups, the update gets no branches on data, errors get names.
+"""The loop's stages as they are traced: random numbers get groups, updates no branches on data, and errors names.
 
 What a stage computes stays that of :class:`pure_loop.stages.Stages`; only the update is written again, because in eager
 steps it reads from the device whether anything was not finite.
@@ -64,7 +64,7 @@ def _reason(error: BaseException) -> str:
     text, kind = str(error), type(error).__name__
     if kind == "DataDependentOutputException" or "_local_scalar_dense" in text or "tracing tensor" in text:
         return (
-            "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), or an `if` about a tensor), "
+            "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
             "and while a graph is made tensors have no numbers."
         )
     if "numpy" in text:
@@ -255,13 +255,12 @@ def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:
 
 def _refuse_plain(before: Any, after: Any) -> None:
     """A step that may be skipped can't change plain numbers of the optimizer: which ones hold is known to the data."""
-    pairs = zip(
-        optree.tree_leaves(before, namespace=NAMESPACE), optree.tree_leaves(after, namespace=NAMESPACE), strict=False
-    )
-    if any(a is not b for a, b in pairs if not isinstance(b, Tensor)):
+    old: list[Any] = optree.tree_leaves(before, namespace=NAMESPACE)
+    new: list[Any] = optree.tree_leaves(after, namespace=NAMESPACE)
+    if any(a is not b for a, b in zip(old, new, strict=False) if not isinstance(b, Tensor)):
         raise Untraceable(
-            "a parameter has no gradient in this batch, which the optimizer counts in Python, and whether a step counts "
-            'depends on its data (nonfinite="skip", or a loss scale): freeze the parameter with requires_grad_(False), '
-            'or write compile="where possible".',
+            "a parameter has no gradient in this batch, which the optimizer counts in Python, and whether a step "
+            'counts depends on its data (nonfinite="skip", or a loss scale): freeze the parameter with '
+            'requires_grad_(False), or write compile="where possible".',
             ("update", None),
         )

@@ -16,8 +16,17 @@ from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
 from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
 from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
-from pure_loop.compile.trace import Compiled, StrayDraw, Tracing, compile_function
-from pure_loop.compile.trees import Durable, ReadsMetrics, Unread, durable_fields, is_number, rebuild, tensors_of, walk
+from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
+from pure_loop.compile.trees import (
+    Durable,
+    MetricsReadError,
+    Unread,
+    durable_fields,
+    is_number,
+    rebuild,
+    tensors_of,
+    walk,
+)
 from pure_loop.errors import CompileError
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
@@ -134,7 +143,7 @@ class Stretch:
             assert self._fields is not None
         try:
             return self._call(state, timestamps, flight, index)
-        except ReadsMetrics:
+        except MetricsReadError:
             self._take(list(durable_fields(type(state))))
             return self._call(state, timestamps, flight, index)
 
@@ -193,7 +202,7 @@ class Stretch:
             self._arguments = None if copied else arguments
         given = arguments.copy()
         if made.tensors:
-            found = flight[0] if len(flight) == 1 and type(flight[0]) is tuple else None
+            found: Any = flight[0] if len(flight) == 1 and type(flight[0]) is tuple else None
             if found is None or not _all_tensors(found):
                 found = [tensor for each in flight for tensor in tensors_of(each)]
             given += [found[i] for i in made.tensors]
@@ -312,7 +321,7 @@ class Stretch:
             start.__class__ = state.__class__
             end_state, report, after = self.program(start, given, traced)
             if "metrics" not in self.names and end_state.metrics is not unread:
-                raise ReadsMetrics("state.metrics was replaced while a step was compiled")
+                raise MetricsReadError("state.metrics was replaced while a step was compiled")
             return _outputs(plan, end_state, report, after, durable, self.names, leaf_names, stand_ins, places, fakes)
 
         # Made now: a module can't be copied on tensors without numbers.
@@ -320,10 +329,10 @@ class Stretch:
         state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
         try:
             compiled = compile_function(function, tensors, tracing)
-        except StrayDraw as error:
+        except StrayDrawError as error:
             raise Untraceable(
-                f"the stretch {self.name!r} can't be compiled: {error}. Compiled are the draws of forwards and losses in "
-                'training. compile="where possible" runs it eagerly.',
+                f"the stretch {self.name!r} can't be compiled: {error}. Forwards and losses of training may draw, "
+                'and nothing else. compile="where possible" runs it eagerly.',
                 ("forward", None),
             ) from None
         except Exception as error:
@@ -431,7 +440,7 @@ def _outputs(
     after = Durable.of(state, names)
     fields: list[_Field] = []
     begin = 0
-    for value, spec, end in zip(after.values, after.specs, after.ends, strict=True):
+    for spec, end in zip(after.specs, after.ends, strict=True):
         fields.append(_Field(spec, [], False, True))
         paths = after.names(names)[begin:end]
         for leaf, name in zip(after.leaves[begin:end], paths, strict=True):

@@ -41,7 +41,7 @@ try:  # private to torch: in 2.11 to 2.13
         )
 except ImportError as error:
     raise CompileError(
-        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows ({error}): leave compile out."
+        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
     ) from error
 
 __all__ = ["Compiled", "Tracing", "compile_function"]
@@ -49,7 +49,7 @@ __all__ = ["Compiled", "Tracing", "compile_function"]
 _aten: Any = torch.ops.aten
 
 
-class StrayDraw(CompileError):
+class StrayDrawError(CompileError):
     """Random numbers drawn outside the stages that have seeds."""
 
 
@@ -100,8 +100,8 @@ class Tracing:
                 if group.stage == "backward":
                     raise CompileError(
                         "the backward draws random numbers: activation checkpointing goes through a dropout layer "
-                        "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves what "
-                        "is kept for the backward: leave torch.utils.checkpoint out, or compile out."
+                        "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves "
+                        "what is kept for the backward: leave torch.utils.checkpoint out, or compile out."
                     )
                 self.draws.append((group, node))
 
@@ -250,12 +250,12 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     known = {node.name for _, node in tracing.draws}
     stray = next((node for node in graph.nodes if is_draw(node.target) and node.name not in known), None)
     if stray is not None:
-        raise StrayDraw(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
+        raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
     for group, recorded in tracing.draws:
         like = recorded.meta["val"]
         if recorded.target is DROPOUT:
-            like, p = like[0], recorded.args[1]
+            like, p = like[0], float(recorded.args[1])  # type: ignore[arg-type]
             if p == 1:
                 continue  # which draws nothing
         found.append(Draw.of(group, recorded.target, recorded.args, dict(recorded.kwargs), like))

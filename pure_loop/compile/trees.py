@@ -20,7 +20,7 @@ from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["Durable", "ReadsMetrics", "Unread", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
+__all__ = ["Durable", "MetricsReadError", "Unread", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
 
 _OF_THE_STEP = frozenset(
     {
@@ -35,7 +35,7 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
 
 
-class ReadsMetrics(PureLoopError):
+class MetricsReadError(PureLoopError):
     """Traced code looked at the results of evaluations."""
 
 
@@ -45,10 +45,10 @@ class Unread(FrozenDict[str, Any]):
     __slots__ = ()
 
     def _look(self, *_: Any) -> NoReturn:
-        raise ReadsMetrics("state.metrics was read while a step was compiled")
+        raise MetricsReadError("state.metrics was read while a step was compiled")
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look  # type: ignore[assignment]
-    get = keys = values = items = copy = __copy__ = __repr__ = _look  # type: ignore[assignment]
+    __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look
+    get = keys = values = items = copy = __copy__ = __repr__ = _look
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -16,7 +16,6 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
-
 import math
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
