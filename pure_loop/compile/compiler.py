@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pure_loop._batches import next_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
@@ -181,8 +182,10 @@ class Compiler:
             self.steps > 1
             and not self.attended & events
             and not self.eager
+            and self.stages.engine.ranks == 1
             and not self.stages.handlers.keys() & _BETWEEN
             and fit.iteration_length is None
+            and not fit.counts_tokens
             and _counted(fit)
         )
 
@@ -194,28 +197,38 @@ class Compiler:
         if not self.goes_on(fit):
             return state
         stretch = self.stretch("step", self._step)
+        before, now = state.previous_timestamp, state.timestamp
+        end = now.max_duration
+        assert end is not None
         for _ in range(self.steps - 1):
             loaded = next(batches, END)
-            ready = _load(state, fit, loaded, stopwatch)
+            ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
             if ready is None:
                 break
-            holding, samples, tokens = ready
-            before = state.timestamp
-            now = before.next_batch(samples, tokens)
-            if now >= now.max_duration or any(  # type: ignore[operator]
-                due(each.interval.interval, before, now, Event.BATCH_END)  # type: ignore[attr-defined]
+            batch, samples, tokens = ready
+            after = now.next_batch(samples, tokens, stopwatch.lap())
+            if after.get(end.unit) >= end.value or any(
+                due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
                 for each in fit.evaluators
             ):
                 batches.push(loaded)
                 break
-            now = before.next_batch(samples, tokens, stopwatch.lap())
-            try:
-                run = stretch(holding, (state.previous_timestamp, before, now), (holding.batch,))
-            except Untraceable:
-                batches.push(loaded)  # the loop deals with it
-                break
-            state = self._ended(holding, stretch, run, now)
-        return state
+            timestamps = (before, now, after)
+            report = stretch.again(state, timestamps, (batch,))
+            if report is None:
+                state = _timed(state, now, before)
+                holding = _load(state, fit, loaded, stopwatch)
+                assert holding is not None
+                try:
+                    run = stretch(holding[0], timestamps, (batch,))
+                except Untraceable:
+                    batches.push(loaded)  # the loop deals with it
+                    break
+                state = self._ended(holding[0], stretch, run, after)
+            elif report.is_cpu and (found := report.item()):
+                raise _nonfinite(_timed(state, now, before), int(found))
+            before, now = now, after
+        return _timed(state, now, before)
 
     def _ended(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> State:
         """The State after a batch at whose end nobody looks, outside of it."""
@@ -315,6 +328,16 @@ class Compiler:
         if Event.BATCH_END in self.attended:
             return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
         return _at(Event.BATCH_END, state, traced), report, ()
+
+
+def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
+    """The State with these timestamps."""
+    if state.timestamp is now:
+        return state
+    draft = fresh_draft_of(state)
+    draft.timestamp, draft.previous_timestamp = now, before
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
 
 
 def _holding(state: State, **fields: Any) -> State:

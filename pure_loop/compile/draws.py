@@ -40,10 +40,17 @@ DROPOUT = _aten.native_dropout.default
 DRAWS = _FILLING | _MAKING | {DROPOUT}
 
 
-def is_draw(target: Any) -> bool:
-    """Whether this operation draws random numbers, liftable or not."""
-    tags = getattr(target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+def is_draw(node: torch.fx.Node) -> bool:
+    """Whether this operation of a graph draws random numbers, liftable or not."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    # Attention may drop out, and mostly doesn't.
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(given.get("dropout_p", 0.0))
 
 
 @attrs.frozen(eq=False)

@@ -112,7 +112,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
             with tracing.host.on_behalf_of(what), naming(what, ("handler", event)):
                 result = function(*args)
             grouped = {node for _, node in tracing.draws}
-            if any(is_draw(node.target) and node not in grouped for node in tracing.since(last)):
+            if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
                 raise Untraceable(
                     f"{what} draws random numbers, whose seed a graph would hold for ever: {WHERE_POSSIBLE}",
                     ("handler", event),

@@ -90,7 +90,7 @@ class Tracing:
         finally:
             self._group = before
         for node in self.since(last):
-            if is_draw(node.target):
+            if is_draw(node):
                 if node.target not in DRAWS:
                     raise CompileError(
                         f"the {group.stage} draws random numbers from data ({node.target}), and what is drawn in a "
@@ -234,7 +234,7 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     # The C++ wrapper is entered at less cost than the Python one.
     with inductor.patch(_SETTINGS):
         made: Any = compile_fx_inner(
-            graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=True, cpp_wrapper=not on_gpu
+            graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=not on_gpu
         )
     return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
@@ -248,7 +248,7 @@ def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     graph = raw.graph
     found: list[Draw] = []
     known = {node.name for _, node in tracing.draws}
-    stray = next((node for node in graph.nodes if is_draw(node.target) and node.name not in known), None)
+    stray = next((node for node in graph.nodes if is_draw(node) and node.name not in known), None)
     if stray is not None:
         raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
