@@ -54,7 +54,9 @@ class Weights:
             and (found := _of_numbers((weights[0],))) is not None
         ):
             return found
-        read = tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights)
+        # Those of a step that is being compiled have no numbers.
+        known = [isinstance(w, Tensor) and w.device.type == "cpu" and not hasattr(w, "fake_mode") for w in weights]
+        read = tuple(w.item() if isinstance(w, Tensor) and here else w for w, here in zip(weights, known, strict=True))
         if any(isinstance(weight, Tensor) for weight in read):
             if len(read) == 1 and total is None:
                 return cls((1.0,), 1.0, (1.0,))

@@ -20,6 +20,7 @@ from torch import Tensor
 from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
+from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
 
 __all__ = ["CAN_COUNT", "Donation"]
@@ -33,12 +34,18 @@ class Donation:
 
     Args:
         always: whether States that somebody has kept lose their memory too (``donate=True``).
+        compiled: whether compiled steps ask for memory, by :meth:`own`.
+
+    Attributes:
+        seen: whether anybody has been shown a State since a compiled step last asked.
     """
 
-    __slots__ = ("_alone", "_always", "_held", "_shown")
+    __slots__ = ("_alone", "_always", "_held", "_shown", "compiled", "seen")
 
-    def __init__(self, *, always: bool) -> None:
+    def __init__(self, *, always: bool, compiled: bool = False) -> None:
         self._always = always
+        self.compiled = compiled
+        self.seen = True
         self._alone = False
         self._shown: State | None = None
         self._held: Held | None = None
@@ -72,9 +79,19 @@ class Donation:
 
     def bound(self, leaves: FrozenDict[str, Tensor]) -> None:
         """After a forward: these leaves stand in the module instance that holds them."""
-        held = self._held
+        held, self.seen = self._held, True
         if held is not None and held.leaves is leaves:
             held.bound(leaves.holder)
+
+    def own(self, tensors: list[Tensor]) -> list[Tensor]:
+        """For tensors that a compiled step made: the same, to be written to, if nobody has been shown them; or copies.
+
+        A graph calls nobody's Python, so who wasn't shown a State can't have kept anything of it.
+        """
+        if not self.seen:
+            return tensors
+        self.seen = False
+        return clone_all(tensors)
 
     def take(self, state: State) -> tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any] | None:
         """Parameters (all, and those trained) and memory, to be written to; the State has none any more.
@@ -126,7 +143,7 @@ class Donation:
     def adopt(self, state: State) -> None:
         """A fresh start: its parameters were copied from the module, and its memory was made, for this stream alone."""
         names, params = state.model.trainable, state.params
-        if type(params) is FrozenDict and type(state.opt_state) is FrozenDict:
+        if type(params) is FrozenDict and type(state.opt_state) is FrozenDict and not self.compiled:
             whole = len(names) == len(params)
             trained = params if whole else FrozenDict((name, params[name]) for name in names)
             self._held = Held(params, trained, state.opt_state)

@@ -245,7 +245,8 @@ def run_script(
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last = script.send, Event.INIT
-    plain = watch is None and strict is None
+    marking = donation is not None and donation.compiled
+    plain = watch is None and strict is None and not marking
     updating = None if donation is None else Event.AFTER_TRAIN_BATCH
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
@@ -278,6 +279,8 @@ def run_script(
                     given = apply(event, given, handling, stages, strict)
                 if observing is not None:
                     _observe(event, given, observing, strict)
+                if marking:
+                    donation.seen = True  # type: ignore[union-attr]
             if plain:
                 yield event, given
                 if event is not updating:
@@ -285,6 +288,8 @@ def run_script(
             elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
+                if marking:
+                    donation.seen = True  # type: ignore[union-attr]
                 yield event, given
                 shown = ref(given)
                 if strict is not None:

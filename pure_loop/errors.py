@@ -13,6 +13,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CallbackReturnError",
+    "CompileError",
     "DataError",
     "DistributedError",
     "DonatedStateError",
@@ -110,6 +111,10 @@ class FrozenStateError(PureLoopError, AttributeError):
 
 class DonatedStateError(PureLoopError, RuntimeError):
     """The memory of a State was reused by the step that followed it, and the State was touched all the same."""
+
+
+class CompileError(PureLoopError, RuntimeError):
+    """What was to be compiled can't be traced: what it does depends on the data, or on things outside tensors."""
 
 
 class MissingExtraError(PureLoopError, ImportError):

@@ -16,6 +16,8 @@ from torch import nn
 
 from pure_loop import loop
 from pure_loop._arguments import (
+    compiler,
+    evaluating,
     read_clip,
     read_donate,
     read_duration,
@@ -93,7 +95,8 @@ def fit(
     iteration_length: str | Time | None = None,
     watch: Collection[Event | str] | None = None,
     donate: bool | Literal["auto"] = "auto",
-    compile: bool = False,
+    compile: bool | Literal["where possible"] = False,
+    steps_per_call: int = 1,
     strict: bool = False,
     order: Literal["current", "2021"] = "current",
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
@@ -131,7 +134,9 @@ def fit(
         donate: let a step write the new parameters where the old ones are. ``"auto"``: where nobody can tell, because
             nobody but the loop variable has them; ``True``: always, and a State that you kept raises DonatedStateError
             when it is touched; ``False``: never. See :mod:`pure_loop.donation`.
-        compile: compile the step (not in this version).
+        compile: make graphs of what runs between events that somebody attends to: you (``watch``), callbacks, loggers.
+            True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
+        steps_per_call: how many compiled steps go through at a time, where nobody attends to anything in between.
         strict: check while training the order of events and, by value, that nobody changes a State.
         order: ``"current"``, or ``"2021"``, the order of the older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
@@ -199,13 +204,14 @@ def prepare(
     watch: Any,
     donate: Any,
     compile: Any,
+    steps_per_call: Any,
     strict: bool,
     order: Any,
     parallel: Any,
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
-    later = (("load_path", load_path, None), ("compile", compile, False))
+    later = (("load_path", load_path, None),)
     for name, value, default in later:
         if value is not default:
             raise ArgumentError(f"{name}={value!r}: this version of pure_loop can't do that yet; leave {name} out.")
@@ -237,7 +243,7 @@ def prepare(
         clip_grad=read_clip(clip_grad),
         nonfinite=nonfinite,
         handlers=bind(listed),
-        donation=None if strict else read_donate(donate, engine.ranks),
+        donation=None if strict else read_donate(donate, engine.ranks, compile),
         attended=frozenset(Event if watched is None or strict else {*watched, *observed, *bind(listed)}),
     )
     if isinstance(train_dataloader, nn.Module | State):
@@ -288,6 +294,7 @@ def prepare(
                 optimizer, mode, listed, stages.engine, together.meeting(stages.engine, data, settings, fresh)
             ),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
+            compiled=compiler(compile, steps_per_call, stages, watched, observed, strict, order, bound),
         ),
         algorithms=listed,
         observers=observed,
@@ -312,6 +319,7 @@ def evaluate(
     loggers: Iterable[Logger] = (),
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
+    compile: bool | Literal["where possible"] = False,
     strict: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
@@ -321,7 +329,7 @@ def evaluate(
         model_or_state: a module, or a State kept anywhere.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: those of training that matter in evaluation, such as EMA.
-        loss, task, precision, seed, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`.
+        loss, task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -338,7 +346,19 @@ def evaluate(
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
     sources = [each.source for each in bound]
     return _outside_fit(
-        state, build, sources, chosen, precision, algorithms, callbacks, loggers, watch, strict, together
+        state,
+        build,
+        sources,
+        chosen,
+        precision,
+        algorithms,
+        callbacks,
+        loggers,
+        watch,
+        strict,
+        together,
+        compile,
+        bound,
     )
 
 
@@ -354,6 +374,7 @@ def predict(
     loggers: Iterable[Logger] = (),
     device: torch.device | str | None = None,
     watch: Collection[Event | str] | None = None,
+    compile: bool | Literal["where possible"] = False,
     strict: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
@@ -362,8 +383,8 @@ def predict(
     Args:
         model_or_state: a module, or a State kept anywhere.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, strict, parallel: as in :func:`fit`; each
-            rank predicts its part of every batch.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
+            :func:`fit`; each rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl
     >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
@@ -378,7 +399,9 @@ def predict(
     data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
     build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
-    return _outside_fit(state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together)
+    return _outside_fit(
+        state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together, compile, ()
+    )
 
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
@@ -397,12 +420,15 @@ def _outside_fit(
     watch: Any,
     strict: bool,
     together: Together,
+    compile: Any,
+    evaluators: Any,
 ) -> Stream:
     listed = flatten(algorithms)
     handlers = bind(listed)
     observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
     engine = together.engine(state)
     stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
+    stages = evaluating(compile, stages, evaluators)
     watched = read_watch(watch)
     return run_script(
         build(stages),

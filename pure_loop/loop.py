@@ -86,6 +86,7 @@ class Fit:
     fresh: bool
     prepare: Callable[[State], State]
     counts_tokens: bool
+    compiled: Any = None
 
 
 def gradients(state: State, stages: LoopStages) -> Script:
@@ -134,6 +135,11 @@ def gradients(state: State, stages: LoopStages) -> Script:
 def batch(given: list[State], fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
     """One batch: its gradient, and the step of the optimizer. ``given`` is handed over, as to :func:`epoch`."""
     state, stages = given.pop(), fit.stages
+    if fit.compiled is not None:
+        given.append(state)
+        del state
+        compiled: Script = fit.compiled.batch(given, fit, samples, tokens, stopwatch.lap)
+        return (yield from compiled)
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
     buffers = state.buffers
@@ -157,8 +163,12 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
         state = yield Event.EPOCH_START, state
     batches = _open(state, fit)
     try:
+        if fit.compiled is not None:
+            batches = fit.compiled.feed(batches)
         while True:
             if not in_the_middle or at not in _INSIDE_BATCH:
+                if fit.compiled is not None:
+                    state = fit.compiled.several(state, fit, batches, stopwatch)
                 state = yield Event.BEFORE_DATALOADER, state
                 loaded = _load(state, fit, next(batches, END), stopwatch)
                 if loaded is None:
@@ -316,8 +326,9 @@ def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> 
         return state
     if around:
         state = yield Event.EVAL_BEFORE_ALL, state
+    stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
     for evaluator in due_now:
-        state = yield from evaluation(state, fit.stages, evaluator)
+        state = yield from evaluation(state, stages, evaluator)
     if around:
         state = yield Event.EVAL_AFTER_ALL, state
     return state

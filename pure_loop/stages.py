@@ -311,6 +311,8 @@ class Stages:
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
+        if self.donation is not None:
+            self.donation.seen = True
         draft = fresh_draft_of(state)
         draft.outputs, draft.buffers = outputs, buffers
         return _frozen(draft, state)

@@ -407,6 +407,8 @@ def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: 
     True
     """
     interval = Time.parse(interval)
+    if type(now) is not Timestamp and hasattr(now, "ask"):  # while a step is compiled, it depends on the answer alone
+        return bool(now.ask(due, interval, previous, now, event))
     if interval.unit in _COUNTED:
         return event is _ASKED_AT[interval.unit] and bool(passed(interval, previous, now))
     unit, size = interval.unit, interval.exact
@@ -432,7 +434,7 @@ def passed(interval: Time, previous: Timestamp, now: Timestamp) -> bool | None:
     It is what an algorithm that is attached and not due costs, at every batch.
     """
     count = _COUNTED.get(interval.unit)
-    if count is None:
+    if count is None or type(now) is not Timestamp:  # as while a step is compiled
         return None
     size = interval.value
     return size != 0 and count(previous) // size != count(now) // size

@@ -302,7 +302,7 @@ def arguments() -> Iterator[Any]:
     yield "device", "gpu", VALUE, ["device='gpu'", "cuda"]
     yield "device", 0.5, TYPE, ["device=0.5", '"cuda:0"']
     yield "clock", 3, TYPE, ["clock=3", "seconds"]
-    for name, given in (("load_path", "x.ckpt"), ("compile", True)):
+    for name, given in (("load_path", "x.ckpt"),):
         yield name, given, VALUE, [f"{name}={given!r}", "this version", f"leave {name} out"]
 
 

@@ -206,7 +206,7 @@ def test_the_readme_names_the_commands_and_the_extras() -> None:
     assert torch_range.removeprefix("torch>=") in install
 
 
-@pytest.mark.parametrize("option", ["compile=True", "load_path=", 'microbatch_size="auto"'])
+@pytest.mark.parametrize("option", ["load_path=", 'microbatch_size="auto"'])
 def test_what_the_readme_calls_a_limit_is_one(option: str) -> None:
     limits = README.partition("## What it can't do yet")[2].partition("\n## ")[0]
     assert f"`{option}`" in limits

@@ -16,8 +16,9 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -194,7 +195,7 @@ class _Adam:
             return self._update(grads, opt_state, params, lr, overwrite)
 
     def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, lr: float, overwrite: bool
+        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool
     ) -> tuple[Params, OptState]:
         ready = overwritable(grads, opt_state, params, self.memories) if overwrite else None
         if ready is not None and not any(opt_state["skipped"].values()):
@@ -210,7 +211,8 @@ class _Adam:
         counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"]
-        step = torch.add(step, _one(step.device))
+        # A constant that was made while a step is traced would be kept, and has no number.
+        step = step + 1 if isinstance(lr, Tensor) else torch.add(step, _one(step.device))
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
         kernel = partial(self.kernel, lr)
@@ -229,7 +231,7 @@ class _Adam:
 
     def kernel(
         self,
-        lr: float,
+        lr: Any,
         params: list[Tensor],
         grads: list[Tensor],
         memories: list[list[Tensor]],
@@ -237,6 +239,8 @@ class _Adam:
     ) -> None:
         largest = memories[2] if self.amsgrad else []
         run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
+        if isinstance(lr, Tensor):
+            run = self.traced
         run(lr, params, grads, memories[0], memories[1], largest, steps)
 
     def fused(
@@ -294,3 +298,45 @@ class _Adam:
         torch._foreach_add_(denominators, self.eps)
         torch._foreach_mul_(denominators, [(1 - self.beta1**n).to(params[0]) for n in counts])
         torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr)
+
+    def traced(
+        self,
+        lr: Any,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        """The same arithmetic for a compiler, which fuses it; ``lr`` is a float64 scalar tensor."""
+        corrections = {step: _corrections(step, self.beta1, self.beta2, lr) for step in dict.fromkeys(steps)}
+        shrink = 1 - lr * self.weight_decay
+        for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+            size, root = corrections[steps[i]]
+            g = -grad if self.maximize else grad
+            p: Tensor = param
+            if self.weight_decay and self.name == "adamw":
+                p = p * shrink.to(p.dtype)
+            elif self.weight_decay:
+                g = g + self.weight_decay * p
+            m = exp_avg + (g - exp_avg) * (1 - self.beta1)
+            v = exp_avg_sq * self.beta2 + g * g * (1 - self.beta2)
+            largest = torch.maximum(max_exp_avg_sqs[i], v) if self.amsgrad else v
+            denominator = largest.sqrt() / root.to(v.dtype) + self.eps
+            param.copy_(p - size.to(p.dtype) * (m / denominator))
+            exp_avg.copy_(m)
+            exp_avg_sq.copy_(v)
+            if self.amsgrad:
+                max_exp_avg_sqs[i].copy_(largest)
+
+
+def _corrections(step: Tensor, beta1: float, beta2: float, lr: Tensor) -> tuple[Tensor, Tensor]:
+    """The size of a step, and what the root of squares is divided by.
+
+    By exp, because a compiler computes that once and keeps it, and puts a power into each element's loop.
+    """
+    n = step.double()
+    one = 1 - torch.exp(n * math.log(beta1)) if beta1 else torch.ones_like(n)
+    two = 1 - torch.exp(n * math.log(beta2)) if beta2 else torch.ones_like(n)
+    return lr / one, two.sqrt()

@@ -124,6 +124,9 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
 
 def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     """The learning rate for the batch that starts at ``timestamp``."""
+    traced = getattr(timestamp, "rate", None)
+    if traced is not None:  # a compiled step takes it as an input, because it is another one in each
+        return traced(where, lr)  # type: ignore[no-any-return]
     value = lr(timestamp)
     if type(value) is not float:
         value = float(value)

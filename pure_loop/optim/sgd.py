@@ -14,7 +14,7 @@ Nesterov's momentum in this form: http://www.cs.toronto.edu/~hinton/absps/moment
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -148,7 +148,7 @@ class _SGD:
             return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite)
 
     def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, lr: float, overwrite: bool
+        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool
     ) -> tuple[Params, OptState]:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
@@ -174,10 +174,10 @@ class _SGD:
             new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
         return laid_out(names, values, layout), FrozenDict(new_state)
 
-    def kernel(self, lr: float, first: bool = False) -> Kernel:
+    def kernel(self, lr: Any, first: bool = False) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if _fused_serves(params):
+            if not isinstance(lr, Tensor) and _fused_serves(params):
                 torch._fused_sgd_(
                     params,
                     grads,
@@ -195,7 +195,7 @@ class _SGD:
 
         return run
 
-    def foreach(self, lr: float, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
+    def foreach(self, lr: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
         """The same arithmetic for devices without the fused kernel."""
         directions: list[Tensor] | tuple[Tensor, ...] = torch._foreach_neg(grads) if self.maximize else grads
         if self.weight_decay:
@@ -204,7 +204,10 @@ class _SGD:
             torch._foreach_mul_(buffers, self.momentum)
             torch._foreach_add_(buffers, directions, alpha=1.0 if first else 1 - self.dampening)
             directions = torch._foreach_add(directions, buffers, alpha=self.momentum) if self.nesterov else buffers
-        torch._foreach_add_(params, directions, alpha=-lr)
+        if isinstance(lr, Tensor):  # of a step that is being compiled
+            torch._foreach_sub_(params, torch._foreach_mul(directions, lr.to(params[0])))
+        else:
+            torch._foreach_add_(params, directions, alpha=-lr)
 
 
 def _fused_serves(params: list[Tensor]) -> bool:

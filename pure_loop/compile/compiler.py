@@ -1,0 +1,385 @@
+"""The compiled batch: a script that yields the events that somebody attends to, and calls graphs in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from pure_loop._batches import next_batch
+from pure_loop.cadence import Cadence
+from pure_loop.compile.evaluation import CompiledEvaluation
+from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
+from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
+from pure_loop.driver import apply, run_silently, seal
+from pure_loop.errors import NonFiniteError
+from pure_loop.event import Event
+from pure_loop.loop import Fit, LoopStages, Script, _accumulate, _load, gradients
+from pure_loop.sources import END
+from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
+from pure_loop.time import Timestamp, TimeUnit, due
+
+__all__ = ["Compiler"]
+
+Flight: TypeAlias = tuple[Any, ...]
+Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
+
+
+_BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_TRAIN_BATCH})
+_AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
+_IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+_OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
+_OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
+_IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
+
+
+_BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
+
+
+def _counted(fit: Fit) -> bool:
+    """Whether it is known beforehand, from counts alone, after which batches something is due."""
+    return all(
+        isinstance(each.interval, Cadence) and each.interval.interval.unit is not TimeUnit.SECOND
+        for each in fit.evaluators
+    )
+
+
+class Pushback:
+    """Batches of which one can be put back."""
+
+    __slots__ = ("_batches", "_held")
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self._held: list[Any] = []
+
+    def __next__(self) -> Any:
+        return self._held.pop() if self._held else next(self._batches)
+
+    def push(self, batch: Any) -> None:
+        self._held.append(batch)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class Compiler:
+    """What a call of ``fit`` compiles, and the scripts that call it.
+
+    A batch is one graph where nobody attends to anything inside it. Where somebody does, it falls into graphs between
+    these events: the gradient of the batch (or of each microbatch), and the update.
+
+    Args:
+        stages: the loop's.
+        attended: events that somebody outside the graphs sees: the user, callbacks, loggers.
+        where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
+        steps: how many batches go through in one call.
+        with_loss: whether evaluators measure the loss.
+        own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
+            same list, where nobody else can see them, or copies. None: copies, always.
+    """
+
+    def __init__(
+        self,
+        stages: LoopStages,
+        attended: frozenset[Event],
+        *,
+        where_possible: bool = False,
+        steps: int = 1,
+        with_loss: bool = True,
+        own: Own | None = None,
+    ) -> None:
+        self.stages = stages
+        self.attended = attended
+        self.where_possible = where_possible
+        self.steps = steps
+        self.own = own
+        self.eager: set[str] = set()
+        self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
+        self._stretches: dict[Any, Stretch] = {}
+
+    def stretch(self, name: str, program: Program) -> Stretch:
+        """The stretch of this name, as far as the events attended to now let it reach."""
+        key = name, self.attended
+        found = self._stretches.get(key)
+        if found is None:
+            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own)
+        return found
+
+    def leave_out(self, error: Untraceable) -> None:
+        """From here on, run this part eagerly; or raise the error."""
+        kind, event = error.part
+        if not self.where_possible:
+            raise error
+        if event is not None:
+            if event in self.attended:
+                raise error
+            self.attended |= {event}
+        elif kind in self.eager:
+            raise error
+        else:
+            self.eager.add(kind)
+
+    def batch(self, given: list[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        """One batch, as :func:`pure_loop.loop.batch` does it."""
+        state = given.pop()
+        before = state.timestamp
+        while not (self.attended & _OF_A_BATCH or self.eager):
+            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+            stretch = self.stretch("step", self._step)
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = yield Event.BATCH_START, state
+        state = yield Event.BEFORE_TRAIN_BATCH, state
+        buffers = state.buffers
+        while not (self.attended & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
+            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+            stretch = self.stretch("gradients and update", self._rest)
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = yield from self._gradients(state)
+        if Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager:
+            state = yield Event.AFTER_TRAIN_BATCH, state
+        now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+        while "update" not in self.eager:
+            stretch = self.stretch("update", self._update)
+            flight = (buffers, *[getattr(state, name) for name in _IN_FLIGHT])
+            try:
+                run = stretch(state, (state.previous_timestamp, before, now), flight)
+            except Untraceable as error:
+                attends = Event.AFTER_TRAIN_BATCH in self.attended
+                self.leave_out(error)
+                if not attends and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
+                    state = yield Event.AFTER_TRAIN_BATCH, state
+                continue
+            return (yield from self._end(state, stretch, run, now))
+        state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
+        return (yield Event.BATCH_END, state)
+
+    def _end(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> Script:
+        """The State of BATCH_END, from what a graph gave."""
+        ended = self._ended(state, stretch, run, now)
+        if Event.BATCH_END not in self.attended:
+            return ended
+        return (yield Event.BATCH_END, _holding(ended, **dict(zip(_IN_FLIGHT, run.flight, strict=True))))
+
+    def feed(self, batches: Any) -> Any:
+        """Batches as :meth:`several` takes them."""
+        return Pushback(batches) if self.steps > 1 else batches
+
+    def goes_on(self, fit: Fit) -> bool:
+        """Whether several batches can go through with nothing of the loop in between."""
+        events = {*_OF_A_BATCH, *_BETWEEN, Event.BATCH_END}
+        return bool(
+            self.steps > 1
+            and not self.attended & events
+            and not self.eager
+            and self.stages.engine.ranks == 1
+            and not self.stages.handlers.keys() & _BETWEEN
+            and fit.iteration_length is None
+            and not fit.counts_tokens
+            and _counted(fit)
+        )
+
+    def several(self, state: State, fit: Fit, batches: Any, stopwatch: Any) -> State:
+        """Batches for which nobody is waiting, one after the other, ``steps - 1`` at most.
+
+        The batch after which an evaluator is due or training ends is left to the loop, and so is the last of a call.
+        """
+        if not self.goes_on(fit):
+            return state
+        stretch = self.stretch("step", self._step)
+        before, now = state.previous_timestamp, state.timestamp
+        end = now.max_duration
+        assert end is not None
+        for _ in range(self.steps - 1):
+            loaded = next(batches, END)
+            ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+            if ready is None:
+                break
+            batch, samples, tokens = ready
+            after = now.next_batch(samples, tokens, stopwatch.lap())
+            if after.get(end.unit) >= end.value or any(
+                due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
+                for each in fit.evaluators
+            ):
+                batches.push(loaded)
+                break
+            timestamps = (before, now, after)
+            report = stretch.again(state, timestamps, (batch,))
+            if report is None:
+                state = _timed(state, now, before)
+                holding = _load(state, fit, loaded, stopwatch)
+                assert holding is not None
+                try:
+                    run = stretch(holding[0], timestamps, (batch,))
+                except Untraceable:
+                    batches.push(loaded)  # the loop deals with it
+                    break
+                state = self._ended(holding[0], stretch, run, after)
+            elif report.is_cpu and (found := report.item()):
+                raise _nonfinite(_timed(state, now, before), int(found))
+            before, now = now, after
+        return _timed(state, now, before)
+
+    def _ended(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> State:
+        """The State after a batch at whose end nobody looks, outside of it."""
+        if run.report is not None and run.report.is_cpu and (report := run.report.item()):
+            raise _nonfinite(state, int(report))
+        draft = fresh_draft_of(state)
+        for name, value in zip(stretch.names, run.durable, strict=True):
+            setattr(draft, name, value)
+        draft.timestamp, draft.previous_timestamp = now, state.timestamp
+        draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = None
+        draft.position = Event.BATCH_END
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
+
+    def _gradients(self, state: State) -> Script:
+        """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
+        timestamps = (state.previous_timestamp, state.timestamp)
+        while not (self.attended & _OF_MICROBATCHES or "forward" in self.eager):
+            stretch = self.stretch("gradients", self._gradients_alone)
+            try:
+                run = stretch(state, timestamps, (state.batch,))
+            except Untraceable as error:
+                self.leave_out(error)
+                continue
+            return _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
+        if self.attended & _IN_GRAPH or "forward" in self.eager:
+            return (yield from gradients(state, self.stages))
+        return (yield from self._by_microbatch(state, timestamps))
+
+    def _by_microbatch(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
+        """:func:`pure_loop.loop.gradients`, with a graph for what lies between BEFORE_FORWARD and AFTER_BACKWARD."""
+        stages = self.stages
+        pieces = stages.microbatches(state.batch)
+        weights, count = stages.engine.weigh(
+            [stages.task.weigh(piece) for piece in pieces], state, split=stages.microbatch_size is not None
+        )
+        mean: Any = None
+        for index in range(count):
+            draft = fresh_draft_of(state)
+            draft.microbatch, draft.outputs, draft.loss = pieces[index], None, None
+            draft.__class__ = state.__class__
+            state = yield Event.BEFORE_FORWARD, draft
+            while True:
+                stretch = self.stretch("microbatch", self._microbatch)
+                flight = (state.microbatch, state._grads, weights.shares[index], state.batch)
+                try:
+                    run = stretch(state, timestamps, flight, index)
+                except Untraceable as error:
+                    self.leave_out(error)
+                    if self.attended & _IN_GRAPH or "forward" in self.eager:
+                        # The rest of this microbatch eagerly; later ones by what is attended to then.
+                        state = yield from _eagerly(state, stages, index, count, weights.shares[index])
+                        break
+                    continue
+                state = _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
+                break
+            state = yield Event.AFTER_BACKWARD, state
+            if count > 1:
+                mean = _accumulate(mean, state.loss, weights.fractions[index])
+        return stages.finish_gradients(state, divisor=stages.engine.divisor(weights), loss=mean)
+
+    def _step(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        (batch,) = flight
+        state = _at(Event.BATCH_START, _holding(state, batch=batch), traced)
+        state = _at(Event.BEFORE_TRAIN_BATCH, state, traced)
+        return self._rest(state, (state.batch,), traced)
+
+    def _rest(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        buffers = state.buffers
+        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        return self._finish(state, buffers, traced)
+
+    def _gradients_alone(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+
+    def _microbatch(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        microbatch, grads, weight, batch = flight
+        stages = traced.stages
+        # Seeds are those of microbatch 0, and moved to those of this one when they are used.
+        state = stages.forward(_holding(state, microbatch=microbatch, _grads=grads, batch=batch))
+        state = _at(Event.AFTER_FORWARD, state, traced)
+        state = stages.loss(_at(Event.BEFORE_LOSS, state, traced))
+        state = _at(Event.AFTER_LOSS, state, traced)
+        state = stages.backward(_at(Event.BEFORE_BACKWARD, state, traced), weight=weight)
+        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+
+    def _update(self, state: State, flight: Flight, traced: Traced) -> Ended:
+        buffers, *rest = flight
+        return self._finish(_holding(state, **dict(zip(_IN_FLIGHT, rest, strict=True))), buffers, traced)
+
+    def _finish(self, state: State, buffers: Any, traced: Traced) -> Ended:
+        before, now = traced.timestamps[1:3]
+        if Event.AFTER_TRAIN_BATCH not in self.attended:
+            state = _at(Event.AFTER_TRAIN_BATCH, state, traced)
+        state, report = update(traced.stages, state, buffers, timestamp=now, previous_timestamp=before)
+        if Event.BATCH_END in self.attended:
+            return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
+        return _at(Event.BATCH_END, state, traced), report, ()
+
+
+def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
+    """The State with these timestamps."""
+    if state.timestamp is now:
+        return state
+    draft = fresh_draft_of(state)
+    draft.timestamp, draft.previous_timestamp = now, before
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
+
+
+def _holding(state: State, **fields: Any) -> State:
+    """A State with these fields, and without an event."""
+    draft = fresh_draft_of(state)
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
+
+
+def _put_in(state: State, stretch: Stretch, run: Run, names: tuple[str, ...]) -> State:
+    """The State with what a graph gave: durable fields, and those in flight."""
+    fields = dict(zip(stretch.names, run.durable, strict=True))
+    return _holding(state, **fields, **dict(zip(names, run.flight, strict=True)))
+
+
+def _eagerly(state: State, stages: LoopStages, index: int, count: int, weight: Any) -> Script:
+    """What lies between BEFORE_FORWARD and AFTER_BACKWARD."""
+    state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
+    state = yield Event.BEFORE_LOSS, state
+    state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
+    state = yield Event.BEFORE_BACKWARD, state
+    return stages.backward(state, weight=weight)
+
+
+def _at(event: Event, state: State, traced: Traced) -> State:
+    """The State of an event that nobody but algorithms attends to."""
+    state = seal(state, event)
+    found = traced.handlers.get(event)
+    return state if found is None else apply(event, state, found, traced.stages)
+
+
+def _nonfinite(state: State, report: int) -> NonFiniteError:
+    t = state.timestamp
+    what = (
+        "the gradients, or what the optimizer's step made of them, are not finite (which one can't be told from a "
+        "compiled step: run the batch without compile)"
+        if report == UPDATE_BAD
+        else "the loss is not finite"
+    )
+    return NonFiniteError(
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
+    )

@@ -1,0 +1,80 @@
+"""Evaluation and prediction: the forward of a microbatch, and the loss of its outputs, as one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from pure_loop.compile.stages import Untraceable
+from pure_loop.compile.stretch import Stretch, Traced
+from pure_loop.loop import LoopStages
+from pure_loop.state import State, fresh_draft_of
+
+__all__ = ["CompiledEvaluation"]
+
+
+@attrs.define
+class _Last:
+    """The outputs of the last microbatch, and their loss."""
+
+    outputs: Any = None
+    loss: Tensor | None = None
+    eager: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class CompiledEvaluation(LoopStages):
+    """The loop's stages, of which those that evaluate are compiled.
+
+    Attributes:
+        with_loss: whether some metric is of the loss, which is computed with the outputs then.
+        where_possible: whether a forward that can't be traced runs eagerly; else it is an error.
+    """
+
+    with_loss: bool
+    where_possible: bool
+    stretch: Stretch
+    last: _Last
+
+    @classmethod
+    def of(cls, stages: LoopStages, *, with_loss: bool, where_possible: bool) -> CompiledEvaluation:
+        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages)}
+
+        def program(state: State, flight: tuple[Any, ...], traced: Traced) -> tuple[State, None, tuple[Any, ...]]:
+            draft = fresh_draft_of(state)
+            (draft.microbatch,) = flight
+            draft.__class__ = state.__class__
+            state = traced.stages.validate(draft, label="", batch=0)
+            return state, None, (state.outputs, traced.stages.validation_loss(state) if with_loss else None)
+
+        stretch = Stretch("evaluation" if with_loss else "prediction", program, stages)
+        return cls(**fields, with_loss=with_loss, where_possible=where_possible, stretch=stretch, last=_Last())
+
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
+        last = self.last
+        if not last.eager:
+            try:
+                run = self.stretch(state, (state.previous_timestamp, state.timestamp), (state.microbatch,))
+            except Untraceable:
+                if not self.where_possible:
+                    raise
+                last.eager = True
+            else:
+                draft = fresh_draft_of(state)
+                for name, value in zip(self.stretch.names, run.durable, strict=True):
+                    setattr(draft, name, value)
+                draft.outputs, last.loss = run.flight
+                last.outputs = draft.outputs
+                if self.donation is not None:
+                    self.donation.seen = True
+                draft.__class__ = state.__class__
+                return draft  # type: ignore[no-any-return]
+        return LoopStages.validate(self, state, label=label, batch=batch, index=index)
+
+    def validation_loss(self, state: State) -> Tensor:
+        # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.
+        if state.outputs is self.last.outputs and self.last.loss is not None:
+            return self.last.loss
+        return LoopStages.validation_loss(self, state)

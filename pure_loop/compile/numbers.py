@@ -1,0 +1,268 @@
+"""Python numbers while a step is traced: what is computed from them, and what was decided by them.
+
+A graph is a recording, so a number that Python code reads while it is made would be in it for ever. A
+:class:`Number` stands in for it: arithmetic gives another one, which remembers how to compute its value anew for every
+step; a tensor that meets it makes it an input of the graph; and whatever needs to know its value (``if``, ``int()``, an
+index) leaves a :class:`Guard`: the graph serves the steps for which that comes out the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.optim.optimizer import rate_at
+from pure_loop.time import Timestamp
+
+__all__ = ["Env", "Guard", "Host", "Number", "TracedTimestamp"]
+
+
+@attrs.define
+class Env:
+    """What a step's numbers are computed from: its timestamps, in order, and the plain leaves of its State."""
+
+    timestamps: Sequence[Timestamp]
+    leaves: Sequence[Any]
+
+
+Evaluate: TypeAlias = Callable[[Env], Any]
+
+
+@attrs.frozen
+class Guard:
+    """A value that was decided on while tracing.
+
+    Attributes:
+        evaluate: what it is in a step.
+        value: what it was while tracing.
+        sources: what it depends on: the names of fields, and the positions of leaves.
+        where: who asked for it.
+    """
+
+    evaluate: Evaluate
+    value: Any
+    sources: frozenset[Any]
+    where: str
+
+    def holds(self, env: Env) -> bool:
+        return bool(self.evaluate(env) == self.value)
+
+
+class Host:
+    """The Python side of one trace: its guards, and the numbers that become inputs.
+
+    Attributes:
+        lift: makes a 0-d tensor of a dtype that the graph takes as an input.
+        where: the algorithm and event whose code runs, for guards.
+        recording: whether the code that runs is somebody's own: what the loop itself reads is not recorded.
+    """
+
+    def __init__(self, lift: Callable[[torch.dtype, Evaluate], Tensor]) -> None:
+        self.lift = lift
+        self.guards: list[Guard] = []
+        self.where = "the loop"
+        self.recording = False
+
+    def guard(self, evaluate: Evaluate, value: Any, sources: frozenset[Any]) -> Any:
+        if not any(each.sources == sources and each.evaluate is evaluate for each in self.guards):
+            self.guards.append(Guard(evaluate, value, sources, self.where))
+        return value
+
+    @contextmanager
+    def on_behalf_of(self, where: str) -> Iterator[None]:
+        """Somebody's own code runs."""
+        before = self.where, self.recording
+        self.where, self.recording = where, True
+        try:
+            yield
+        finally:
+            self.where, self.recording = before
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The loop's own code runs."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+
+def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Number, *others: Any) -> Any:
+        if any(isinstance(other, Tensor) for other in others):
+            return NotImplemented
+        return Number.of(self.host, function, self, *others)
+
+    return apply
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Number, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        return Number.of(self.host, function, other, self)
+
+    return apply
+
+
+def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Number, *others: Any) -> Any:
+        return Number.of(self.host, function, self, *others).decide()
+
+    return apply
+
+
+class Number:
+    """A number of this step, which is another one in the next."""
+
+    __slots__ = ("evaluate", "host", "sources", "value")
+
+    def __init__(self, host: Host, value: Any, evaluate: Evaluate, sources: frozenset[Any]) -> None:
+        self.host = host
+        self.value = value
+        self.evaluate = evaluate
+        self.sources = sources
+
+    @staticmethod
+    def of(host: Host, function: Callable[..., Any], *given: Any) -> Number:
+        """``function(*given)``, some of which are numbers or timestamps of this step."""
+        sources: frozenset[Any] = frozenset().union(*(_sources(each) for each in given))
+        parts = [_evaluator(each) for each in given]
+        values = [_value(each) for each in given]
+        return Number(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+
+    def decide(self) -> Any:
+        """Its value, on which the graph depends from here on."""
+        return self.host.guard(self.evaluate, self.value, self.sources)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        return self.host.lift(dtype, self.evaluate)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+
+        def lift(each: Any) -> Any:
+            return each.tensor(_dtype_beside(each.value, tensors)) if isinstance(each, Number) else each
+
+        return function(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})
+
+    __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _lifted(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _lifted(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _lifted(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _lifted(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _lifted(operator.pow), _reflected(operator.pow)
+    __neg__, __abs__, __pos__ = _lifted(operator.neg), _lifted(operator.abs), _lifted(operator.pos)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(Number.of(self.host, operator.eq, self, other).decide())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __lt__, __le__ = _asked(operator.lt), _asked(operator.le)
+    __gt__, __ge__ = _asked(operator.gt), _asked(operator.ge)
+    __bool__, __int__, __float__, __index__ = _asked(bool), _asked(int), _asked(float), _asked(operator.index)
+    __hash__, __str__, __round__ = _asked(hash), _asked(str), _asked(round)
+
+    def __format__(self, how: str) -> str:
+        return format(self.decide(), how)
+
+    def __repr__(self) -> str:
+        return repr(self.decide())
+
+    def __getattr__(self, name: str) -> Any:
+        # What only real numbers have (is_integer, as_integer_ratio): of its value.
+        return getattr(self.decide(), name)
+
+
+def _dtype_beside(value: Any, tensors: list[Tensor]) -> torch.dtype:
+    """The dtype in which a Python number takes part, such that results have the dtypes that they have in eager."""
+    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    if floating:
+        return max(floating, key=lambda dtype: torch.finfo(dtype).bits)
+    if isinstance(value, float):
+        return torch.get_default_dtype()
+    return tensors[0].dtype if tensors else torch.int64
+
+
+def _evaluator(given: Any) -> Evaluate:
+    if isinstance(given, Number):
+        return given.evaluate
+    if isinstance(given, TracedTimestamp):
+        slot = given.slot
+        return lambda env: env.timestamps[slot]
+    return lambda env: given
+
+
+def _value(given: Any) -> Any:
+    if isinstance(given, Number):
+        return given.value
+    return given.real if isinstance(given, TracedTimestamp) else given
+
+
+def _sources(given: Any) -> frozenset[Any]:
+    if isinstance(given, Number):
+        return given.sources
+    return frozenset({"state.timestamp"}) if isinstance(given, TracedTimestamp) else frozenset()
+
+
+class TracedTimestamp(Timestamp):
+    """A timestamp of the step that is traced; to code that is not the loop's own its fields are Numbers.
+
+    Attributes:
+        real: what it is while tracing.
+        slot: which of the step's timestamps it is.
+    """
+
+    __slots__ = ("host", "real", "slot")
+
+    host: Host
+    real: Timestamp
+    slot: int
+
+    @classmethod
+    def stand_in(cls, real: Timestamp, slot: int, host: Host) -> TracedTimestamp:
+        made = object.__new__(cls)
+        for name in _FIELDS:
+            object.__setattr__(made, name, getattr(real, name))
+        for name, value in (("real", real), ("slot", slot), ("host", host)):
+            object.__setattr__(made, name, value)
+        return made
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name not in _COUNTS:
+            return value
+        host = object.__getattribute__(self, "host")
+        if not host.recording:
+            return value
+        slot = object.__getattribute__(self, "slot")
+        field = "previous_timestamp" if slot == 0 else "timestamp"
+        return Number(
+            host, value, lambda env: getattr(env.timestamps[slot], name), frozenset({f"state.{field}.{name}"})
+        )
+
+    def ask(self, question: Callable[..., Any], *given: Any) -> Any:
+        """The answer to a question about timestamps, as a whole: the graph depends on the answer alone."""
+        return Number.of(self.host, question, *given).decide()
+
+    def rate(self, where: str, lr: Callable[[Timestamp], float]) -> Tensor:
+        """The learning rate as an input of the graph; float64, shape ()."""
+        slot = self.slot
+        return self.host.lift(torch.float64, lambda env: rate_at(where, lr, env.timestamps[slot]))
+
+
+_FIELDS = tuple(field.name for field in attrs.fields(Timestamp))
+_COUNTS = frozenset(_FIELDS) - {"max_duration", "batches_per_epoch"}

@@ -1,0 +1,268 @@
+"""The loop's stages as they are traced: random numbers get groups, updates no branches on data, and errors names.
+
+What a stage computes stays that of :class:`pure_loop.stages.Stages`; only the update is written again, because in eager
+steps it reads from the device whether anything was not finite.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._autograd import GradMode
+from pure_loop._finite import total_loss
+from pure_loop._pytree import NAMESPACE
+from pure_loop.algorithm import Handler
+from pure_loop.compile.draws import Group, is_draw
+from pure_loop.compile.trace import Tracing
+from pure_loop.errors import CompileError, PureLoopError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.loop import LoopStages
+from pure_loop.precision import LossScale
+from pure_loop.stages import _updated, _where
+from pure_loop.state import State, fresh_draft_of
+
+__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_handlers", "update"]
+
+# What the one number that a step reports is made of.
+LOSS_BAD, UPDATE_BAD = 1, 2
+
+WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
+_NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a branch; " + WHERE_POSSIBLE
+
+
+class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
+    """A CompileError that knows which part it is about: ``(kind, event)``, by which that part is left out."""
+
+    def __init__(self, message: str, part: tuple[str, Event | None]) -> None:
+        super().__init__(message)
+        self.part = part
+
+
+@contextmanager
+def naming(what: str, part: tuple[str, Event | None]) -> Iterator[None]:
+    """Turn what a tracer raises, in the middle of somebody's code, into an error that names the code."""
+    try:
+        yield
+    except PureLoopError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)} {_NUMERIC}", part) from error
+
+
+def _reason(error: BaseException) -> str:
+    text, kind = str(error), type(error).__name__
+    if kind == "DataDependentOutputException" or "_local_scalar_dense" in text or "tracing tensor" in text:
+        return (
+            "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
+            "and while a graph is made tensors have no numbers."
+        )
+    if "numpy" in text:
+        return "it hands a tensor to NumPy, which a graph can't hold."
+    if kind == "DynamicOutputShapeException":
+        return "the shape of a result depends on the data (nonzero, unique, boolean indexing)."
+    if "Generator" in text or "generator" in text:
+        return "it draws from a generator of its own, which a graph can't hold."
+    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else 'no message'}."
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS))]
+    ours = [f for f in frames if f.filename.startswith(str(Path(_OURS) / "algorithms"))]
+    chosen = (own or ours)[-1:] if (own or ours) else []
+    if not chosen or chosen[0].filename.startswith("<"):
+        return ""
+    frame = chosen[0]
+    code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"in {Path(frame.filename).name}, line {frame.lineno} (`{code}`), "
+
+
+def traced_handlers(
+    handlers: Mapping[Event, tuple[Handler, ...]], tracing: Tracing, skip: frozenset[Event] = frozenset()
+) -> dict[Event, tuple[Handler, ...]]:
+    """Handlers that say what they read while they are traced, and who they are when they can't be."""
+    return {
+        event: tuple(_traced(handler, event, tracing) for handler in listed)
+        for event, listed in handlers.items()
+        if event not in skip
+    }
+
+
+def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
+    what = f"algorithm {handler.algorithm!r} at {event.name}"
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            last = tracing.mark()
+            with tracing.host.on_behalf_of(what), naming(what, ("handler", event)):
+                result = function(*args)
+            grouped = {node for _, node in tracing.draws}
+            if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
+                raise Untraceable(
+                    f"{what} draws random numbers, whose seed a graph would hold for ever: {WHERE_POSSIBLE}",
+                    ("handler", event),
+                )
+            return result
+
+        return call
+
+    when = None if handler.when is None else guarded(handler.when)
+    return attrs.evolve(handler, function=guarded(handler.function), when=when)
+
+
+@attrs.frozen(kw_only=True)
+class TracedStages(LoopStages):
+    """The loop's stages, on tensors without numbers."""
+
+    tracing: Tracing
+
+    @classmethod
+    def of(cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]]) -> TracedStages:
+        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages)}
+        # Each event has its turn, and what is written to is decided outside.
+        fields |= {"handlers": handlers, "attended": frozenset(Event), "donation": None}
+        return cls(**fields, tracing=tracing)
+
+    def gradients(self, state: State) -> State:
+        with self.tracing.host.quiet():
+            return LoopStages.gradients(self, state)
+
+    def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
+        what = f"the forward of {type(state.model._skeleton).__name__}"
+        with self.tracing.host.quiet(), naming(what, ("forward", None)):
+            return LoopStages.forward(self, state, index=index, last=last)
+
+    def loss(self, state: State, *, index: int = 0) -> State:
+        with self.tracing.host.quiet(), naming("the loss", ("forward", None)):
+            return LoopStages.loss(self, state, index=index)
+
+    def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
+        with self.tracing.host.quiet(), naming("the backward", ("forward", None)):
+            return LoopStages.backward(self, state, weight=weight)
+
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
+        microbatch, task = state.microbatch, self.task
+        what = f"the forward of {type(state.model._skeleton).__name__} in evaluation"
+        params = self.engine.leaves(state, last=False)
+        with GradMode(False), self._autocast(state), naming(what, ("forward", None)):
+            outputs, buffers = self.engine.apply(
+                state, lambda module: task.evaluate(module, microbatch), params, training=False
+            )
+        draft = fresh_draft_of(state)
+        draft.outputs, draft.buffers = outputs, buffers
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
+
+    def validation_loss(self, state: State) -> Tensor:
+        with GradMode(False), self._autocast(state), naming("the loss in evaluation", ("forward", None)):
+            return total_loss(self._loss(state, training=False)[0])
+
+    def _seeded(self, state: State, stage: str, index: int) -> Any:
+        return self.tracing.drawing(Group(stage, index, state.timestamp.slot))  # type: ignore[attr-defined]
+
+
+def update(
+    stages: TracedStages, state: State, buffers: FrozenDict[str, Tensor], **counted: Any
+) -> tuple[State, Tensor]:
+    """One step of the optimizer without a branch on data, and what was not finite in it; int64, shape ().
+
+    It does what :meth:`pure_loop.stages.Stages.update` does; on a CPU the error is raised by whoever reads the number.
+    """
+    optimizer, names, params = stages.optimizer, state.model.trainable, state.params
+    assert optimizer is not None
+    whole = len(names) == len(params)
+    trained = params if whole else FrozenDict((name, params[name]) for name in names)
+    draft = fresh_draft_of(state)
+    host = stages.tracing.host
+    what = f"optimizer {optimizer.name!r}"
+    with GradMode(False):
+        with host.on_behalf_of(what), naming(what, ("update", None)):
+            new, opt_state = _updated(stages.engine, optimizer, state, trained)
+        loss = total_loss(state.loss)
+        old = list(trained.values())
+        fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
+        looked_at = fresh if optimizer.spreads_nonfinite else [*fresh, *filter(_present, state._grads.values())]
+        bad_loss = ~torch.isfinite(loss.detach())
+        bad_update = _any_nonfinite(looked_at, stages.tracing)
+        bad = bad_loss | bad_update
+        scale = state.loss_scale
+        if scale is not None:
+            draft.loss_scale = _next_scale(scale, bad)
+        skips = stages.nonfinite == "skip" or scale is not None
+        if skips:
+            _refuse_plain(state.opt_state, opt_state)
+            new, opt_state = _where(bad, trained, new), _where(bad, state.opt_state, opt_state)
+            draft.skipped = state.skipped + bad
+            if stages.nonfinite == "skip":
+                draft.buffers = _where(bad, buffers, state.buffers)
+        wrong = bad_loss if skips else bad
+        if stages.nonfinite == "error" and not loss.is_cpu:
+            batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
+            noted = torch.zeros_like(state.nonfinite) + batch.to(torch.int64)
+            draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), noted, state.nonfinite)
+        if stages.nonfinite == "skip":
+            wrong = torch.zeros_like(bad)
+        report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
+    draft.params = new if whole else FrozenDict({**params, **new})
+    draft.opt_state = opt_state
+    for name, value in counted.items():
+        setattr(draft, name, value)
+    draft.__class__ = state.__class__
+    return draft, report
+
+
+def _present(gradient: Any) -> bool:
+    return gradient is not None
+
+
+def _any_nonfinite(tensors: list[Tensor], tracing: Tracing) -> Tensor:
+    """Whether any element is NaN or infinite: 0 times it is NaN then, and sums of that stay so.
+
+    The 0 is an input of the graph: a compiler believes that 0 times anything is 0.
+    """
+    zero = tracing.lift(torch.float32, lambda env: 0.0)
+    total = zero
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = total + (real * zero.to(real.dtype)).sum().to(torch.float32)
+    return torch.isnan(total)
+
+
+def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:
+    """:meth:`LossScale.update`, in operations that a compiler sees through."""
+    grown = scale.growth_tracker + 1
+    grows = grown == LossScale.GROWTH_INTERVAL
+    larger = scale.scale * LossScale.GROWTH_FACTOR
+    kept = torch.where(grows & torch.isfinite(larger), larger, scale.scale)
+    return LossScale(
+        torch.where(bad, scale.scale * LossScale.BACKOFF_FACTOR, kept),
+        torch.where(bad | grows, torch.zeros_like(grown), grown),
+    )
+
+
+def _refuse_plain(before: Any, after: Any) -> None:
+    """A step that may be skipped can't change plain numbers of the optimizer: which ones hold is known to the data."""
+    old: list[Any] = optree.tree_leaves(before, namespace=NAMESPACE)
+    new: list[Any] = optree.tree_leaves(after, namespace=NAMESPACE)
+    if any(a is not b for a, b in zip(old, new, strict=False) if not isinstance(b, Tensor)):
+        raise Untraceable(
+            "a parameter has no gradient in this batch, which the optimizer counts in Python, and whether a step "
+            'counts depends on its data (nonfinite="skip", or a loss scale): freeze the parameter with '
+            'requires_grad_(False), or write compile="where possible".',
+            ("update", None),
+        )

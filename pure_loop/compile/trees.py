@@ -1,0 +1,148 @@
+"""Taking a step's values apart into tensors, numbers and the rest, and putting them together again.
+
+What lasts from batch to batch (*durable*: parameters, memory) is taken apart field by field, so that a field of which
+nothing changed is never built again. What belongs to the batch may be of any kind that a batch may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import attrs
+import optree
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
+from pure_loop.data import _open, map_tensors
+from pure_loop.errors import PureLoopError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+
+__all__ = ["Durable", "MetricsReadError", "Unread", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
+
+_OF_THE_STEP = frozenset(
+    {
+        *("model", "timestamp", "previous_timestamp", "seed", "event", "position", "evaluator"),
+        *("batch", "microbatch", "outputs", "loss", "_grads"),
+    }
+)
+
+
+def durable_fields(cls: type[State]) -> tuple[str, ...]:
+    """The fields of a State (or a subclass of the user's) that a graph takes and gives."""
+    return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
+
+
+class MetricsReadError(PureLoopError):
+    """Traced code looked at the results of evaluations."""
+
+
+class Unread(FrozenDict[str, Any]):
+    """Stands in for ``state.metrics``, which changes with every evaluation, until traced code looks at it."""
+
+    __slots__ = ()
+
+    def _look(self, *_: Any) -> NoReturn:
+        raise MetricsReadError("state.metrics was read while a step was compiled")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look
+    get = keys = values = items = copy = __copy__ = __repr__ = _look
+    __hash__ = None  # type: ignore[assignment]
+
+
+def describe(tensor: Tensor) -> tuple[Any, ...]:
+    """What a graph takes for granted about a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@attrs.define
+class Durable:
+    """The durable fields of a State, taken apart.
+
+    Attributes:
+        values: the fields' values.
+        specs: the structure of each.
+        ends: where the leaves of each end.
+        leaves: those of all fields, in order: tensors and what else there is.
+    """
+
+    values: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    ends: tuple[int, ...]
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, state: State, names: tuple[str, ...]) -> Durable:
+        values = attrgetter(*names)(state)
+        leaves: list[Any] = []
+        specs, ends = [], []
+        for value in values:
+            found, spec = optree.tree_flatten(value, namespace=NAMESPACE)
+            leaves += found
+            specs.append(spec)
+            ends.append(len(leaves))
+        return cls(values, tuple(specs), tuple(ends), leaves)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a graph depends on; numbers go in as numbers, and are none of it."""
+        return self.specs, tuple(map(_leaf_key, self.leaves))
+
+    def names(self, fields: tuple[str, ...]) -> list[str]:
+        """What each leaf is called, for errors."""
+        found = []
+        for field, value in zip(fields, self.values, strict=True):
+            paths = optree.tree_paths(value, namespace=NAMESPACE)
+            found += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in paths]
+        return found
+
+
+def is_number(leaf: Any) -> bool:
+    return type(leaf) is int or type(leaf) is float
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return describe(leaf)
+    if is_number(leaf):
+        return type(leaf)
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a batch, or of anything of its kind."""
+    if type(value) is tuple and all(type(each) is Tensor for each in value):
+        return list(value)
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def walk(value: Any) -> Any:
+    """What a graph depends on in a batch: its structure, its tensors' shapes, and all else by value."""
+    if isinstance(value, Tensor):
+        return describe(value)
+    node = _open(value)
+    if node is None:
+        return _leaf_key(value) if not is_number(value) else (type(value), value)
+    return type(value), tuple(node[1]), tuple(map(walk, node[0]))
+
+
+def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
+    """A value like ``template`` with other tensors in it."""
+    kind = type(template)
+    if isinstance(template, Tensor):
+        return next(tensors)
+    if kind is tuple and all(isinstance(each, Tensor) for each in template):
+        return tuple([next(tensors) for _ in template])
+    return map_tensors(lambda _: next(tensors), template)
