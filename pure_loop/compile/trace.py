@@ -232,10 +232,21 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
     # The C++ wrapper is entered at less cost than the Python one.
-    with inductor.patch(_SETTINGS):
-        made: Any = compile_fx_inner(
-            graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=not on_gpu
-        )
+    try:
+        with inductor.patch(_SETTINGS):
+            made: Any = compile_fx_inner(
+                graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=not on_gpu
+            )
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":
+            cause = cause.__cause__
+        if cause is None and "InvalidCxxCompiler" not in str(error):
+            raise
+        raise CompileError(
+            "compile= needs a C++ compiler, and torch found none: install g++ (or say which one with the environment "
+            "variable CXX), or leave compile out."
+        ) from error
     return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
 
