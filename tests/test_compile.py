@@ -20,6 +20,7 @@ from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, label_smoothing, sam
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, NonFiniteError
+from pure_loop.frozendict import FrozenDict
 from tests.models import CLASSES, FEATURES, Tied, batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
 
@@ -135,6 +136,42 @@ def several() -> list[Any]:
     return [label_smoothing(0.1), ema(half_life="4ba"), gradient_clipping("norm", 1.0)]
 
 
+class Unused(nn.Module):
+    """A parameter that the loss never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(x[:, None].expand(-1, 3, -1))[:, -1])
+        return out
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def by_the_last_evaluation(state: pl.State) -> pl.State:
+    measured = state.metrics.get("eval")
+    return state if measured is None else state.replace(loss=state.loss * (1 + measured["loss"]))
+
+
+def signs(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
+    size = 0.01 * (1 - timestamp.elapsed)
+    return FrozenDict({name: p - size * grads[name].sign() for name, p in params.items()}), opt_state
+
+
+SIGNS = pl.optim.Optimizer(name="signs", init=lambda params: FrozenDict(), update=signs, lr=lambda timestamp: 0.01)
+
 WITH_NAN = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(batches((8, 8, 8), 1))]
 PARTITION = pl.optim.partition(
     {"first": pl.optim.adamw(lr=1e-2), "rest": pl.optim.sgd(lr=0.1)},
@@ -158,6 +195,15 @@ CASES: dict[str, dict[str, Any]] = {
     "Nesterov": {"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9, nesterov=True, maximize=True)},
     "AMSGrad": {"optimizer": pl.optim.adam(lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True)},
     "a partition": {"optimizer": PARTITION},
+    "an optimizer of one's own": {"model": plain, "optimizer": SIGNS},
+    "a parameter without a gradient": {"model": Unused, "watch": BATCHES},
+    "attention": {"model": Attention, "optimizer": pl.optim.sgd(lr=0.1), "watch": BATCHES},
+    "results of evaluations": {
+        "model": plain,
+        "algorithms": [by_the_last_evaluation],
+        "evaluators": batches((8,), 2),
+        "eval_interval": "1ba",
+    },
     "skipping": {"nonfinite": "skip", "data": WITH_NAN, "watch": BATCHES},
     "evaluation": {"evaluators": batches((8, 5), 2), "eval_interval": "2ba", "watch": {Event.EVAL_END}},
 }

@@ -231,14 +231,29 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     """
     joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
-    # The C++ wrapper is entered at less cost than the Python one.
-    with inductor.patch(_SETTINGS):
-        made: Any = compile_fx_inner(
-            graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=not on_gpu
-        )
+    # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
+    # compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
+    in_cpp = not on_gpu and len(graph.graph.nodes) <= CPP_WRAPPER_UP_TO
+    try:
+        with inductor.patch(_SETTINGS):
+            made: Any = compile_fx_inner(
+                graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=in_cpp
+            )
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":
+            cause = cause.__cause__
+        if cause is None and "InvalidCxxCompiler" not in str(error):
+            raise
+        raise CompileError(
+            "compile= needs a C++ compiler, and torch found none: install g++ (or say which one with the environment "
+            "variable CXX), or leave compile out."
+        ) from error
     return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
 
+# Nodes of a graph.
+CPP_WRAPPER_UP_TO = 2000
 # What the asserts look at is in the key by which a graph was chosen.
 _SETTINGS: dict[str, Any] = {"size_asserts": False}
 
