@@ -111,6 +111,6 @@ OF_SCRIPTS: tuple[Law, ...] = (
 
 UNAVAILABLE: dict[str, str] = {
     "checkpoint": "this version of pure_loop has no save and load yet",
-    "compile_equality": "this version of pure_loop has no compile= yet",
+    "compile_equality": "not part of the kit yet: compare runs with compile= and without yourself",
 }
 """Laws that join when the library gets what they are about, and what that is."""
