@@ -19,6 +19,7 @@ from torch import Tensor
 from pure_loop._batches import next_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
 from pure_loop.algorithm import Handler
+from pure_loop.cadence import Cadence
 from pure_loop.driver import run_silently
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.evaluator import BoundEvaluator
@@ -313,6 +314,9 @@ def epoch_2021(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | N
 
 def due(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
     """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch."""
+    donation = fit.stages.donation
+    if donation is not None and not all(isinstance(each.interval, Cadence) for each in fit.evaluators):
+        donation.seen = True  # a function of the user's is shown the State
     if event is Event.FIT_END:
         return [each for each in fit.evaluators if each.due_at_end(state)]
     return [each for each in fit.evaluators if each.due(state, event)]

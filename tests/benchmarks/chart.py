@@ -93,4 +93,4 @@ def _panel(axis: Axes, names: list[str], loops: Mapping[str, Any]) -> None:
 def _colour(name: str) -> str:
     if name.startswith("pl.fit"):
         return OURS
-    return HAND if name.startswith("hand-written") else PEER
+    return HAND if name.startswith(("hand-written", "torch's")) else PEER

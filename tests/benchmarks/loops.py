@@ -10,7 +10,7 @@ import torch
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.benchmarks.hand import hand_written
+from tests.benchmarks.hand import hand_written, kernels_alone
 from tests.benchmarks.turns import OfGenerator, Steps, Turns
 from tests.benchmarks.workloads import Workload
 
@@ -83,6 +83,7 @@ BASE = "hand-written, fused AdamW"
 HAND = [
     Loop(BASE, hand_written(fused=True)),
     Loop("hand-written, default AdamW", hand_written()),
+    Loop("torch's kernels alone", kernels_alone),
     Loop("hand-written, torch.compile(model)", hand_written(fused=True, compiled=True), compiled=True),
 ]
 
