@@ -25,7 +25,8 @@ COUNTS_CAN_BE_TRUSTED = (
 _UNPACK, _CACHE = opcode.opmap["UNPACK_SEQUENCE"], opcode.opmap.get("CACHE", 0)
 _PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")
 _SEND, _EXTENDED = opcode.opmap.get("SEND"), opcode.opmap["EXTENDED_ARG"]
-_STORES = {"STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL"}
+# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
+_STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"}
 
 
 def gives_up(frame: FrameType | None, value: Any) -> bool:
@@ -66,7 +67,7 @@ def gives_up(frame: FrameType | None, value: Any) -> bool:
     variables: Any = frame.f_locals
     found = variables.get(name, frame) is value
     if type(variables) is dict and code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()  # a copy of the function's variables (before 3.13), which would keep what they hold
+        variables.pop(name, None)  # before 3.13 it is a copy of the variables, which would keep the State
     return found
 
 
@@ -108,6 +109,6 @@ def _target(code: CodeType, at: int) -> Plan:
         return code.co_varnames[argument >> 4], False
     if name in ("STORE_NAME", "STORE_GLOBAL"):
         return code.co_names[argument], name == "STORE_GLOBAL"
-    if name in ("STORE_FAST", "STORE_DEREF"):
+    if name == "STORE_FAST":
         return code._varname_from_oparg(argument), False  # type: ignore[attr-defined]
     return None

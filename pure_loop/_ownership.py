@@ -27,12 +27,13 @@ Path: TypeAlias = tuple[str, ...]
 _uses: Any = getattr(Tensor, "_use_count", None)
 _shares: Any = getattr(torch._C, "_storage_Use_Count", None)
 
-CAN_COUNT = COUNTS_CAN_BE_TRUSTED and _uses is not None and _shares is not None
-
 # A tensor that nobody but the loop refers to: in its mapping, in a Held, and asked about; and its storage: by the
 # tensor and by a Held.
 _REFERENCES, _SHARES = 3, 2
 _ONCE = {1}
+# A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
+_LISTED = {3}
+_address = torch.UntypedStorage.data_ptr
 
 
 class Held:
@@ -45,7 +46,7 @@ class Held:
     """
 
     __slots__ = (
-        *("_bound_to", "_counts", "_mappings", "_names", "_pointers", "_shared"),
+        *("_addresses", "_bound_to", "_counts", "_mappings", "_names", "_pointers", "_shared"),
         *("_storages", "_tensors", "leaves", "params", "trained"),
     )
 
@@ -61,13 +62,15 @@ class Held:
         # The storages themselves are held too, so that their addresses stay theirs.
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
+        # Handing one to another process moves it, and leaves no reference here.
+        self._addresses = list(map(_address, self._storages))
         self._shared = [_SHARES] * len(self._pointers)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
 
     def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
         self._tensors += mapping.values()
-        self._counts += [_REFERENCES - 1 + in_mappings + hasattr(mapping, "tensors")] * len(mapping)
+        self._counts += [_REFERENCES - 1 + in_mappings + hasattr(mapping, "_tensors")] * len(mapping)
 
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
@@ -113,6 +116,8 @@ class Held:
             all(reduce(getitem, path, memory) is mapping for path, mapping in self._mappings)
             and list(map(getrefcount, self._tensors)) == self._counts
             and set(map(_uses, self._tensors)) == _ONCE
+            and set(map(getrefcount, self._storages)) == _LISTED
+            and list(map(_address, self._storages)) == self._addresses
             and list(map(_shares, self._pointers)) == self._shared
         )
 
@@ -145,3 +150,22 @@ def has_tensors(memory: FrozenDict[str, Any]) -> bool:
     return any(
         isinstance(value, Tensor) or (type(value) is FrozenDict and has_tensors(value)) for value in memory.values()
     )
+
+
+def _counts_are_right() -> bool:
+    """Whether this interpreter and this torch count as they are expected to: one reference more has to show."""
+    if not COUNTS_CAN_BE_TRUSTED or _uses is None or _shares is None:
+        return False
+    params = FrozenDict({"": torch.zeros(2)})
+    held = Held(params, params, FrozenDict())
+    if not held.tensors_alone(FrozenDict()):
+        return False
+    for keep in (params.__getitem__, lambda _: params[""][:1], lambda _: params[""].untyped_storage()):
+        kept: Any = keep("")
+        if held.tensors_alone(FrozenDict()):
+            return False
+        del kept
+    return held.tensors_alone(FrozenDict())
+
+
+CAN_COUNT = _counts_are_right()

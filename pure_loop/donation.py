@@ -3,8 +3,8 @@
 A pure update copies parameters and optimizer memory, and the copy is most of what purity costs. It is needed only
 where somebody has kept what is copied. Python counts who refers to a State, a mapping or a tensor, and torch counts
 who refers to a storage; the loop knows how many of these references are its own. Where no other is left, but for the
-loop variable that the next State replaces (:mod:`pure_loop._consumer`), the optimizer's kernel writes in place, and
-nobody can tell the difference. In any doubt it copies.
+loop variable that the State after the update replaces (:mod:`pure_loop._consumer`), the optimizer's kernel writes in
+place. In any doubt it copies.
 
 What was overwritten leaves the State that had it: to touch it there is a
 :class:`~pure_loop.errors.DonatedStateError`, never other numbers.
@@ -83,10 +83,15 @@ class Donation:
         if held is not None and held.leaves is leaves:
             held.bound(leaves.holder)
 
+    def was_seen(self) -> bool:
+        """Whether :meth:`own` would copy."""
+        return self.seen
+
     def own(self, tensors: list[Tensor]) -> list[Tensor]:
         """For tensors that a compiled step made: the same, to be written to, if nobody has been shown them; or copies.
 
-        A graph calls nobody's Python, so who wasn't shown a State can't have kept anything of it.
+        A graph calls nobody's Python, so who wasn't shown a State can't have kept anything of it. After copies were
+        given, the memory is the step's own until somebody is shown a State again.
         """
         if not self.seen:
             return tensors
@@ -170,8 +175,8 @@ def _fresh(mapping: FrozenDict[str, Any], old: Any) -> FrozenDict[str, Any]:
     copied = FrozenDict((name, tensor.clone() if name in shared else tensor) for name, tensor in mapping.items())
     if hasattr(mapping, "layout"):
         copied.layout = mapping.layout
-    if hasattr(mapping, "tensors"):
-        copied.tensors = list(copied.values())
+    if hasattr(mapping, "_tensors"):
+        copied._tensors = list(copied.values())
     return copied
 
 

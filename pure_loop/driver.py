@@ -221,6 +221,9 @@ def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
     raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed {field}, and may not: {reason}.")
 
 
+_OF_THE_FIRST_BATCH = frozenset({Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD})
+
+
 def _no_state() -> None:
     """Stands for a reference to the last State that was handed over, before there is one."""
 
@@ -247,7 +250,10 @@ def run_script(
     send, last = script.send, Event.INIT
     marking = donation is not None and donation.compiled
     plain = watch is None and strict is None and not marking
-    updating = None if donation is None else Event.AFTER_TRAIN_BATCH
+    updating = None if donation is None or marking else Event.AFTER_TRAIN_BATCH
+    # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
+    # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
+    replaced, unsure = watch is None or Event.BATCH_END in watch, updating is not None
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
@@ -284,7 +290,10 @@ def run_script(
             if plain:
                 yield event, given
                 if event is not updating:
+                    if unsure and event in _OF_THE_FIRST_BATCH:
+                        replaced = replaced and gives_up(_getframe(1), given)
                     continue
+                unsure = False
             elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
@@ -292,20 +301,22 @@ def run_script(
                     donation.seen = True  # type: ignore[union-attr]
                 yield event, given
                 shown = ref(given)
+                if unsure and event is Event.BATCH_END:
+                    replaced, unsure = replaced and gives_up(_getframe(1), given), False
                 if strict is not None:
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
                 strict.hand_over(given)
-            if donation is not None and event is updating:
+            if event is updating and donation is not None:
                 # Counted here, where nothing but variables refers to it: `given` and `state`, that of the script if it
                 # is the one that it yielded, and what is counted with.
                 same, state = given is state, given
                 others = getrefcount(given) - 3 - same
                 held = given if plain else shown()
                 if held is None or held is given:
-                    held, gives = None, others == 1 and gives_up(_getframe(1), given)
+                    held, gives = None, replaced and others == 1 and gives_up(_getframe(1), given)
                 else:
-                    gives = getrefcount(held) == 3 and gives_up(_getframe(1), held)
+                    gives = replaced and getrefcount(held) == 3 and gives_up(_getframe(1), held)
                 donation.look(others, held, gives)
                 del held
     except BaseException as error:

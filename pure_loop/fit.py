@@ -243,7 +243,14 @@ def prepare(
         clip_grad=read_clip(clip_grad),
         nonfinite=nonfinite,
         handlers=bind(listed),
-        donation=None if strict else read_donate(donate, engine.ranks, compile),
+        donation=None
+        if strict
+        else read_donate(
+            donate,
+            engine.ranks,
+            compile,
+            useful=nonfinite == "error" and not mode.scaled and optimizer.overwrite is not None,
+        ),
         attended=frozenset(Event if watched is None or strict else {*watched, *observed, *bind(listed)}),
     )
     if isinstance(train_dataloader, nn.Module | State):

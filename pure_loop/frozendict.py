@@ -40,14 +40,14 @@ class FrozenDict(dict[K, V]):
     # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py); of those of a
     #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
-    # `tensors`: of such a mapping, its values as a list.
-    __slots__ = ("__weakref__", "holder", "layout", "origin", "tensors")
+    # `_tensors`: of a mapping with a layout, its values as a list.
+    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin")
 
     holder: Any
 
     layout: Any
 
-    tensors: list[Any]
+    _tensors: list[Any]
 
     origin: FrozenDict[K, V]
 
@@ -106,8 +106,8 @@ class _Overwritten(FrozenDict[Any, Any]):
         raise DonatedStateError(
             "the parameters and the optimizer's memory of this State were overwritten by the step that followed it. "
             'With donate=True that happens to every State: write donate="auto", which leaves alone what is kept, or '
-            'donate=False. With "auto" it happens to a State whose step failed half-way, and to one that another '
-            "thread reads from the loop's variable while the step runs: give the thread a variable of its own."
+            'donate=False. With "auto" it happens to the State in the loop variable alone, where its step failed half-way '
+            "or somebody reads the variable while the step runs: keep what you need in another (kept = state)."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = _refuse_reading
@@ -125,7 +125,7 @@ OVERWRITTEN: FrozenDict[Any, Any] = _Overwritten()
 def overwritten(mapping: FrozenDict[K, V]) -> FrozenDict[K, V]:
     """Another mapping with the same contents; to read this one is an error from now on, whoever has it."""
     other = FrozenDict(mapping)
-    for name in ("layout", "tensors"):
+    for name in ("layout", "_tensors"):
         if hasattr(mapping, name):
             setattr(other, name, getattr(mapping, name))
             delattr(mapping, name)

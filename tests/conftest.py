@@ -27,6 +27,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("thorough" if THOROUGH else "fast")
 
 
+# What other libraries are measured with can be imported where they are installed.
+collect_ignore_glob = ["benchmarks/peers/*.py"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")

@@ -51,7 +51,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = compiler.Stretch.__init__
 
-    def init(self: Any, *args: Any, own: Any = None) -> None:
+    def init(self: Any, *args: Any, own: Any = None, shown: Any = None) -> None:
         original(self, *args, own=lambda tensors: tensors)
 
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
@@ -573,3 +573,13 @@ def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyP
     assert not all(
         torch.equal(state.params[name], numbers[f"params.{name}"]) for state, numbers in kept for name in state.params
     )
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("watch", [EPOCHS, {Event.EPOCH_START, Event.EVAL_END}], ids=["epochs", "evaluations"])
+def test_what_was_kept_never_changes_whatever_goes_through_in_one_call(steps: int, watch: Any) -> None:
+    settings: dict[str, Any] = {"watch": watch, "max_duration": "5ep", "evaluators": batches((4,), 2)}
+    kept = [(state, frozen_copy(state)) for _, state in stream(**settings, compile=True, steps_per_call=steps)]
+    for state, numbers in kept:
+        assert_same(leaves(state), numbers, "kept")

@@ -136,15 +136,6 @@ def with_progress(stream: Any) -> None:
         pass
 
 
-def closed_over(stream: Any) -> None:
-    for _event, state in stream:
-
-        def body() -> Any:
-            return state.timestamp
-
-        body()
-
-
 def reading(stream: Any) -> None:
     for event, state in stream:
         if event is Event.BATCH_END:
@@ -155,10 +146,10 @@ def reading(stream: Any) -> None:
 
 @pytest.mark.parametrize(
     "consumer",
-    [a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, closed_over, pl.run, reading],
+    [a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, pl.run, reading],
 )
 @pytest.mark.parametrize(
-    "watch", [None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH, Event.EPOCH_END}], ids=["all", "one", "two"]
+    "watch", [None, {Event.BATCH_END}, {Event.BATCH_END, Event.EPOCH_END}], ids=["all", "one", "two"]
 )
 def test_memory_is_reused_where_nobody_has_kept_it(count: Count, consumer: Callable[[Any], Any], watch: Any) -> None:
     consumer(fit(watch=watch))
@@ -368,6 +359,94 @@ def test_what_was_kept_never_changes(
                 assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
         keeps("body", *last[-1][0])
     kept.check()
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("event", [Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BATCH_START], ids=lambda e: e.value)
+def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
+    kept = Kept()
+    for now, state in fit():
+        if now is event and state.timestamp.batch in (3, 8):
+            WAYS[way](kept, state, 0)
+    kept.check()
+
+
+@pytest.mark.parametrize("watch", [{Event.BATCH_START}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}], ids=str)
+def test_the_loop_variable_can_be_read_after_the_loop_and_after_an_interrupt(watch: Any) -> None:
+    """Where the next State doesn't follow at once, it may never come."""
+    state: Any = None
+    for _, state in fit(watch=watch):  # noqa: B007
+        pass
+    assert torch.isfinite(state.params["0.weight"]).all()
+    assert torch.isfinite(pl.run(fit(watch=watch)).params["0.weight"]).all()
+    batches = 0
+
+    class Interrupting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal batches
+            batches += 1
+            if batches == 9:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        for _, state in fit(Interrupting(4, 3), watch=watch):  # noqa: B007
+            pass
+    assert torch.isfinite(state.params["weight"]).all()
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda stream: filter(lambda pair: pair[0] is Event.AFTER_TRAIN_BATCH, stream),
+        lambda stream: islice(stream, 6, None, 5),
+        lambda stream: filter(lambda pair: pair[0] is Event.BATCH_END, stream),
+    ],
+    ids=["filter", "islice", "filter ends"],
+)
+def test_what_picks_events_out_keeps_the_last_one(pick: Any) -> None:
+    state: Any = None
+    for _, state in pick(fit()):  # noqa: B007
+        pass
+    assert torch.isfinite(state.params["0.weight"]).all()
+
+
+def test_a_function_that_closes_over_the_loop_variable_reads_it_while_the_step_runs(count: Count) -> None:
+    state: Any = None
+
+    def penalty(now: pl.State) -> pl.State:
+        if state is None or now.timestamp.batch == 0:
+            return now
+        return now.replace(loss=now.loss + 0 * state.params["0.weight"].sum())
+
+    def look(event: Event, now: pl.State) -> None:
+        if state is not None:
+            assert torch.isfinite(state.params["0.weight"]).all()
+
+    algorithms = [pl.algorithm(Event.AFTER_LOSS, name="penalty")(penalty)]
+    for _, state in fit(algorithms=algorithms, callbacks=[look]):  # noqa: B007
+        pass
+    assert count.reused == 0
+
+
+def test_a_tensor_handed_to_another_process_stays() -> None:
+    kept = None
+    for event, state in fit():
+        if event is Event.BATCH_END and state.timestamp.batch == 3:
+            handed = state.params["0.weight"]
+            handed.share_memory_()  # as a multiprocessing queue does; what is handed over keeps no reference here
+            kept = (handed.untyped_storage().data_ptr(), handed.clone())
+            del handed
+        if kept is not None:
+            assert state.params["0.weight"].untyped_storage().data_ptr() != kept[0] or state.timestamp.batch == 3
+
+
+def test_locals_of_the_function_around_the_loop_stay() -> None:
+    rate = 0.1
+    settings_ = locals()
+    for _event, _state in fit(optimizer=pl.optim.sgd(lr=rate)):
+        pass
+    assert settings_["rate"] == 0.1
 
 
 def test_states_taken_one_by_one_are_kept() -> None:

@@ -78,6 +78,7 @@ class Compiler:
         with_loss: whether evaluators measure the loss.
         own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
             same list, where nobody else can see them, or copies. None: copies, always.
+        shown: whether ``own`` would copy.
     """
 
     def __init__(
@@ -89,12 +90,14 @@ class Compiler:
         steps: int = 1,
         with_loss: bool = True,
         own: Own | None = None,
+        shown: Callable[[], bool] | None = None,
     ) -> None:
         self.stages = stages
         self.attended = attended
         self.where_possible = where_possible
         self.steps = steps
         self.own = own
+        self.shown = shown
         self.eager: set[str] = set()
         self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
         self._stretches: dict[Any, Stretch] = {}
@@ -104,7 +107,7 @@ class Compiler:
         key = name, self.attended
         found = self._stretches.get(key)
         if found is None:
-            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own)
+            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own, shown=self.shown)
         return found
 
     def leave_out(self, error: Untraceable) -> None:

@@ -115,11 +115,20 @@ class _Made:
 class Stretch:
     """One program, compiled for what it is called with."""
 
-    def __init__(self, name: str, program: Program, stages: LoopStages, *, own: Own | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        stages: LoopStages,
+        *,
+        own: Own | None = None,
+        shown: Callable[[], bool] | None = None,
+    ) -> None:
         self.name = name
         self.program = program
         self.stages = stages
         self.own = own
+        self.shown = shown
         self._graphs: dict[Any, list[_Made]] = {}
         self.names: tuple[str, ...] = ()
         self._fields: Callable[[State], tuple[Any, ...]] | None = None
@@ -178,8 +187,9 @@ class Stretch:
         env = Env(timestamps, durable.leaves)
         if _flight_key(flight) != self._flight_key or not _hold(made.moving, env):
             return None
+        # `own` is asked only where it won't copy: what it gave would be lost here, and it would not copy again.
         before = [durable.leaves[i] for i in made.written]
-        if self.own(before) is not before:
+        if (self.shown is not None and self.shown()) or self.own(before) is not before:
             return None
         outputs = made.compiled.call(self._given(made, state, arguments, env, flight, 0))
         return outputs[0]  # type: ignore[no-any-return]

@@ -264,7 +264,7 @@ def overwritable(
 
 
 def _tensors(mapping: FrozenDict[str, Tensor]) -> list[Tensor]:
-    found: list[Tensor] | None = getattr(mapping, "tensors", None)
+    found: list[Tensor] | None = getattr(mapping, "_tensors", None)
     return list(mapping.values()) if found is None else found
 
 
@@ -291,7 +291,7 @@ def laid_out(names: list[str], tensors: list[Tensor], layout: Layout | None) -> 
     mapping = FrozenDict(zip(names, tensors, strict=True))
     if layout is not None:
         mapping.layout = layout
-        mapping.tensors = tensors
+        mapping._tensors = tensors
     return mapping
 
 
