@@ -106,8 +106,8 @@ class _Overwritten(FrozenDict[Any, Any]):
         raise DonatedStateError(
             "the parameters and the optimizer's memory of this State were overwritten by the step that followed it. "
             'With donate=True that happens to every State: write donate="auto", which leaves alone what is kept, or '
-            'donate=False. With "auto" it happens to the State in the loop variable alone, where its step failed half-way '
-            "or somebody reads the variable while the step runs: keep what you need in another (kept = state)."
+            'donate=False. With "auto" it happens to the State in the loop variable alone, where its step failed '
+            "half-way or somebody reads the variable while the step runs: keep what you need in another (kept = state)."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = _refuse_reading
