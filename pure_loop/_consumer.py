@@ -67,10 +67,13 @@ def gives_up(frame: FrameType | None, value: Any) -> bool:
     variables: Any = frame.f_locals
     found = variables.get(name, frame) is value
     if type(variables) is dict and code.co_flags & inspect.CO_OPTIMIZED:
-        variables.pop(name, None)  # before 3.13 it is a copy of the variables, which would keep the State
+        # Before 3.13 it is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
+        for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
+            del variables[key]
     return found
 
 
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 # A name, and whether it is a global's; None: the pair goes elsewhere.
 Plan: TypeAlias = "tuple[str, bool] | None"
 _DELEGATES = ("yield from", False)
