@@ -25,11 +25,12 @@ __all__ = ["CAN_COUNT", "Held", "has_tensors"]
 Path: TypeAlias = tuple[str, ...]
 
 _uses: Any = getattr(Tensor, "_use_count", None)
-_shares: Any = getattr(torch._C, "_storage_Use_Count", None)
+_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
-# A tensor that nobody but the loop refers to: in its mapping, in a Held, and asked about; and its storage: by the
-# tensor and by a Held.
-_REFERENCES, _SHARES = 3, 2
+# What refers to a tensor besides the mappings and lists that it is in: the list of a Held, and whoever asks.
+_OURS = 2
+# And to its storage: the tensor, and a Held.
+_OF_STORAGE = 2
 _ONCE = {1}
 # A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
 _LISTED = {3}
@@ -46,7 +47,7 @@ class Held:
     """
 
     __slots__ = (
-        *("_addresses", "_bound_to", "_counts", "_mappings", "_names", "_pointers", "_shared"),
+        *("_addresses", "_bound_to", "_counts", "_mappings", "_names", "_pointers", "_storage_counts"),
         *("_storages", "_tensors", "leaves", "params", "trained"),
     )
 
@@ -64,26 +65,27 @@ class Held:
         self._pointers = [storage._cdata for storage in self._storages]
         # Handing one to another process moves it, and leaves no reference here.
         self._addresses = list(map(_address, self._storages))
-        self._shared = [_SHARES] * len(self._pointers)
+        self._storage_counts = [_OF_STORAGE] * len(self._pointers)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
 
     def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
         self._tensors += mapping.values()
-        self._counts += [_REFERENCES - 1 + in_mappings + hasattr(mapping, "_tensors")] * len(mapping)
+        self._counts += [_OURS + in_mappings + hasattr(mapping, "_tensors")] * len(mapping)
 
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
         self.leaves = leaves
         for i in range(len(self._names)):
-            self._shared[i] += 1
+            self._storage_counts[i] += 1
 
     def bound(self, instance: Any) -> None:
         """The leaves stand in this module instance."""
         if self._bound_to is None and self.leaves is not None:
             self._bound_to = instance
+            # In the mapping of leaves, and in the module, in several places where weights are tied.
             self._tensors += map(self.leaves.__getitem__, self._names)
-            self._counts += [_REFERENCES + instance.places[name] for name in self._names]
+            self._counts += [_OURS + 1 + instance.places[name] for name in self._names]
 
     def mappings_alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
         """Whether nobody but the loop has a State's mappings of parameters and memory.
@@ -118,7 +120,7 @@ class Held:
             and set(map(_uses, self._tensors)) == _ONCE
             and set(map(getrefcount, self._storages)) == _LISTED
             and list(map(_address, self._storages)) == self._addresses
-            and list(map(_shares, self._pointers)) == self._shared
+            and list(map(_storage_uses, self._pointers)) == self._storage_counts
         )
 
 
@@ -154,7 +156,7 @@ def has_tensors(memory: FrozenDict[str, Any]) -> bool:
 
 def _counts_are_right() -> bool:
     """Whether this interpreter and this torch count as they are expected to: one reference more has to show."""
-    if not COUNTS_CAN_BE_TRUSTED or _uses is None or _shares is None:
+    if not COUNTS_CAN_BE_TRUSTED or _uses is None or _storage_uses is None:
         return False
     params = FrozenDict({"": torch.zeros(2)})
     held = Held(params, params, FrozenDict())

@@ -71,7 +71,8 @@ def _device(given: Any) -> torch.device | None:
     try:
         device = torch.device(given)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    # A kind unknown to torch, one that it was built without, one that can hold no tensors: each has its own class.
+    except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"device={str(given)!r} can't be used here: {str(error).splitlines()[0]}") from error
     return device
 
@@ -122,7 +123,8 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
     """Refuse a State whose optimizer memory another optimizer made."""
     if state.opt_state is None:
         return
-    wanted: Any = optimizer.init(_trained(state, meta=True))
+    trained = state.model.trained(state.params)
+    wanted: Any = optimizer.init(FrozenDict((name, _on_meta(tensor)) for name, tensor in trained.items()))
     given_spec = optree.tree_structure(state.opt_state, namespace=NAMESPACE)
     wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
     afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
@@ -157,12 +159,6 @@ def _keys(opt_state: Any) -> str:
     return ", ".join(map(str, opt_state)) or "nothing"
 
 
-def _trained(state: State, *, meta: bool = False) -> FrozenDict[str, Tensor]:
-    return FrozenDict(
-        (name, _on_meta(state.params[name]) if meta else state.params[name]) for name in state.model.trainable
-    )
-
-
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -183,7 +179,7 @@ def preparation(
         if meet is not None:
             state = meet(state)
         if state.opt_state is None:
-            state = state.replace(opt_state=engine.memory(optimizer, _trained(state)))
+            state = state.replace(opt_state=engine.memory(optimizer, state.model.trained(state.params)))
         if precision.scaled and state.loss_scale is None:
             state = state.replace(loss_scale=LossScale.initial(state.device))
         elif not precision.scaled and state.loss_scale is not None:

@@ -50,18 +50,18 @@ class Donation:
         self._shown: State | None = None
         self._held: Held | None = None
 
-    def look(self, others: int, shown: State | None, gives_up: bool) -> None:
+    def look(self, others: int, shown: State | None, *, replaced: bool) -> None:
         """Before an update: note who has the State that is about to be updated.
 
         Args:
             others: how many references to it are neither the driver's nor the script's.
             shown: the last State that the consumer was given, if that is another one and alive.
-            gives_up: whether the consumer is about to replace the last State that it was given, and has it in one
-                place only.
+            replaced: whether the last State that the consumer was given is in one place only, where the State after the
+                update takes its place.
         """
-        self._alone = others == 0 or (others == 1 and shown is None and gives_up)
+        self._alone = others == 0 or (others == 1 and shown is None and replaced)
         # One that the consumer keeps counts as somebody else's.
-        self._shown = shown if gives_up else None
+        self._shown = shown if replaced else None
 
     def leaves(self, state: State, engine: Engine, *, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
@@ -147,11 +147,9 @@ class Donation:
 
     def adopt(self, state: State) -> None:
         """A fresh start: its parameters were copied from the module, and its memory was made, for this stream alone."""
-        names, params = state.model.trainable, state.params
+        params = state.params
         if type(params) is FrozenDict and type(state.opt_state) is FrozenDict and not self.compiled:
-            whole = len(names) == len(params)
-            trained = params if whole else FrozenDict((name, params[name]) for name in names)
-            self._held = Held(params, trained, state.opt_state)
+            self._held = Held(params, state.model.trained(params), state.opt_state)
 
     def forget(self) -> None:
         """The stream is over: what it made is anybody's."""

@@ -253,7 +253,7 @@ def run_script(
     updating = None if donation is None or marking else Event.AFTER_TRAIN_BATCH
     # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
     # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
-    replaced, unsure = watch is None or Event.BATCH_END in watch, updating is not None
+    followed, unsure = watch is None or Event.BATCH_END in watch, updating is not None
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
@@ -291,7 +291,7 @@ def run_script(
                 yield event, given
                 if event is not updating:
                     if unsure and event in _OF_THE_FIRST_BATCH:
-                        replaced = replaced and gives_up(_getframe(1), given)
+                        followed = followed and gives_up(_getframe(1), given)
                     continue
                 unsure = False
             elif watch is None or event in watch:
@@ -302,7 +302,7 @@ def run_script(
                 yield event, given
                 shown = ref(given)
                 if unsure and event is Event.BATCH_END:
-                    replaced, unsure = replaced and gives_up(_getframe(1), given), False
+                    followed, unsure = followed and gives_up(_getframe(1), given), False
                 if strict is not None:
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
@@ -312,13 +312,14 @@ def run_script(
                 # is the one that it yielded, and what is counted with.
                 same, state = given is state, given
                 others = getrefcount(given) - 3 - same
-                held = given if plain else shown()
-                if held is None or held is given:
-                    held, gives = None, replaced and others == 1 and gives_up(_getframe(1), given)
+                last_shown = given if plain else shown()
+                if last_shown is None or last_shown is given:
+                    last_shown, alone = None, others == 1
                 else:
-                    gives = replaced and getrefcount(held) == 3 and gives_up(_getframe(1), held)
-                donation.look(others, held, gives)
-                del held
+                    alone = getrefcount(last_shown) == 3
+                in_turn = alone and followed and gives_up(_getframe(1), given if last_shown is None else last_shown)
+                donation.look(others, last_shown, replaced=in_turn)
+                del last_shown
     except BaseException as error:
         if failed is not None:
             failed(error, event, given)

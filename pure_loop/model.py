@@ -161,6 +161,12 @@ class ModelDef:
         leaves.origin, leaves.holder = params, None
         return leaves
 
+    def trained(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
+        """The parameters that are trained; the mapping itself where all are."""
+        if len(self.trainable) == len(params):
+            return params
+        return FrozenDict((name, params[name]) for name in self.trainable)
+
     def module(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]) -> nn.Module:
         """A plain, independent ``nn.Module`` with copies of these tensors; yours to change.
 

@@ -166,6 +166,7 @@ class Source:
         """Batches in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
         try:
             length = self._count()
+        # No __len__, one of a parent that refuses, one that asks an iterable dataset: how loaders say that they can't.
         except (TypeError, NotImplementedError, AttributeError):
             return self._limit
         return length if self._limit is None else min(length, self._limit)

@@ -227,11 +227,13 @@ class Stages:
             NonFiniteError: a loss or gradient that is not finite, on the CPU at once; on other devices it is
                 noted in ``state.nonfinite`` and raised by :meth:`pure_loop.State.check_finite`.
         """
-        optimizer, names = self.optimizer, state.model.trainable
+        optimizer = self.optimizer
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
-        # A step that may be left out needs the old numbers once more.
-        donation = self.donation if self.nonfinite == "error" and state.loss_scale is None else None
+        donation = self.donation
+        # A step that may be left out needs the old numbers once more; a compiled one has its own way.
+        if donation is not None and (self.nonfinite != "error" or state.loss_scale is not None or donation.compiled):
+            donation = None
         overwrite = optimizer.overwrite if donation is not None else None
         taken = None if overwrite is None else donation.take(state)  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
@@ -239,7 +241,7 @@ class Stages:
             params, trained, memory = taken
         else:
             params, memory = state.params, state.opt_state
-            trained = params if len(names) == len(params) else FrozenDict((name, params[name]) for name in names)
+            trained = state.model.trained(params)
         with GradMode(False):
             if taken is not None:
                 new, opt_state = overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]

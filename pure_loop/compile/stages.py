@@ -56,24 +56,29 @@ def naming(what: str, part: tuple[str, Event | None]) -> Iterator[None]:
         yield
     except PureLoopError:
         raise
-    except (RuntimeError, NotImplementedError) as error:
-        raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)} {_NUMERIC}", part) from error
+    # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too.
+    except RuntimeError as error:
+        raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
 
 
 def _reason(error: BaseException) -> str:
+    """What the tracer stumbled over, and what to write instead."""
     text, kind = str(error), type(error).__name__
     if kind == "DataDependentOutputException" or "_local_scalar_dense" in text or "tracing tensor" in text:
         return (
             "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
-            "and while a graph is made tensors have no numbers."
+            f"and while a graph is made tensors have no numbers. {_NUMERIC}"
         )
     if "numpy" in text:
-        return "it hands a tensor to NumPy, which a graph can't hold."
+        return f"it hands a tensor to NumPy, which a graph can't hold. {_NUMERIC}"
     if kind == "DynamicOutputShapeException":
-        return "the shape of a result depends on the data (nonzero, unique, boolean indexing)."
+        return f"the shape of a result depends on the data (nonzero, unique, boolean indexing). {_NUMERIC}"
     if "Generator" in text or "generator" in text:
-        return "it draws from a generator of its own, which a graph can't hold."
-    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else 'no message'}."
+        return f"it draws from a generator of its own, which a graph can't hold: {WHERE_POSSIBLE}"
+    said = text.strip().splitlines()[0] if text.strip() else "no message"
+    # It may be the tracer's, or a mistake that eager steps would meet, too.
+    advice = "The same batch without compile tells whether the code itself is wrong"
+    return f"{kind}: {said}. {advice}; if not, {WHERE_POSSIBLE}"
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -183,10 +188,9 @@ def update(
 
     It does what :meth:`pure_loop.stages.Stages.update` does; on a CPU the error is raised by whoever reads the number.
     """
-    optimizer, names, params = stages.optimizer, state.model.trainable, state.params
+    optimizer, params = stages.optimizer, state.params
     assert optimizer is not None
-    whole = len(names) == len(params)
-    trained = params if whole else FrozenDict((name, params[name]) for name in names)
+    trained = state.model.trained(params)
     draft = fresh_draft_of(state)
     host = stages.tracing.host
     what = f"optimizer {optimizer.name!r}"
@@ -218,7 +222,7 @@ def update(
         if stages.nonfinite == "skip":
             wrong = torch.zeros_like(bad)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
-    draft.params = new if whole else FrozenDict({**params, **new})
+    draft.params = new if trained is params else FrozenDict({**params, **new})
     draft.opt_state = opt_state
     for name, value in counted.items():
         setattr(draft, name, value)

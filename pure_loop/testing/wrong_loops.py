@@ -118,7 +118,7 @@ def overwrites_what_was_kept() -> Fit:
     return while_patched(
         lambda: patch.multiple(_ownership.Held, mappings_alone=alone, tensors_alone=alone),
         lambda: patch.object(driver, "gives_up", alone),
-        lambda: patch.object(Donation, "look", lambda self, *_: look(self, 0, None, True)),
+        lambda: patch.object(Donation, "look", lambda self, *_, **__: look(self, 0, None, replaced=True)),
     )
 
 
