@@ -36,7 +36,8 @@ from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop import algorithms, callbacks, distributed, loggers, order, schedules, testing
+    from pure_loop import algorithms, callbacks, checkpoint, distributed, loggers, order, schedules, testing
+    from pure_loop.checkpoint import latest, load, save
     from pure_loop.explain import explain
     from pure_loop.progress import progress
 
@@ -62,6 +63,7 @@ __all__ = [
     "algorithm",
     "algorithms",
     "callbacks",
+    "checkpoint",
     "compose",
     "distributed",
     "drive",
@@ -70,6 +72,8 @@ __all__ = [
     "explain",
     "fit",
     "gradients",
+    "latest",
+    "load",
     "loggers",
     "metrics",
     "optim",
@@ -78,6 +82,7 @@ __all__ = [
     "progress",
     "random",
     "run",
+    "save",
     "schedules",
     "stages",
     # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed.
@@ -87,8 +92,13 @@ __all__ = [
 # What a plain fit doesn't use.
 _LAZY: dict[str, str | None] = {
     "explain": "pure_loop.explain",
+    "latest": "pure_loop.checkpoint",
+    "load": "pure_loop.checkpoint",
     "progress": "pure_loop.progress",
-    **dict.fromkeys(("algorithms", "callbacks", "distributed", "loggers", "order", "schedules", "testing")),
+    "save": "pure_loop.checkpoint",
+    **dict.fromkeys(
+        ("algorithms", "callbacks", "checkpoint", "distributed", "loggers", "order", "schedules", "testing")
+    ),
 }
 __getattr__ = _lazily(__name__, _LAZY)
 

@@ -21,7 +21,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
 from pure_loop.state import State, refuse_misfit
 
-__all__ = ["any_state", "first_memory", "first_state", "preparation", "refuse_other_optimizer"]
+__all__ = ["any_state", "first_memory", "first_state", "preparation", "refuse_no_boundary", "refuse_other_optimizer"]
 
 
 def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
@@ -32,7 +32,7 @@ def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, boo
         refuse_untrainable(model_or_state)
         return State.create(model_or_state, seed=seed, device=wanted), True
     state = model_or_state
-    _refuse_between_boundaries(state)
+    refuse_no_boundary(state)
     refuse_misfit(state)
     if seed not in (0, state.seed):
         raise ArgumentError(
@@ -98,7 +98,11 @@ _AFTER_EVALUATION: dict[Event | None, Event] = {
 }
 
 
-def _refuse_between_boundaries(state: State) -> None:
+def refuse_no_boundary(state: State) -> None:
+    """
+    Raises:
+        ResumeError: the State was kept where training can't go on.
+    """
     event = state.event
     if event in _KEEPABLE:
         return

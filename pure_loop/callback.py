@@ -39,6 +39,9 @@ class Callback:
 
     all_ranks: bool = False
 
+    rank: int = 0
+    """Which rank of the stream calls it; the loop says so before it begins."""
+
     def run_event(self, event: Event, state: State, logger: LoggerGroup) -> None:
         """Called at every event, if overridden."""
 
@@ -196,6 +199,7 @@ def observers(
     recorders = (recorder,) if recorder is not None and logged else ()
     for callback in (*listed, *recorders, *logged):
         if isinstance(callback, Callback):
+            callback.rank = rank
             objects.append(callback)
             for event, observer in _of_callback(callback, group).items():
                 table.setdefault(event, []).append(observer)

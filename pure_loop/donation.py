@@ -23,10 +23,15 @@ from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
 
-__all__ = ["CAN_COUNT", "Donation"]
+__all__ = ["CAN_COUNT", "Donation", "protect"]
 
 _set_params = vars(State)["params"].__set__
 _set_opt_state = vars(State)["opt_state"].__set__
+
+
+def protect(state: State) -> None:
+    """See to it that no step takes the memory of this State, with ``donate=True`` either: it is being read."""
+    state.params.protected = True
 
 
 class Donation:
@@ -120,7 +125,7 @@ class Donation:
                 _set_opt_state(shown, OVERWRITTEN)
             return held.params, held.trained, memory
         self._held = None
-        if not self._always:
+        if not self._always or hasattr(state.params, "protected"):
             return None
         whole = held.trained is held.params
         params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)

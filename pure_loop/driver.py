@@ -50,14 +50,16 @@ _set_grads = vars(State)["_grads"].__set__
 
 def seal(state: State, event: Event) -> State:
     """The State of an event. One that no event has had yet is nobody else's, and is written to in place."""
+    # What was loaded from a checkpoint goes on from the boundary at which that was saved.
+    passed = event in POSITIONS and (event is not Event.AFTER_LOAD or state.position is None)
     if state.event is None:
         _set_event(state, event)
-        if event in POSITIONS:
+        if passed:
             _set_position(state, event)
         return state
     draft = draft_of(state)
     draft.event = event
-    if event in POSITIONS:
+    if passed:
         draft.position = event
     draft.__class__ = state.__class__
     return draft  # type: ignore[no-any-return]

@@ -13,6 +13,9 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CallbackReturnError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "CompileError",
     "DataError",
     "DistributedError",
@@ -99,6 +102,18 @@ class ImpurityError(PureLoopError, RuntimeError):
 
 class ResumeError(PureLoopError, ValueError):
     """Training can't go on from this State: not at a boundary, or it doesn't fit the model or optimizer."""
+
+
+class CheckpointError(PureLoopError, ValueError):
+    """A file is no checkpoint, is damaged or cut off, or holds what this program doesn't know."""
+
+
+class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
+    """There is no checkpoint at this path."""
+
+
+class CheckpointWriteError(PureLoopError, OSError):
+    """A checkpoint could not be written; what was at its path before is as it was."""
 
 
 class FrozenDictError(PureLoopError, TypeError):

@@ -6,6 +6,7 @@ what comes back is a generator of ``(event, state)`` that the driver feeds.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -26,7 +27,15 @@ from pure_loop._arguments import (
     refuse_auto,
     refuse_no_optimizer,
 )
-from pure_loop._start import any_state, first_memory, first_state, preparation, refuse_other_optimizer
+from pure_loop._loading import loading, read_start, saving, seed_of
+from pure_loop._start import (
+    any_state,
+    first_memory,
+    first_state,
+    preparation,
+    refuse_no_boundary,
+    refuse_other_optimizer,
+)
 from pure_loop._together import Together
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
@@ -90,7 +99,8 @@ def fit(
     clip_grad: float | Callable[..., Any] | None = None,
     nonfinite: Literal["error", "skip"] = "error",
     device: torch.device | str | None = None,
-    load_path: str | None = None,
+    load_path: str | os.PathLike[str] | None = None,
+    autoresume: str | os.PathLike[str] | None = None,
     batches_per_epoch: int | None = None,
     iteration_length: str | Time | None = None,
     watch: Collection[Event | str] | None = None,
@@ -127,7 +137,11 @@ def fit(
             accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: its step is left out
             and counted in ``state.skipped``; what its forward wrote to buffers stays.
         device: where to train; None: where the model is. Batches are moved there once.
-        load_path: a checkpoint to start from (not in this version).
+        load_path: a checkpoint to go on from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
+            weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
+        autoresume: a folder of checkpoints: start from the newest that is whole, if there is one, and save there at the
+            end of each epoch, unless a ``CheckpointSaver`` in ``callbacks`` does so. The same command, run again after
+            it was killed, goes on.
         batches_per_epoch: cut epochs to so many batches; gives endless data epochs.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
@@ -199,6 +213,7 @@ def prepare(
     nonfinite: Any,
     device: Any,
     load_path: Any,
+    autoresume: Any,
     batches_per_epoch: Any,
     iteration_length: Any,
     watch: Any,
@@ -211,10 +226,6 @@ def prepare(
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
-    later = (("load_path", load_path, None),)
-    for name, value, default in later:
-        if value is not default:
-            raise ArgumentError(f"{name}={value!r}: this version of pure_loop can't do that yet; leave {name} out.")
     if order not in ("current", "2021"):
         raise ArgumentError(f'order={order!r}: write "current" or "2021".')
     if nonfinite not in ("error", "skip"):
@@ -230,8 +241,10 @@ def prepare(
     watched = read_watch(watch)
     mode = Precision.parse(precision)
     together = Together.of(parallel)
+    start, checkpoint = read_start(model_or_state, load_path, autoresume)
+    callbacks = saving(autoresume, callbacks)
     observed, objects, group = observers(callbacks, loggers, Recorder(optimizer), together.rank)
-    state, fresh = first_state(model_or_state, seed, together.device(device))
+    state, fresh = first_state(start, seed_of(checkpoint, seed), together.device(device))
     module = state.model._skeleton
     engine = together.engine(state)
     stages = LoopStages(
@@ -266,12 +279,16 @@ def prepare(
         batches_per_epoch=_positive(batches_per_epoch, "batches_per_epoch"),
     )
     refuse_empty(data, "train_dataloader")
-    # Both timestamps, because the learning rate of a batch is asked for at the one before it.
-    known = {"max_duration": duration, "batches_per_epoch": data.length}
-    state = state.replace(
-        timestamp=state.timestamp.replace(**known), previous_timestamp=state.previous_timestamp.replace(**known)
-    )
-    refuse_other_optimizer(state, optimizer)
+
+    def known(given: State) -> State:
+        """The State with the duration and the length of this call's data, once it is sure to fit."""
+        refuse_other_optimizer(given, optimizer)
+        # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        lasting = {"max_duration": duration, "batches_per_epoch": data.length}
+        now, before = given.timestamp.replace(**lasting), given.previous_timestamp.replace(**lasting)
+        return given.replace(timestamp=now, previous_timestamp=before)
+
+    state = known(state)
     bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
     settings = {
         "seed": state.seed,
@@ -287,7 +304,17 @@ def prepare(
         "evaluators": [each.label for each in bound],
         "iteration_length": str(length),
         "order": order,
+        "checkpoint": None if checkpoint is None else checkpoint.name,
     }
+
+    def preparing(new: bool) -> Callable[[State], State]:
+        meeting = together.meeting(engine, data, settings, new)
+        return preparation(optimizer, mode, listed, engine, meeting)
+
+    def refuse(found: State) -> None:
+        refuse_no_boundary(found)
+        refuse_other_optimizer(found, optimizer)
+
     return Prepared(
         state=state,
         fit=loop.Fit(
@@ -297,11 +324,15 @@ def prepare(
             iteration_length=length,
             clock=clock,
             fresh=fresh,
-            prepare=preparation(
-                optimizer, mode, listed, stages.engine, together.meeting(stages.engine, data, settings, fresh)
-            ),
+            prepare=preparing(fresh),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
             compiled=compiler(compile, steps_per_call, stages, watched, observed, strict, order, bound),
+            load=loading(
+                checkpoint,
+                None if Event.INIT in bind(listed) else state.model,
+                refuse,
+                lambda found: preparing(False)(known(found)),
+            ),
         ),
         algorithms=listed,
         observers=observed,

@@ -41,7 +41,8 @@ class FrozenDict(dict[K, V]):
     #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
     # `_tensors`: of a mapping with a layout, its values as a list.
-    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin")
+    # `protected`: of parameters that are being saved.
+    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "protected")
 
     holder: Any
 
@@ -50,6 +51,8 @@ class FrozenDict(dict[K, V]):
     _tensors: list[Any]
 
     origin: FrozenDict[K, V]
+
+    protected: bool
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise FrozenDictError(

@@ -88,6 +88,7 @@ class Fit:
     prepare: Callable[[State], State]
     counts_tokens: bool
     compiled: Any = None
+    load: Callable[[State], State] | None = None
 
 
 def gradients(state: State, stages: LoopStages) -> Script:
@@ -232,10 +233,11 @@ def fit(state: State, fit: Fit) -> Script:
     """Training, from a fresh State or from the boundary at which a State was kept."""
     if fit.fresh:
         state = yield Event.INIT, state
-        state = fit.prepare(state)
+        state = yield Event.BEFORE_LOAD, fit.prepare(state)
+        if fit.load is not None:
+            state = fit.load(state)
         if fit.stages.donation is not None:
             fit.stages.donation.adopt(state)
-        state = yield Event.BEFORE_LOAD, state
         state = yield Event.AFTER_LOAD, state
     else:
         state = fit.prepare(outside_batch(state))
@@ -267,6 +269,8 @@ def fit_2021(state: State, fit: Fit) -> Script:
     """Training in the order of the older documents, with their events only."""
     if fit.fresh:
         state = fit.prepare((yield Event.INIT, state))
+        if fit.load is not None:
+            state = fit.load(state)
     else:
         state = fit.prepare(outside_batch(state))
     at = state.position

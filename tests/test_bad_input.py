@@ -302,8 +302,10 @@ def arguments() -> Iterator[Any]:
     yield "device", "gpu", VALUE, ["device='gpu'", "cuda"]
     yield "device", 0.5, TYPE, ["device=0.5", '"cuda:0"']
     yield "clock", 3, TYPE, ["clock=3", "seconds"]
-    for name, given in (("load_path", "x.ckpt"),):
-        yield name, given, VALUE, [f"{name}={given!r}", "this version", f"leave {name} out"]
+    missing = (pl.CheckpointNotFoundError, FileNotFoundError)
+    yield "load_path", "x.safetensors", missing, ["there is no checkpoint at x.safetensors"]
+    yield "load_path", 3, TYPE, ["3 is no path"]
+    yield "autoresume", True, TYPE, ["autoresume=True", 'autoresume="runs/1"']
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "says"), list(arguments()))

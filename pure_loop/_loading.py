@@ -1,0 +1,119 @@
+"""Where a call of ``fit`` starts from disk: ``load_path=`` and ``autoresume=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.model import ModelDef
+from pure_loop.state import State, outside_batch
+
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.files import Checkpoint
+
+__all__ = ["loading", "read_start", "saving", "seed_of"]
+
+
+def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[Any, Checkpoint | None]:
+    """What to start from, and the checkpoint that it takes its numbers from, if there is one.
+
+    The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started.
+
+    Raises:
+        ArgumentError: there are two things to start from.
+        CheckpointNotFoundError, CheckpointError: ``load_path`` is none that is whole.
+        ResumeError: the State given is another model's than the newest checkpoint.
+    """
+    if load_path is None and autoresume is None:
+        return model_or_state, None
+    # Not before: a plain fit doesn't need it.
+    from pure_loop.checkpoint.files import Checkpoint, latest
+    from pure_loop.checkpoint.places import place
+
+    if load_path is not None and isinstance(model_or_state, State):
+        raise ArgumentError(
+            f"load_path={load_path!r} and a State: each is a place to start from. Give the module, fit(model, ..., "
+            "load_path=path), or the State alone."
+        )
+    newest = None
+    if autoresume is not None:
+        if isinstance(autoresume, bool):
+            raise ArgumentTypeError(
+                f'autoresume={autoresume!r}: give the folder of the checkpoints, autoresume="runs/1".'
+            )
+        place(autoresume)
+        newest = latest(autoresume)
+    path = load_path if newest is None else newest
+    if path is None:
+        return model_or_state, None
+    checkpoint = Checkpoint.read(path)
+    if isinstance(model_or_state, State):
+        return checkpoint.into(model_or_state), None
+    return model_or_state, checkpoint
+
+
+def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
+    """The seed with which the run goes on.
+
+    Raises:
+        ArgumentError: another one was asked for.
+    """
+    document = None if checkpoint is None else checkpoint.document
+    if checkpoint is None or document is None:
+        return seed
+    if seed not in (0, document.seed):
+        raise ArgumentError(
+            f"seed={seed!r}, and {checkpoint.path} has seed {document.seed}, with which it goes on. To fork it with "
+            f"other random numbers write fit(pl.load({checkpoint.path!r}, model=model).replace(seed={seed!r}), ...)."
+        )
+    return document.seed
+
+
+def loading(
+    checkpoint: Checkpoint | None,
+    model: ModelDef | None,
+    refuse: Callable[[State], object],
+    finish: Callable[[State], State],
+) -> Callable[[State], State] | None:
+    """What the loop does between BEFORE_LOAD and AFTER_LOAD: gives the State that was saved.
+
+    Args:
+        checkpoint: what to load; None: nothing.
+        model: the model, if it is sure to be the same at BEFORE_LOAD: what doesn't fit is refused now.
+        refuse: raises where training can't go on from a State.
+        finish: gives a State that goes on what it lacks.
+
+    Raises:
+        ResumeError: the checkpoint is another model's.
+    """
+    if checkpoint is None:
+        return None
+    if checkpoint.document is not None and model is not None:
+        refuse(checkpoint.fitted(model))
+    # Taken out when it is loaded: the numbers are then the loop's, which writes to them.
+    waiting = [checkpoint]
+
+    def load(state: State) -> State:
+        found = waiting.pop()
+        if found.document is None:
+            return found.weights_into(state)
+        state = found.into(state)
+        refuse(state)
+        return finish(outside_batch(state))
+
+    return load
+
+
+def saving(autoresume: Any, callbacks: Any) -> Any:
+    """The callbacks, with a saver to the folder of ``autoresume`` if there is none among them."""
+    if autoresume is None:
+        return callbacks
+    from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
+    from pure_loop.checkpoint.places import same_place
+
+    listed = [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)
+    savers = [each for each in listed if isinstance(each, CheckpointSaver)]
+    if any(same_place(each.folder, autoresume) for each in savers):
+        return listed
+    return [*listed, CheckpointSaver(autoresume)]

@@ -1,0 +1,200 @@
+"""Saving checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.checkpoint.background import Background
+from pure_loop.checkpoint.document import write_document
+from pure_loop.checkpoint.files import SUFFIX, found_in, save
+from pure_loop.checkpoint.keeping import Names, Saved, superfluous
+from pure_loop.checkpoint.places import PathLike, join, place
+from pure_loop.checkpoint.signals import HeldSignals
+from pure_loop.donation import protect
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.loop import reached
+from pure_loop.state import State
+
+__all__ = ["CheckpointSaver"]
+
+
+class CheckpointSaver(Callback):
+    """Saves States to a folder at intervals and where training ends, beside training.
+
+    A State is a value, so a thread writes it while the next steps run; two are under way at most. What goes wrong there
+    is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all. Of several
+    ranks the first one saves.
+
+    Args:
+        folder: where to, made if it isn't there; a URL is opened by fsspec.
+        interval: how often: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"0.1dur"``, or a pure function of the State.
+        filename: a pattern of counts of the timestamp: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``.
+        keep_last: how many of the newest stay; None: all, or with ``keep_best`` one.
+        keep_best: how many stay of those at which ``metric`` was measured and best.
+        metric: label of an evaluator and name, ``"val/accuracy"``.
+        mode: whether the best is the largest, ``"max"``, or the smallest, ``"min"``.
+        latest: the name of a link to the newest file; None: no link. A remote folder has none.
+        background: write beside training, or before it goes on.
+        signals: on these the State of the next boundary is saved, and then the signal acts: Ctrl-C raises
+            KeyboardInterrupt, SIGTERM ends the program. A second one acts at once.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: at once.
+        CheckpointWriteError: (an OSError) at FIT_START, before any training, where the folder can't be written to;
+            later at the event that follows.
+
+    >>> import pure_loop as pl
+    >>> saver = CheckpointSaver("runs/1", interval="100ba", keep_last=2, keep_best=1, metric="val/loss", mode="min")
+    """
+
+    # The others hold signals back as well, or they would be gone before the first one has saved.
+    all_ranks = True
+
+    def __init__(
+        self,
+        folder: PathLike,
+        *,
+        interval: CadenceLike = "1ep",
+        filename: str = f"ep{{epoch}}-ba{{batch}}{SUFFIX}",
+        keep_last: int | None = None,
+        keep_best: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        latest: str | None = "latest",
+        background: bool = True,
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        place(folder)
+        self.folder = os.fspath(folder)
+        self._due = as_predicate(interval, "interval")
+        if self._due is None:
+            raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
+        self._names = Names(filename, SUFFIX)
+        self._last, self._best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
+        self._metric, self._largest = _read_metric(keep_best, metric, mode), mode == "max"
+        if latest is not None and (not isinstance(latest, str) or not latest or os.path.basename(latest) != latest):
+            raise ArgumentError(f'latest={latest!r}: the name of a link in the folder, such as "latest", or None.')
+        if latest is not None and latest.endswith(SUFFIX):
+            raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
+        self._link = latest
+        self._background = bool(background)
+        self._held = HeldSignals(signals)
+        self._writer = Background()
+        self._saved: list[Saved] = []
+        # At which batch the metrics were measured.
+        self._measured: int | None = None
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        if self.rank == 0:
+            write_document(state)  # what can't be saved is an error now, and not after the first epoch
+            self._open()
+        self._held.listen()
+
+    def eval_after_all(self, state: State, logger: LoggerGroup) -> None:
+        self._measured = state.timestamp.batch
+
+    def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
+        self._at(state, Event.BATCH_END)
+
+    def epoch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
+        self._at(state, Event.EPOCH_END)
+
+    def iteration_checkpoint(self, state: State, logger: LoggerGroup) -> None:
+        self._at(state, Event.ITERATION_END)
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        self._writer.wait()
+
+    def close(self) -> None:
+        try:
+            self._writer.finish()
+        finally:
+            self._held.act()
+
+    def _open(self) -> None:
+        where = place(self.folder)
+        where.sweep()
+        # Whether it can be written to.
+        probe = place(join(self.folder, f".{os.getpid()}.probe"))
+        with probe.writing() as file:
+            file.write(b"?")
+        probe.remove()
+        # To be deleted are only files of this pattern.
+        known = [(name, document) for name, document in found_in(self.folder) if self._names.match(_name_of(name))]
+        self._saved = [Saved(_name_of(path), _score_of(document.notes, self._metric)) for path, document in known[::-1]]
+
+    def _at(self, state: State, counted: Event) -> None:
+        self._writer.check()
+        asked = self._held.caught is not None
+        due = self._due
+        assert due is not None
+        now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
+        if self.rank == 0 and (asked or now or reached(state)):
+            self._save(state)
+        if asked and self.rank == 0:
+            self._writer.wait()
+            self._held.act()
+
+    def _save(self, state: State) -> None:
+        name = self._names.of(state.timestamp)
+        measured = self._metric is not None and self._measured == state.timestamp.batch
+        protect(state)
+
+        def job(state: State = state) -> None:
+            notes: dict[str, Any] = {}
+            if measured:
+                label, _, metric = str(self._metric).partition("/")
+                notes = {"metric": self._metric, "score": float(state.metrics[label][metric])}
+            save(state, join(self.folder, name), notes=notes)
+            self._keep(Saved(name, notes.get("score")))
+
+        self._writer.submit(job)
+        if not self._background:
+            self._writer.wait()
+
+    def _keep(self, saved: Saved) -> None:
+        self._saved = [*(each for each in self._saved if each.name != saved.name), saved]
+        if self._link is not None:
+            place(join(self.folder, self._link)).link_to(saved.name)
+        for each in superfluous(self._saved, last=self._last, best=self._best, largest=self._largest):
+            place(join(self.folder, each.name)).remove()
+            self._saved.remove(each)
+
+
+def _name_of(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+def _score_of(notes: dict[str, Any], metric: str | None) -> float | None:
+    score = notes.get("score")
+    return score if metric is not None and notes.get("metric") == metric and isinstance(score, float) else None
+
+
+def _count(given: Any, name: str) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ArgumentTypeError(f"{name}={given!r}: give a whole number, or None.")
+    if given < 1:
+        raise ArgumentError(f"{name}={given}: at least one checkpoint has to stay, or there is nothing to go on from.")
+    return given
+
+
+def _read_metric(best: int | None, metric: Any, mode: Any) -> str | None:
+    if best is None:
+        if metric is not None or mode is not None:
+            raise ArgumentError(f"metric={metric!r} and mode={mode!r} say which are best: keep_best=1 keeps the best.")
+        return None
+    if not isinstance(metric, str) or not all(metric.partition("/")):
+        raise ArgumentError(
+            f'metric={metric!r}: for keep_best give the label of an evaluator and the name of a metric, "val/accuracy".'
+        )
+    if mode not in ("min", "max"):
+        raise ArgumentError(f'mode={mode!r}: is the best {metric} the largest, mode="max", or the smallest, "min"?')
+    return metric

@@ -1,0 +1,62 @@
+"""Jobs that run beside training, in order, a few at most; what they raise is raised to whoever asks next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+__all__ = ["Background"]
+
+
+class Background:
+    """A thread for jobs, which is there from the first job to :meth:`finish`.
+
+    Args:
+        limit: how many jobs wait or run at most; :meth:`submit` waits where there are as many.
+    """
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: deque[Future[None]] = deque()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job after those before it.
+
+        Raises:
+            Exception: what one of them raised.
+        """
+        while len(self._jobs) >= self._limit:
+            self._jobs.popleft().result()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pure_loop-checkpoint")
+        self._jobs.append(self._executor.submit(job))
+
+    def check(self) -> None:
+        """
+        Raises:
+            Exception: what a job raised that is over.
+        """
+        while self._jobs and self._jobs[0].done():
+            self._jobs.popleft().result()
+
+    def wait(self) -> None:
+        """Wait for all jobs.
+
+        Raises:
+            Exception: what the first that failed raised.
+        """
+        while self._jobs:
+            self._jobs.popleft().result()
+
+    def finish(self) -> None:
+        """Wait for all jobs, and end the thread.
+
+        Raises:
+            Exception: what the first that failed raised.
+        """
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+        self.wait()

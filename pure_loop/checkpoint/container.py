@@ -1,0 +1,325 @@
+"""A file of named tensors in the safetensors format, with a digest of itself, written and read in one pass.
+
+The format (https://huggingface.co/docs/safetensors) is a length of 8 bytes, a JSON header, and the tensors' bytes one
+after the other, so any tool that knows it opens these files. The last tensor is ours: the BLAKE2b-256 of everything
+before it. It is written here, and not by the library of that name, because that takes neither a stream nor a digest,
+needs NumPy, and a reader of strangers' files has to be small enough to be read: at worst a file is refused. Nothing is
+allocated that the size of the file doesn't pay for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NoReturn
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.errors import CheckpointError
+
+__all__ = ["CODES", "DIGEST", "Header", "raw", "read", "read_header", "verify", "write"]
+
+DIGEST = "pure_loop.blake2b-256"
+"""The name of the tensor that holds the digest: uint8, shape (32,)."""
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls each dtype. Others go in as bytes: see :func:`raw`."""
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+# Text that becomes Python objects grows some twentyfold.
+_LONGEST_HEADER = 32 << 20
+_LARGEST_DIMENSION = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
+_CHUNK = 8 << 20
+_DIGEST_BYTES = 32
+
+
+@attrs.frozen
+class Entry:
+    """One tensor of a file: where its bytes begin and end in the part after the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        metadata: texts by name.
+        entries: the tensors in the order of their bytes, the digest left out.
+        digested: whether the file ends with a digest.
+        text: the bytes up to the first tensor.
+        size: of the file.
+    """
+
+    metadata: dict[str, str]
+    entries: tuple[Entry, ...]
+    digested: bool
+    text: bytes
+    size: int
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write tensors and texts, and give the digest in hexadecimal.
+
+    Args:
+        file: where to; written once from front to back.
+        tensors: contiguous, of a dtype in :data:`CODES`; those on a device are copied from it one at a time.
+        metadata: texts by name.
+
+    Raises:
+        CheckpointError: the names and texts alone are longer than a header may be.
+    """
+    # From the widest dtype to the narrowest, so that every tensor begins at a multiple of its numbers' size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in ordered:
+        stop = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    header[DIGEST] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST_HEADER:
+        raise CheckpointError(
+            f"the names and values besides the tensors take {len(text) >> 20} MiB as text, and at most "
+            f"{_LONGEST_HEADER >> 20} MiB can be saved: keep long lists of numbers in tensors."
+        )
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
+    for _, tensor in ordered:
+        here = tensor.detach().cpu()
+        _put(file, digest, _bytes_of(here))
+    found = digest.digest()
+    _put(file, digest, memoryview(found))
+    return found.hex()
+
+
+def _put(file: BinaryIO, digest: Any, data: memoryview) -> None:
+    # In pieces, so that what was hashed is still in the processor's cache when it is written.
+    for start in range(0, len(data), _CHUNK):
+        piece = data[start : start + _CHUNK]
+        digest.update(piece)
+        while len(piece):
+            piece = piece[file.write(piece) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; it has to live as long."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor of any dtype: uint8, its shape with the size of a number at its end.
+
+    >>> raw(torch.zeros(3, dtype=torch.complex128)).shape
+    torch.Size([3, 16])
+    """
+    return tensor.unsqueeze(-1).view(torch.uint8) if tensor.element_size() > 1 else tensor.view(torch.uint8)
+
+
+def read_header(file: BinaryIO, size: int, path: object) -> Header:
+    """Read what a file says of itself; ``file`` is left at the first tensor.
+
+    Args:
+        file: at its beginning.
+        size: of the file in bytes.
+        path: for errors.
+
+    Raises:
+        CheckpointError: it is no such file, or not a whole one.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoints are little-endian, and this machine is not: it can't read or write them.")
+    first = file.read(8)
+    if len(first) < 8:
+        _refuse(path, f"it has {len(first)} bytes: it was cut off, or is no checkpoint")
+    length = int.from_bytes(first, "little")
+    if length > min(_LONGEST_HEADER, size - 8):
+        _refuse(
+            path,
+            _kind_of(first)
+            or f"it tells of a header of {length:,} bytes, and has {size:,}: it was cut off, or is no checkpoint",
+        )
+    text = _exactly(file, length, path)
+    if text[:1] != b"{":
+        _refuse(path, _kind_of(first + text[:8]) or "its header is not JSON")
+    try:
+        parsed = json.loads(text.decode("utf-8", "surrogatepass"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{path}: its header can't be read: {reason}. {_ADVICE}") from error
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(path, "its metadata are not texts")
+    entries = sorted((_entry(name, value, path) for name, value in parsed.items()), key=lambda e: (e.start, e.stop))
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            _refuse(path, f"the bytes of tensor {entry.name!r} don't begin where those before it end")
+        position = entry.stop
+    if 8 + length + position != size:
+        _refuse(
+            path, f"it has {size:,} bytes, and its header tells of {8 + length + position:,}: it was cut off or damaged"
+        )
+    digested = bool(entries) and entries[-1].name == DIGEST and entries[-1].stop - entries[-1].start == _DIGEST_BYTES
+    if not digested and any(entry.name == DIGEST for entry in entries):
+        _refuse(path, "its digest is not at its end")
+    return Header(metadata, tuple(entries[:-1] if digested else entries), digested, first + text, size)
+
+
+def read(file: BinaryIO, size: int, path: object) -> tuple[Header, dict[str, Tensor]]:
+    """Read a file whole, and hold it against its digest, if it has one.
+
+    Raises:
+        CheckpointError: it is no such file, not a whole one, or damaged.
+    """
+    header = read_header(file, size, path)
+    digest = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
+    tensors: dict[str, Tensor] = {}
+    for entry in header.entries:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        view = _bytes_of(tensor)
+        for start in range(0, len(view), _CHUNK):
+            piece = view[start : start + _CHUNK]
+            _fill(file, piece, path)
+            digest.update(piece)
+        # Any other number in a bool is undefined behaviour wherever it is used.
+        if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            _refuse(path, f"tensor {entry.name!r} of dtype bool holds other numbers than 0 and 1")
+        tensors[entry.name] = tensor
+    _hold_against(file, header, digest, path)
+    return header, tensors
+
+
+def verify(file: BinaryIO, size: int, path: object) -> Header:
+    """Read a file through and hold it against its digest, keeping nothing of its tensors.
+
+    Raises:
+        CheckpointError: it is no such file, not a whole one, or damaged.
+    """
+    header = read_header(file, size, path)
+    digest = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
+    for piece in _pieces(sum(entry.stop - entry.start for entry in header.entries)):
+        digest.update(_exactly(file, piece, path))
+    _hold_against(file, header, digest, path)
+    return header
+
+
+def _hold_against(file: BinaryIO, header: Header, digest: Any, path: object) -> None:
+    if header.digested and _exactly(file, _DIGEST_BYTES, path) != digest.digest():
+        _refuse(path, "its contents don't have the digest that was written with them: it is damaged")
+
+
+def _pieces(size: int) -> Iterator[int]:
+    while size:
+        piece = min(size, _CHUNK)
+        yield piece
+        size -= piece
+
+
+def _entry(name: str, value: Any, path: object) -> Entry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(path, f"its header describes tensor {name!r} in another way than the format does")
+    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        _refuse(path, f"tensor {name!r} has dtype {code!r}, which this version of pure_loop doesn't know")
+    if not (_are_counts(shape) and _are_counts(offsets)) or len(shape) > _MOST_DIMENSIONS or len(offsets) != 2:
+        _refuse(path, f"tensor {name!r} has shape {_short(shape)} and offsets {_short(offsets)}")
+    start, stop = offsets
+    if math.prod(size or 1 for size in shape) > _LARGEST_DIMENSION or stop - start != math.prod(shape) * dtype.itemsize:
+        _refuse(path, f"tensor {name!r} of shape {_short(shape)} and dtype {code} has {stop - start} bytes")
+    return Entry(name, dtype, tuple(shape), start, stop)
+
+
+def _are_counts(values: Any) -> bool:
+    # Not isinstance: a bool is an int.
+    return isinstance(values, list) and all(type(each) is int and 0 <= each <= _LARGEST_DIMENSION for each in values)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in it")
+    return found
+
+
+def _exactly(file: BinaryIO, size: int, path: object) -> bytes:
+    found = bytearray()
+    # Piece by piece: what the file doesn't have is not allocated.
+    while len(found) < size:
+        piece = file.read(min(size - len(found), _CHUNK))
+        if not piece:
+            _refuse(path, "it ends before its last tensor: it was cut off")
+        found += piece
+    return bytes(found)
+
+
+def _fill(file: Any, view: memoryview, path: object) -> None:
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            _refuse(path, "it ends before its last tensor: it was cut off")
+        view = view[count:]
+
+
+def _kind_of(first: bytes) -> str | None:
+    """What a file that is no checkpoint looks like."""
+    if first[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        return "it is a pickle, which could run anybody's code: it isn't opened"
+    if first[:4] == b"PK\x03\x04":
+        return "it is a zip file with a pickle in it, of torch.save, which could run anybody's code: it isn't opened"
+    return None
+
+
+_ADVICE = (
+    "Go on from another checkpoint: pl.latest(folder) finds the newest one that is whole. Weights that torch.save "
+    "wrote go into the module: model.load_state_dict(torch.load(path, weights_only=True))."
+)
+
+
+def _refuse(path: object, reason: str) -> NoReturn:
+    raise CheckpointError(f"{path} can't be read: {reason}. {_ADVICE}")

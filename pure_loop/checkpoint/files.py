@@ -1,0 +1,205 @@
+"""Saving a State to a file, loading one, and finding the newest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from pure_loop.checkpoint import container
+from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
+from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, place
+from pure_loop.checkpoint.weights import saved_weights, with_weights
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
+from pure_loop.model import ModelDef
+from pure_loop.state import State
+
+__all__ = ["SUFFIX", "Checkpoint", "found_in", "latest", "load", "save"]
+
+SUFFIX = ".safetensors"
+"""How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
+
+_log = logging.getLogger("pure_loop.checkpoint")
+
+
+def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None) -> None:
+    """Write a State to a file, from which :func:`load` and ``fit(load_path=...)`` go on exactly.
+
+    What is of the batch under way (``batch``, ``outputs``, ``loss``, ``grads``) is not saved. The file is in the
+    safetensors format: parameters are in it as ``params.<name>``, for any tool that reads these. It appears whole or
+    not at all, and what was at the path before is there until then.
+
+    Args:
+        state: kept anywhere; training goes on from one of a boundary.
+        path: of the file, by custom ``*.safetensors``; folders that are missing are made. A URL such as
+            ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
+        notes: JSON to remember with it.
+
+    Raises:
+        ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
+        CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
+
+    >>> import tempfile, torch, pure_loop as pl
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = folder.name + "/start.safetensors"
+    >>> pl.save(pl.State.create(torch.nn.Linear(2, 1), seed=3), path)
+    >>> pl.load(path, model=torch.nn.Linear(2, 1)).seed
+    3
+    >>> folder.cleanup()
+    """
+    if not isinstance(state, State):
+        raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
+    where = place(path)
+    text, tensors = write_document(state, notes)
+    with where.writing() as file:
+        container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
+
+
+def load(
+    path: PathLike,
+    *,
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    weights_only: bool = False,
+    strict: bool = True,
+) -> State:
+    """Read a State that :func:`save` wrote, or the weights of a plain safetensors file into a fresh State.
+
+    No file can run code: there is no pickle on this way, classes are only those that the program has registered, and
+    what is damaged, cut off or somebody else's is refused.
+
+    Args:
+        path: of the file; a URL is opened by fsspec.
+        model: the module whose structure the State has; its numbers don't matter (with ``weights_only`` and ``strict``
+            off, those that the file lacks stay).
+        device: where the tensors go; None: where the model is.
+        weights_only: take parameters and buffers alone, into a State that has not been trained.
+            ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files, with
+            the names of ``model.state_dict()``, have nothing else.
+        strict: with weights alone, refuse names that only one of the file and the model has.
+
+    Raises:
+        CheckpointNotFoundError: (a FileNotFoundError) there is no such file.
+        CheckpointError: (a ValueError) it is no checkpoint, damaged, cut off or of a newer format.
+        ResumeError: it is another model's; names the leaf, and what it is on either side.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"load(path, model={model!r}): give the module that was trained, built as it was then; a checkpoint holds "
+            "its numbers and not its code."
+        )
+    return Checkpoint.read(path).state(model, device, weights_only=weights_only, strict=strict)
+
+
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """A checkpoint read whole, before there is a model to fit it to."""
+
+    path: str
+    document: Document | None
+    tensors: dict[str, Tensor]
+
+    @property
+    def name(self) -> str:
+        """What ranks compare: whether they have read the same one."""
+        return f"{self.path}, saved at {0 if self.document is None else self.document.saved_at}"
+
+    @classmethod
+    def read(cls, path: PathLike) -> Checkpoint:
+        """
+        Raises:
+            CheckpointNotFoundError, CheckpointError: there is none, or none that is whole.
+        """
+        where = place(path)
+        if where.is_folder():
+            raise CheckpointError(
+                f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest."
+            )
+        with where.open() as file:
+            header, tensors = container.read(file, where.size(), where.path)
+        document = read_document(header.metadata, where.path)
+        if document is not None and not header.digested:
+            raise CheckpointError(
+                f"{where.path} can't be read: it has no digest, so nobody can tell whether it is whole."
+            )
+        return cls(where.path, document, tensors)
+
+    def state(
+        self, model: nn.Module, device: torch.device | str | None, *, weights_only: bool = False, strict: bool = True
+    ) -> State:
+        """The State, of this model's structure."""
+        fresh = State.create(model, device=device)
+        if self.document is None or weights_only:
+            return self.weights_into(fresh, strict=strict)
+        if not strict:
+            raise ArgumentError(
+                "strict=False is for weights alone: a run goes on exactly or not at all; weights_only=True."
+            )
+        return self.into(fresh)
+
+    def into(self, state: State) -> State:
+        """The saved State, with the model and on the device of this one."""
+        if self.document is None:
+            return self.weights_into(state)
+        return self.document.state(state.model, self.tensors, state.device, self.path)
+
+    def weights_into(self, state: State, *, strict: bool = True) -> State:
+        """The State with the weights that were saved."""
+        return with_weights(state, saved_weights(self.document, self.tensors, self.path), self.path, strict=strict)
+
+    def fitted(self, model: ModelDef) -> State:
+        """The saved State, with this model, in the memory of the computer.
+
+        Raises:
+            ResumeError: it was saved with another model; names the leaf.
+        """
+        assert self.document is not None
+        return self.document.state(model, self.tensors, torch.device("cpu"), self.path)
+
+
+def found_in(folder: PathLike) -> list[tuple[str, Document]]:
+    """The checkpoints in a folder whose headers can be read, newest first."""
+    where = place(folder)
+    found = []
+    for name in where.names():
+        if name.endswith(LEFTOVER) or not name.endswith(SUFFIX):
+            continue
+        path = join(folder, name)
+        each = place(path)
+        try:
+            with each.open() as file:
+                document = read_document(container.read_header(file, each.size(), path).metadata, path)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is passed over: %s", path, error)
+            continue
+        if document is not None:
+            found.append((path, document))
+    return sorted(found, key=lambda item: (item[1].saved_at, item[1].batch, item[0]), reverse=True)
+
+
+def latest(folder: PathLike) -> str | None:
+    """The path of the newest checkpoint in a folder that is whole; None if there is none.
+
+    Newest is the one that was saved last. Each is read through and held against its digest; one that is damaged or cut
+    off is passed over, with a message to the log ``pure_loop.checkpoint``.
+
+    Raises:
+        ArgumentTypeError: it is no path.
+
+    >>> latest("a/folder/that/is/not/there") is None
+    True
+    """
+    for path, _ in found_in(folder):
+        where = place(path)
+        try:
+            with where.open() as file:
+                container.verify(file, where.size(), path)
+        except (CheckpointError, CheckpointNotFoundError) as error:
+            _log.warning("%s is passed over: %s", path, error)
+            continue
+        return path
+    return None

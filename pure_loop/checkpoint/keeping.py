@@ -1,0 +1,99 @@
+"""Which checkpoints of a folder stay: the last few, and the best few by a metric."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+
+from pure_loop.errors import ArgumentError
+from pure_loop.time import Timestamp
+
+__all__ = ["Names", "Saved", "superfluous"]
+
+
+@attrs.frozen
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        name: of the file.
+        score: what the metric was there; None if it wasn't measured there.
+    """
+
+    name: str
+    score: float | None
+
+
+def superfluous(saved: list[Saved], *, last: int | None, best: int | None, largest: bool) -> list[Saved]:
+    """Those that needn't be kept; the newest is never among them.
+
+    Args:
+        saved: oldest first.
+        last: how many of the newest stay; None: all, or with ``best`` one.
+        best: how many of the best stay, older ones first where they are as good.
+        largest: whether a larger score is better.
+
+    >>> files = [Saved("a", 0.1), Saved("b", 0.9), Saved("c", 0.5), Saved("d", None)]
+    >>> [each.name for each in superfluous(files, last=1, best=1, largest=True)]
+    ['a', 'c']
+    """
+    if last is None and best is None:
+        return []
+    kept = set(saved[-(last or 1) :])
+    scored = [each for each in saved if each.score is not None and each.score == each.score]
+    kept |= set(sorted(scored, key=lambda each: -_score(each) if largest else _score(each))[: best or 0])
+    return [each for each in saved if each not in kept]
+
+
+def _score(saved: Saved) -> float:
+    assert saved.score is not None
+    return saved.score
+
+
+class Names:
+    """The names of files by a pattern such as ``"ep{epoch}-ba{batch}.safetensors"``.
+
+    Raises:
+        ArgumentError: it names something else than counts of a timestamp, or another folder.
+
+    >>> from pure_loop import Timestamp
+    >>> names = Names("ep{epoch}-ba{batch:05}.safetensors", ".safetensors")
+    >>> names.of(Timestamp(epoch=2, batch=30))
+    'ep2-ba00030.safetensors'
+    >>> names.match("ep2-ba00030.safetensors"), names.match("mine.safetensors")
+    (True, False)
+    """
+
+    def __init__(self, pattern: Any, suffix: str) -> None:
+        self._pattern = pattern
+        try:
+            name = pattern.format(**_counts(Timestamp()))
+        except (AttributeError, KeyError, IndexError, ValueError) as error:
+            raise ArgumentError(
+                f"filename={pattern!r}: write a name with counts of the timestamp in braces, such as "
+                f"'ep{{epoch}}-ba{{batch}}{suffix}'; there are {', '.join(_counts(Timestamp()))}."
+            ) from error
+        if not name.endswith(suffix) or name.startswith(".") or re.search(r"[/\\\0]", name):
+            raise ArgumentError(
+                f"filename={pattern!r}: a name in the folder that ends with {suffix!r}, not hidden and without a "
+                f"folder of its own, such as 'ep{{epoch}}-ba{{batch}}{suffix}'."
+            )
+        parts = re.split(r"\{[^{}]*\}", pattern)
+        self._known = re.compile(r"[0-9]+".join(map(re.escape, parts)))
+
+    def of(self, timestamp: Timestamp) -> str:
+        return self._pattern.format(**_counts(timestamp))  # type: ignore[no-any-return]
+
+    def match(self, name: str) -> bool:
+        """Whether the pattern gives such names."""
+        return self._known.fullmatch(name) is not None
+
+
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    names = (each.name for each in attrs.fields(Timestamp))
+    return {name: getattr(timestamp, name) for name in names if name in _NAMED}
+
+
+_NAMED = frozenset({"epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration"})

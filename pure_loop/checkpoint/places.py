@@ -1,0 +1,291 @@
+"""Where checkpoints lie: folders of this machine, and others by fsspec (``"s3://bucket/run"``, ``"memory://run"``).
+
+A file appears under its name whole or not at all: it is written beside, flushed to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeAlias
+
+import attrs
+
+from pure_loop.errors import ArgumentTypeError, CheckpointNotFoundError, CheckpointWriteError, MissingExtraError
+
+__all__ = ["LEFTOVER", "PathLike", "Place", "join", "place", "same_place"]
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+
+LEFTOVER = ".partial"
+"""How the names of files end that are not complete yet."""
+
+_A_DAY = 86_400.0
+_numbers = itertools.count()
+
+
+class Place(Protocol):
+    """One path: a file or a folder."""
+
+    @property
+    def path(self) -> str:
+        """The path as text."""
+
+    def open(self) -> BinaryIO:
+        """The file, to be read.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+
+    def size(self) -> int:
+        """Of the file, in bytes."""
+
+    def writing(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A file that takes this name when the ``with`` block ends; after an error it is as if nothing had been.
+
+        Raises:
+            CheckpointWriteError: it can't be written.
+        """
+
+    def names(self) -> list[str]:
+        """What is in the folder; nothing where there is none."""
+
+    def is_folder(self) -> bool: ...
+
+    def exists(self) -> bool: ...
+
+    def remove(self) -> None:
+        """Remove the file, or the folder with all its files; nothing where there is none."""
+
+    def link_to(self, name: str) -> None:
+        """Make this path a link to a file beside it; nothing where there are no links.
+
+        Raises:
+            CheckpointWriteError: it can't be made.
+        """
+
+    def sweep(self) -> None:
+        """Remove from the folder what writers that were killed have left there."""
+
+
+def place(path: PathLike) -> Place:
+    """The place of a path.
+
+    Raises:
+        ArgumentTypeError: it is no path.
+        MissingExtraError: it has a protocol, and fsspec is not installed.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.") from None
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.")
+    if "://" not in text:
+        return _Local(text)
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{text} is a remote path, which fsspec opens, and it is not installed: pip install 'pure_loop[remote]'."
+        ) from error
+    try:
+        system, inside = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        raise MissingExtraError(f"{text} needs another package beside fsspec: {error}") from error
+    return _Remote(text, system, inside)
+
+
+def join(folder: PathLike, *names: str) -> str:
+    """A path inside a folder, local or remote."""
+    text = os.fspath(folder)
+    return "/".join((text.rstrip("/"), *names)) if "://" in text else os.path.join(text, *names)
+
+
+def same_place(one: PathLike, other: PathLike) -> bool:
+    """Whether two paths are of the same folder."""
+    a, b = (os.fspath(each).rstrip("/") for each in (one, other))
+    return a == b or ("://" not in a + b and os.path.realpath(a) == os.path.realpath(b))
+
+
+def _writer() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+@attrs.frozen
+class _Local:
+    path: str
+
+    def open(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb", buffering=0)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
+
+    def size(self) -> int:
+        return os.stat(self.path).st_size
+
+    @contextmanager
+    def writing(self) -> Iterator[BinaryIO]:
+        target = Path(self.path)
+        beside = target.with_name(f".{target.name}.{_writer()}-{next(_numbers)}{LEFTOVER}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(beside, "xb", buffering=0) as file:
+                    yield file
+                    os.fsync(file.fileno())
+                os.replace(beside, target)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(beside)
+                raise
+            _flush_folder(target.parent)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+    def names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
+    def is_folder(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def exists(self) -> bool:
+        return os.path.exists(self.path)
+
+    def remove(self) -> None:
+        import shutil
+
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(self.path) and not os.path.islink(self.path):
+                shutil.rmtree(self.path)
+            else:
+                os.unlink(self.path)
+
+    def link_to(self, name: str) -> None:
+        target = Path(self.path)
+        beside = target.with_name(f".{target.name}.{_writer()}-{next(_numbers)}{LEFTOVER}")
+        try:
+            os.symlink(name, beside)
+            os.replace(beside, target)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+    def sweep(self) -> None:
+        for name in self.names():
+            path = os.path.join(self.path, name)
+            if name.startswith(".") and name.endswith(LEFTOVER) and _is_abandoned(name, path):
+                _Local(path).remove()
+
+
+def _is_abandoned(name: str, path: str) -> bool:
+    host, _, rest = name.removesuffix(LEFTOVER).rpartition(".")[2].rpartition("-")[0].rpartition("-")
+    try:
+        age = time.time() - os.stat(path).st_mtime
+        if host != socket.gethostname() or age > _A_DAY:
+            return age > _A_DAY
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, OSError):  # no name of ours, gone by now, or another user's process
+        return False
+    return False
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush a rename to the disk."""
+    if os.name == "nt":
+        return  # where folders can't be opened
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _not_written(path: str, error: OSError) -> CheckpointWriteError:
+    advice = {
+        errno.ENOSPC: "The disk is full: make room, or keep fewer checkpoints (keep_last=3).",
+        errno.EDQUOT: "Your quota is used up: make room, or keep fewer checkpoints (keep_last=3).",
+        errno.EFBIG: "Files may not be so large here.",
+        errno.EACCES: "The folder can't be written to: give another, or ask for the permission.",
+        errno.EPERM: "The folder can't be written to: give another, or ask for the permission.",
+        errno.EROFS: "The folder can't be written to: give another.",
+        errno.EISDIR: "There is a folder of that name: give the name of a file.",
+        errno.ENOTDIR: "A part of the path is a file, not a folder.",
+        errno.EEXIST: "A part of the path is a file, not a folder.",
+    }.get(error.errno or 0, "")
+    reason = error.strerror or str(error)
+    return CheckpointWriteError(
+        error.errno or errno.EIO,
+        f"checkpoint {path} was not written: {reason}. {advice} What was there before is as it was".replace("  ", " "),
+        path,
+    )
+
+
+@attrs.frozen
+class _Remote:
+    path: str
+    system: Any
+    inside: str
+
+    def open(self) -> BinaryIO:
+        try:
+            return self.system.open(self.inside, "rb")  # type: ignore[no-any-return]
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
+
+    def size(self) -> int:
+        return int(self.system.size(self.inside))
+
+    @contextmanager
+    def writing(self) -> Iterator[BinaryIO]:
+        folder, _, name = self.inside.rpartition("/")
+        beside = f"{folder}/.{name}.{_writer()}-{next(_numbers)}{LEFTOVER}"
+        try:
+            self.system.makedirs(folder, exist_ok=True)
+            try:
+                with self.system.open(beside, "wb") as file:
+                    yield file
+                self.system.mv(beside, self.inside)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    self.system.rm(beside)
+                raise
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+    def names(self) -> list[str]:
+        self.system.invalidate_cache()
+        try:
+            return [each.rstrip("/").rpartition("/")[2] for each in self.system.ls(self.inside, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def is_folder(self) -> bool:
+        return bool(self.system.isdir(self.inside))
+
+    def exists(self) -> bool:
+        self.system.invalidate_cache()
+        return bool(self.system.exists(self.inside))
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm(self.inside, recursive=True)
+
+    def link_to(self, name: str) -> None:
+        """Nothing: there are no links."""
+
+    def sweep(self) -> None:
+        """Nothing: who else writes there, and when, can't be told."""

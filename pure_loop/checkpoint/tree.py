@@ -1,0 +1,287 @@
+"""Any value that a State holds, as JSON that names tensors, and back.
+
+JSON's own values stand for themselves: None, bools, whole numbers, finite floats (as the shortest text that reads back
+equal), texts and lists. Everything else is an object with one key that says what it is, ``{"tuple": [...]}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pure_loop._parts import is_part
+from pure_loop.checkpoint.container import CODES, raw
+from pure_loop.checkpoint.registry import named, registered
+from pure_loop.errors import ArgumentTypeError, CheckpointError
+from pure_loop.frozendict import FrozenDict
+
+__all__ = ["Reader", "Writer"]
+
+_DEEPEST = 100
+
+
+class Writer:
+    """Turns values into JSON, and gathers their tensors by name.
+
+    Attributes:
+        tensors: by the names under which the JSON knows them: contiguous, of dtypes that the file format has.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._home = home
+        self._names: dict[int, Any] = {}
+        # What was named by its identity has to live until the end.
+        self._alive: list[Tensor] = []
+
+    def write(self, value: Any, path: tuple[str, ...]) -> Any:
+        """
+        Args:
+            value: a tree of tensors, numbers, texts and containers.
+            path: where in the State it is, for names and errors.
+
+        Raises:
+            ArgumentTypeError: a value that a checkpoint can't hold; names its place.
+        """
+        if value is None or value is True or value is False or type(value) in (int, str):
+            return value
+        if len(path) > _DEEPEST:
+            raise ArgumentTypeError(
+                f"state.{'.'.join(path[:4])}... is nested more than {_DEEPEST} deep: does it hold itself?"
+            )
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": value.hex()}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        write = _WRITERS.get(type(value))
+        if write is not None:
+            return write(self, value, path)
+        kind = registered(type(value))
+        if kind is None:
+            _refuse(value, path)
+        if isinstance(value, enum.Enum):
+            return {"enum": [kind.name, value.name]}
+        fields = {name: self.write(each, (*path, name)) for name, each in kind.take_apart(value).items()}
+        return {"record": kind.name, "fields": fields}
+
+    def all(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
+        return [self.write(each, (*path, str(index))) for index, each in enumerate(values)]
+
+    def mapping(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
+        if all(type(key) is str for key in values):
+            return {key: self.write(each, (*path, key)) for key, each in values.items()}
+        return [[self.write(key, path), self.write(each, (*path, str(key)))] for key, each in values.items()]
+
+    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
+        found = self._names.get(id(tensor))
+        if found is not None:
+            return found
+        where = f"state.{'.'.join(path)}"
+        # Its type, because what may be written is its own memory, and subclasses keep other things there.
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+            advice = (
+                "save it on all ranks, with the others"
+                if is_part(tensor)
+                else "keep a plain tensor, .to_dense() or .dequantize(), in its place"
+            )
+            kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
+            raise ArgumentTypeError(f"{where} is {kind}, which a file of plain tensors can't hold: {advice}.")
+        if tensor.is_quantized:
+            raise ArgumentTypeError(
+                f"{where} is quantized, which a file of plain tensors can't hold: .dequantize() it."
+            )
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        name = self._free_name(path)
+        described: dict[str, Any] = {"tensor": name}
+        if plain.stride() != torch.empty(plain.shape, device="meta").stride():
+            # As it lies in memory: kernels may sum in another order where it lies otherwise (channels_last).
+            if _is_dense(plain):
+                described |= {"shape": list(plain.shape), "stride": list(plain.stride())}
+            plain = plain.contiguous().view(plain.shape)
+        if plain.dtype not in CODES:
+            described |= {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+            plain = raw(plain)
+        if tensor.device != self._home:
+            described["device"] = tensor.device.type
+        self.tensors[name] = plain
+        self._names[id(tensor)] = described
+        self._alive.append(tensor)
+        return described
+
+    def _free_name(self, path: tuple[str, ...]) -> str:
+        name, number = ".".join(path), 1
+        while name in self.tensors:
+            number += 1
+            name = f"{'.'.join(path)}#{number}"
+        return name
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether each number has a place of its own, without holes: in the order of its strides it is contiguous."""
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])).is_contiguous()
+
+
+_OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
+
+
+def _refuse(value: Any, path: tuple[str, ...]) -> NoReturn:
+    kind = type(value)
+    known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
+    if kind.__module__.partition(".")[0] == "numpy":
+        advice = "write float(x), int(x), or torch.as_tensor(x)"
+    elif isinstance(value, enum.Enum) or any(hasattr(kind, each) for each in _OF_RECORDS):
+        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
+    else:
+        advice = f"keep {known} in its place"
+    raise ArgumentTypeError(
+        f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
+    )
+
+
+Write = Callable[[Writer, Any, tuple[str, ...]], Any]
+_WRITERS: dict[type, Write] = {
+    list: lambda writer, value, path: writer.all(value, path),
+    tuple: lambda writer, value, path: {"tuple": writer.all(value, path)},
+    torch.Size: lambda writer, value, path: {"size": list(value)},
+    set: lambda writer, value, path: {"set": writer.all(_sorted(value), path)},
+    frozenset: lambda writer, value, path: {"frozenset": writer.all(_sorted(value), path)},
+    dict: lambda writer, value, path: {"dict": writer.mapping(value, path)},
+    OrderedDict: lambda writer, value, path: {"ordered": writer.mapping(value, path)},
+    FrozenDict: lambda writer, value, path: {"frozen": writer.mapping(value, path)},
+    bytes: lambda writer, value, path: {"bytes": base64.b85encode(value).decode()},
+    complex: lambda writer, value, path: {"complex": [value.real.hex(), value.imag.hex()]},
+    torch.dtype: lambda writer, value, path: {"dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda writer, value, path: {"device": str(value)},
+}
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    return sorted(values, key=lambda each: (type(each).__name__, repr(each)))
+
+
+class Reader:
+    """Makes values of JSON again.
+
+    Args:
+        tensors: by name.
+        device: where those go that were on the device of the parameters; the others go to the CPU.
+        path: of the file, for errors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._path = path
+        self._made: dict[str, Tensor] = {}
+
+    def read(self, value: Any) -> Any:
+        """
+        Raises:
+            CheckpointError: the JSON says something that no value is.
+        """
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return [self.read(each) for each in value]
+        if isinstance(value, dict):
+            read = _READERS.get(next(iter(value), ""))
+            if read is not None:
+                try:
+                    return read(self, value)
+                except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                    if isinstance(error, CheckpointError):
+                        raise
+                    raise CheckpointError(
+                        f"{self._path} can't be read: {_shortened(value)} in it is no value: {error}."
+                    ) from error
+        raise CheckpointError(f"{self._path} can't be read: {_shortened(value)} in it is of an unknown kind.")
+
+    def mapping(self, values: Any) -> dict[Any, Any]:
+        pairs = values.items() if isinstance(values, dict) else [(self.read(key), each) for key, each in values]
+        return {key: self.read(each) for key, each in pairs}
+
+    def tensor(self, described: dict[str, Any]) -> Tensor:
+        name = described["tensor"]
+        made = self._made.get(name)
+        if made is None:
+            made = self._tensors[name]
+            if "dtype" in described:
+                made = made.flatten().view(_dtype(described["dtype"])).reshape(_counts(described["shape"]))
+            if "stride" in described:
+                shape, stride = _counts(described["shape"]), _counts(described["stride"])
+                # as_strided refuses what reaches out of the memory that there is.
+                made = torch.empty(made.numel(), dtype=made.dtype).as_strided(shape, stride).copy_(made.view(shape))
+            if "device" not in described:
+                made = made.to(self._device)
+            elif self._device.type == described["device"]:
+                made = made.to(described["device"])
+            self._made[name] = made
+        return made
+
+    def record(self, described: dict[str, Any]) -> Any:
+        kind = named(described["record"])
+        if kind is None or issubclass(kind.cls, enum.Enum):
+            raise CheckpointError(
+                f"{self._path} holds a {_shortened(described['record'])}, a class unknown to this program: import "
+                "the module that defines it before you load; a class that is no State is made known there by "
+                "pl.checkpoint.register(cls)."
+            )
+        return kind.put_together({name: self.read(each) for name, each in described["fields"].items()})
+
+    def member(self, described: dict[str, Any]) -> Any:
+        name, member = described["enum"]
+        kind = named(name)
+        if kind is None or not issubclass(kind.cls, enum.Enum):
+            raise CheckpointError(
+                f"{self._path} holds a member of {_shortened(name)}, an Enum that this program doesn't know: register "
+                "it, pl.checkpoint.register(cls), before you load."
+            )
+        return kind.cls[member]
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _counts(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(each) is int and each >= 0 for each in values):
+        raise ValueError(f"{_shortened(values)} is no list of counts")
+    return values
+
+
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = _DTYPES.get(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no dtype of this version of torch")
+    return found
+
+
+Read = Callable[[Reader, Any], Any]
+_READERS: dict[str, Read] = {
+    "tensor": lambda reader, value: reader.tensor(value),
+    "record": lambda reader, value: reader.record(value),
+    "enum": lambda reader, value: reader.member(value),
+    "float": lambda reader, value: float.fromhex(value["float"]),
+    "tuple": lambda reader, value: tuple(reader.read(value["tuple"])),
+    "size": lambda reader, value: torch.Size(_counts(value["size"])),
+    "set": lambda reader, value: set(reader.read(value["set"])),
+    "frozenset": lambda reader, value: frozenset(reader.read(value["frozenset"])),
+    "dict": lambda reader, value: reader.mapping(value["dict"]),
+    "ordered": lambda reader, value: OrderedDict(reader.mapping(value["ordered"])),
+    "frozen": lambda reader, value: FrozenDict(reader.mapping(value["frozen"])),
+    "bytes": lambda reader, value: base64.b85decode(value["bytes"]),
+    "complex": lambda reader, value: complex(*map(float.fromhex, value["complex"])),
+    "dtype": lambda reader, value: _dtype(value["dtype"]),
+    "device": lambda reader, value: torch.device(value["device"]),
+}

@@ -1,0 +1,78 @@
+"""Weights alone: of a checkpoint, or of a plain file of tensors by the names of ``state_dict()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.checkpoint.document import Document
+from pure_loop.checkpoint.tree import Reader
+from pure_loop.errors import CheckpointError, ResumeError
+from pure_loop.model import ModelDef
+from pure_loop.state import State
+
+__all__ = ["saved_weights", "with_weights"]
+
+_CPU = torch.device("cpu")
+
+
+def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:
+    """Parameters and buffers by name: of a checkpoint, or all tensors of a plain file."""
+    if document is None:
+        return dict(tensors)
+    reader = Reader(tensors, _CPU, path)
+    found: dict[str, Any] = {}
+    for field in ("params", "buffers"):
+        read = reader.read(document.fields.get(field))
+        if not isinstance(read, dict) or not all(isinstance(each, Tensor) for each in read.values()):
+            raise CheckpointError(f"{path} can't be read: its {field} are no tensors.")
+        found |= read
+    return found
+
+
+def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, strict: bool) -> State:
+    """The State with these weights in the place of its own, in its dtypes and on its device.
+
+    Tied weights may stand under any of their names; buffers that ``state_dict()`` leaves out may be missing.
+
+    Raises:
+        ResumeError: they don't fit the model; names the leaf.
+    """
+    model = state.model._skeleton
+    names: dict[str, str] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        first: dict[int, str] = {}
+        for name, tensor in kind(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    optional = _not_in_state_dict(state.model)
+    unknown = [name for name in weights if name not in names]
+    given = {names[name]: (name, tensor) for name, tensor in weights.items() if name in names}
+    wanted = {**state.params, **state.buffers}
+    missing = [name for name in wanted if name not in given and name not in optional]
+    if not given or (strict and (missing or unknown)):
+        says = (("the file lacks", missing), ("the model lacks", unknown))
+        raise ResumeError(
+            f"{path} has other weights than {type(model).__name__}: "
+            + "; ".join(f"{what} {some[:3]}{' ...' if len(some) > 3 else ''}" for what, some in says if some)
+            + ". To take those that there are, pl.load(path, model=..., weights_only=True, strict=False)."
+        )
+    for name, (theirs, tensor) in given.items():
+        if tensor.shape != wanted[name].shape:
+            raise ResumeError(
+                f"{path}: {theirs!r} has shape {tuple(tensor.shape)} in the file and {tuple(wanted[name].shape)} in "
+                f"{type(model).__name__}."
+            )
+    # Not copy_: a State's tensors are never written to.
+    new = {name: tensor.to(wanted[name]) for name, (_, tensor) in given.items()}
+    return state.replace(
+        params={name: new.get(name, old) for name, old in state.params.items()},
+        buffers={name: new.get(name, old) for name, old in state.buffers.items()},
+    )
+
+
+def _not_in_state_dict(model: ModelDef) -> set[str]:
+    kept = set(model._skeleton.state_dict(keep_vars=True))
+    return {name for name in model.buffer_names if name not in kept}
