@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -365,6 +366,15 @@ def starts_over_at_fit_start() -> Algorithm:
     return Algorithm("ramp", {Event.FIT_START: reset, Event.BATCH_END: ramp}, init=lambda state: 0)
 
 
+def remembers_a_fraction() -> Algorithm:
+    """A value like any other, and none that a file can hold."""
+
+    def count(state: State) -> State:
+        return state.remember("thirds", state.algorithm_state["thirds"] + Fraction(1, 3))
+
+    return Algorithm("thirds", {Event.BATCH_END: count}, init=lambda state: Fraction(0))
+
+
 def leaves_a_thread() -> Algorithm:
     @pl.algorithm(Event.FIT_START)
     def prefetch(state: State) -> State:
@@ -438,6 +448,7 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     depends_on_its_neighbours: "composition",
     starts_over_at_fit_start: "resumption",
     remembers_on_a_tensor: "resumption",
+    remembers_a_fraction: "checkpoint",
     leaves_a_thread: "closing",
     depends_on_its_rank: "rank_agreement",
     communicates_on_one_rank_alone: "rank_agreement",

@@ -359,6 +359,18 @@ def clips_though_nobody_asked() -> Fit:
     return wrong
 
 
+def loads_the_weights_alone() -> Fit:
+    """It leaves the memory of the optimizer, and where the run was, in the file."""
+
+    def wrong(*args: Any, load_path: Any = None, **kwargs: Any) -> Any:
+        if load_path is None:
+            return pl.fit(*args, **kwargs)
+        module, data = args
+        return pl.fit(pl.load(load_path, model=module, weights_only=True), data, **kwargs)
+
+    return wrong
+
+
 def scales_the_weights_where_fewer_events_are_watched() -> Fit:
     """Whoever watches some events only is shown other parameters than whoever watches all of them."""
 
@@ -418,6 +430,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     composes_backwards: "composition",
     starts_the_epoch_again: "resumption",
     forgets_the_optimizer_memory: "resumption",
+    loads_the_weights_alone: "checkpoint",
     scales_the_weights_where_fewer_events_are_watched: "watch_equality",
     scales_the_weights_where_memory_is_donated: "donate_equality",
     adds_the_rank_to_the_seed: "rank_agreement",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pure_loop.testing.law import Law
 from pure_loop.testing.laws import of_callbacks, of_scripts
 from pure_loop.testing.laws.calls import memory, purity, structure
+from pure_loop.testing.laws.checkpoint import checkpoint
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
 from pure_loop.testing.laws.ranks import rank_agreement
@@ -26,6 +27,7 @@ __all__ = [
     "UNAVAILABLE",
     "Law",
     "algorithm_order",
+    "checkpoint",
     "closing",
     "composition",
     "determinism",
@@ -62,6 +64,7 @@ OF_ALGORITHMS: tuple[Law, ...] = (
     observer_invariance,
     composition,
     resumption,
+    checkpoint,
     watch_equality,
     donate_equality,
     closing,
@@ -81,6 +84,7 @@ OF_LOOPS: tuple[Law, ...] = (
     observer_invariance,
     composition,
     resumption,
+    checkpoint,
     watch_equality,
     donate_equality,
     closing,
@@ -110,7 +114,6 @@ OF_SCRIPTS: tuple[Law, ...] = (
 """The laws that a script keeps."""
 
 UNAVAILABLE: dict[str, str] = {
-    "checkpoint": "this version of pure_loop has no save and load yet",
     "compile_equality": "not part of the kit yet: compare runs with compile= and without yourself",
 }
 """Laws that join when the library gets what they are about, and what that is."""

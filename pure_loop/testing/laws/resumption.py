@@ -19,7 +19,7 @@ from pure_loop.testing.laws._streams import same_events, same_stream
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
-__all__ = ["resumption", "resumption_from"]
+__all__ = ["resumption", "resumption_from", "to_the_next_batch"]
 
 
 @law(
@@ -42,7 +42,7 @@ def resumption_from(subject: AlgorithmSubject, case: Case, fit: Fit, to_the_end:
         short = to_the_end is not None and number not in to_the_end
         try:
             stream: Any = case.stream(subject.make(), fit=fit, start=_as_values(kept))
-            again = list(_to_the_next_batch(stream) if short else stream)
+            again = list(to_the_next_batch(stream) if short else stream)
             stream.close()
         except Exception as error:
             raise LawViolation(f"{what}, it ended in an error: {type(error).__name__}: {error}", event=event) from error
@@ -64,7 +64,8 @@ def _value(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
-def _to_the_next_batch(stream: Any) -> Iterator[tuple[Event, State]]:
+def to_the_next_batch(stream: Any) -> Iterator[tuple[Event, State]]:
+    """The stream as far as the end of its next batch, or of its epoch."""
     for pair in stream:
         yield pair
         if pair[0] in (Event.BATCH_END, Event.EPOCH_CHECKPOINT):
