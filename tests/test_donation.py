@@ -180,6 +180,13 @@ def test_every_optimizer_of_ours_writes_in_place_and_trains_as_without(
     assert_same(last, pl.run(fit(model(), optimizer=optimizer, microbatch_size=4, donate=True)))
 
 
+@pytest.mark.parametrize("order", ["current", "2021"])
+def test_the_first_step_of_a_fresh_start_writes_in_place_in_either_order(count: Count, order: Any) -> None:
+    last = pl.run(fit(order=order))
+    assert (count.copied, count.reused) == (0, 15)
+    assert_same(last, pl.run(fit(order=order, donate=False)))
+
+
 def test_evaluation_and_algorithms_between_the_steps_cost_no_copies(count: Count) -> None:
     """EMA and label smoothing read and keep nothing of the loop's; evaluation binds other weights in between."""
     algorithms = [pl.algorithms.ema(half_life="3ba"), pl.algorithms.label_smoothing(0.1)]
@@ -368,6 +375,17 @@ def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
     for now, state in fit():
         if now is event and state.timestamp.batch in (3, 8):
             WAYS[way](kept, state, 0)
+    kept.check()
+
+
+@pytest.mark.parametrize("order", ["current", "2021"])
+@pytest.mark.parametrize("event", [Event.INIT, Event.FIT_START], ids=lambda e: e.value)
+def test_what_was_kept_before_the_first_step_stays(order: Any, event: Event) -> None:
+    kept = Kept()
+    for now, state in fit(order=order):
+        if now is event:
+            kept.keep("the parameters", dict(state.params))
+    assert kept.things
     kept.check()
 
 
