@@ -397,7 +397,7 @@ def test_a_program_can_not_hide_a_disagreement(name):
     def program(rank):
         try:
             WRONG[name][0](rank)
-        except Exception:
+        except Exception:  # the broadest that programs write, so that no kind of error could be hidden
             return "fine"
 
     with pytest.raises(CollectiveError):
@@ -409,7 +409,7 @@ def test_cleaning_up_does_not_confuse_it():
         x = torch.tensor([rank + 1.0])
         try:
             dist.all_reduce(x)
-        except BaseException:
+        except BaseException:  # a clean-up like this one sees what the simulation itself raises to leave a program
             dist.barrier()
             raise
         finally:
