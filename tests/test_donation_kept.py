@@ -217,3 +217,29 @@ def test_what_was_kept_before_the_first_step_stays(order: Any, event: Event) -> 
             kept.keep("the parameters", dict(state.params))
     assert kept.things
     kept.check()
+
+
+@pytest.mark.parametrize("who", ["algorithm", "callback"])
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}, {Event.EPOCH_END}], ids=str)
+def test_a_state_that_the_loop_was_never_given_stays(who: str, watch: Any) -> None:
+    """The State that is updated is not the one in the loop variable, and either may be kept."""
+    kept = Kept()
+
+    def keep(state: pl.State) -> pl.State:
+        if state.timestamp.batch in (4, 7):
+            kept.keep("a State", state)
+        return state
+
+    def look(event: Event, state: pl.State) -> None:
+        if event is Event.AFTER_TRAIN_BATCH:
+            keep(state)
+
+    keeper = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="keeper")(keep)
+    for _event, _state in fit(
+        watch=watch,
+        algorithms=[keeper] if who == "algorithm" else [],
+        callbacks=[look] if who == "callback" else [],
+    ):
+        pass
+    assert kept.things
+    kept.check()
