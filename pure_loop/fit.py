@@ -17,8 +17,6 @@ from torch import nn
 
 from pure_loop import loop
 from pure_loop._arguments import (
-    compiler,
-    evaluating,
     read_clip,
     read_donate,
     read_duration,
@@ -27,6 +25,7 @@ from pure_loop._arguments import (
     refuse_auto,
     refuse_no_optimizer,
 )
+from pure_loop._compiling import compiler, evaluating
 from pure_loop._loading import loading, read_start, saving, seed_of
 from pure_loop._start import (
     any_state,

@@ -229,15 +229,20 @@ def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> S
     return state
 
 
+def begin(state: State, fit: Fit) -> State:
+    """What a fresh start trains from: a checkpoint, or the State itself; its first step may write where that is."""
+    if fit.load is not None:
+        state = fit.load(state)
+    if fit.stages.donation is not None:
+        fit.stages.donation.adopt(state)
+    return state
+
+
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a fresh State or from the boundary at which a State was kept."""
     if fit.fresh:
         state = yield Event.INIT, state
-        state = yield Event.BEFORE_LOAD, fit.prepare(state)
-        if fit.load is not None:
-            state = fit.load(state)
-        if fit.stages.donation is not None:
-            fit.stages.donation.adopt(state)
+        state = begin((yield Event.BEFORE_LOAD, fit.prepare(state)), fit)
         state = yield Event.AFTER_LOAD, state
     else:
         state = fit.prepare(outside_batch(state))
@@ -268,9 +273,7 @@ _AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATI
 def fit_2021(state: State, fit: Fit) -> Script:
     """Training in the order of the older documents, with their events only."""
     if fit.fresh:
-        state = fit.prepare((yield Event.INIT, state))
-        if fit.load is not None:
-            state = fit.load(state)
+        state = begin(fit.prepare((yield Event.INIT, state)), fit)
     else:
         state = fit.prepare(outside_batch(state))
     at = state.position

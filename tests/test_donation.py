@@ -1,45 +1,21 @@
-"""Donation: what anybody has kept never changes, and where nobody has kept anything the memory is reused.
-
-Law 2 decides: whatever is kept (States, mappings, tensors, views, NumPy arrays, DLPack capsules, graphs), by whomever
-(the loop's body, algorithms, callbacks, the model's own forward, other threads), however the loop is written, has the
-bits of a copy made when it was kept.
-"""
+"""Donation: where nobody has kept anything the memory is reused, in whatever way the stream is read."""
 
 from __future__ import annotations
 
-import copy
 import io
-import sys
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
-import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event, donation
-from pure_loop._consumer import gives_up
-from pure_loop.frozendict import FrozenDict
-from tests import sameness
+from tests.donating import DATA, Count, assert_same, fit, partition, plain
 from tests.test_memory import live_tensors, without_collector
 
-NAMESPACE = "pure_loop"
-DATA = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), torch.arange(6) % 3) for i in range(5)]
-
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
-
-
-def assert_same(a: Any, b: Any) -> None:
-    sameness.assert_same(a, b, "with donation and without")
 
 
 class Net(nn.Module):
@@ -65,45 +41,14 @@ class Net(nn.Module):
     seen_by: Callable[[nn.Module], None] | None = None
 
 
-def plain() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
     return Net()
 
 
-def fit(model: Any = None, **arguments: Any) -> Any:
-    arguments.setdefault("max_duration", "3ep")
-    arguments.setdefault("optimizer", pl.optim.adamw(lr=0.1))
-    arguments.setdefault("loss", functional.cross_entropy)
-    return pl.fit(plain() if model is None else model, arguments.pop("data", DATA), **arguments)
-
-
-class Count:
-    """How many updates wrote in place, and how many copied."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reused = self.copied = 0
-        real = donation.Donation.take
-
-        def take(this: Any, state: Any) -> Any:
-            taken = real(this, state)
-            self.reused += taken is not None
-            self.copied += taken is None
-            return taken
-
-        monkeypatch.setattr(donation.Donation, "take", take)
-
-
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     return Count(monkeypatch)
-
-
-# Where nobody keeps anything: every step but the first writes in place, in whatever way the stream is read.
 
 
 def a_for_loop(stream: Any) -> None:
@@ -164,10 +109,7 @@ def test_memory_is_reused_where_nobody_has_kept_it(count: Count, consumer: Calla
         pl.optim.adam(lr=0.1, amsgrad=True, weight_decay=0.1),
         pl.optim.sgd(lr=0.1),
         pl.optim.sgd(lr=0.1, momentum=0.9),
-        pl.optim.partition(
-            {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1, momentum=0.9)},
-            label=lambda name, tensor: "a" if tensor.ndim > 1 else "b",
-        ),
+        partition(),
     ],
     ids=lambda optimizer: optimizer.name,
 )
@@ -180,6 +122,13 @@ def test_every_optimizer_of_ours_writes_in_place_and_trains_as_without(
     assert_same(last, pl.run(fit(model(), optimizer=optimizer, microbatch_size=4, donate=True)))
 
 
+@pytest.mark.parametrize("order", ["current", "2021"])
+def test_the_first_step_of_a_fresh_start_writes_in_place_in_either_order(count: Count, order: Any) -> None:
+    last = pl.run(fit(order=order))
+    assert (count.copied, count.reused) == (0, 15)
+    assert_same(last, pl.run(fit(order=order, donate=False)))
+
+
 def test_evaluation_and_algorithms_between_the_steps_cost_no_copies(count: Count) -> None:
     """EMA and label smoothing read and keep nothing of the loop's; evaluation binds other weights in between."""
     algorithms = [pl.algorithms.ema(half_life="3ba"), pl.algorithms.label_smoothing(0.1)]
@@ -187,480 +136,10 @@ def test_evaluation_and_algorithms_between_the_steps_cost_no_copies(count: Count
     assert count.reused >= 14 - 1
 
 
-# Where somebody keeps something: it has the bits of a copy made when it was kept.
-
-
-def tensors_of(tree: Any) -> list[Any]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
-
-
-class Kept:
-    """Things that were kept, each with a copy of its numbers."""
-
-    def __init__(self) -> None:
-        self.things: list[tuple[str, Any, Callable[[Any], list[Any]], list[Any]]] = []
-
-    def keep(self, what: str, thing: Any, read: Callable[[Any], list[Any]] = tensors_of) -> None:
-        numbers = [torch.as_tensor(each).detach().clone() for each in read(thing)]
-        self.things.append((what, thing, read, numbers))
-
-    def check(self) -> None:
-        for what, thing, read, numbers in self.things:
-            now = [torch.as_tensor(each).detach() for each in read(thing)]
-            assert len(now) == len(numbers)
-            assert all(torch.equal(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"
-
-
-def some_tensor(state: pl.State, which: int) -> Tensor:
-    found = tensors_of((state.params, state.opt_state["exp_avg"], state.opt_state["exp_avg_sq"]))
-    tensor: Tensor = found[which % len(found)]
-    return tensor
-
-
-WAYS: dict[str, Callable[[Kept, pl.State, int], None]] = {
-    "the State": lambda kept, state, i: kept.keep("a State", state),
-    "the State in a tuple": lambda kept, state, i: kept.keep("a State in a tuple", (1, state)),
-    "its parameters": lambda kept, state, i: kept.keep("a mapping", state.params),
-    "its memory": lambda kept, state, i: kept.keep("a memory", state.opt_state),
-    "a mapping in its memory": lambda kept, state, i: kept.keep("an inner mapping", state.opt_state["exp_avg"]),
-    "a tensor": lambda kept, state, i: kept.keep("a tensor", some_tensor(state, i)),
-    "a view": lambda kept, state, i: kept.keep("a view", some_tensor(state, i).view(-1)[:1]),
-    "a detached tensor": lambda kept, state, i: kept.keep("a detached tensor", some_tensor(state, i).detach()),
-    "an array": lambda kept, state, i: kept.keep(
-        "an array", some_tensor(state, i).detach().numpy(), lambda array: [torch.from_numpy(array.copy())]
-    ),
-    "a list of views": lambda kept, state, i: kept.keep(
-        "views", [tensor.t() if tensor.ndim == 2 else tensor[:1] for tensor in tensors_of(state.params)]
-    ),
-    "a storage": lambda kept, state, i: kept.keep(
-        "a storage",
-        some_tensor(state, i).untyped_storage(),
-        lambda storage: [torch.empty(0).set_(storage).clone()],
-    ),
-    "a graph": lambda kept, state, i: kept.keep(
-        "a graph",
-        (state.params["0.weight"].detach().requires_grad_(), torch.ones(5, 4)),
-        lambda pair: list(torch.autograd.grad((pair[0] * pair[0] * pair[1]).sum(), [pair[0]])),
-    ),
-    "a module": lambda kept, state, i: kept.keep("a module", state.module(), lambda module: list(module.parameters())),
-}
-
-
-def capsule(kept: Kept, state: pl.State, which: int) -> None:
-    tensor = some_tensor(state, which).detach()
-    held = torch.utils.dlpack.to_dlpack(tensor)
-    numbers = tensor.clone()
-    del tensor
-    seen: list[Tensor] = []
-
-    def read(held: Any) -> list[Any]:
-        if not seen:
-            seen.append(torch.utils.dlpack.from_dlpack(held))
-        return seen
-
-    kept.things.append(("a DLPack capsule", held, read, [numbers]))
-
-
-WAYS["a capsule"] = capsule
-
-EVENTS = [
-    *(Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_FORWARD),
-    *(Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-    *(Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EVAL_START, Event.EVAL_END),
-]
-WHO = ["body", "callback", "algorithm", "forward"]
-
-
-@st.composite
-def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
-    return (
-        draw(st.sampled_from(WHO)),
-        draw(st.sampled_from(sorted(WAYS))),
-        draw(st.sampled_from(EVENTS)),
-        draw(st.integers(0, 14)),
-        draw(st.integers(0, 11)),
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    keepings=st.lists(keepings(), min_size=1, max_size=4),
-    watch=st.sampled_from([None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}, set(EVENTS)]),
-    microbatch_size=st.sampled_from([None, 4]),
-    consumer=st.sampled_from(["for", "next", "list", "pairs", "deque"]),
-    evaluators=st.booleans(),
-)
-def test_what_was_kept_never_changes(
-    keepings: list[Any], watch: Any, microbatch_size: Any, consumer: str, evaluators: bool
-) -> None:
-    kept = Kept()
-    first_forward: list[Any] = [None]
-
-    def keeps(who: str, event: Event, state: pl.State) -> None:
-        for someone, way, when, batch, which in keepings:
-            if someone == who and when is event and state.timestamp.batch == batch:
-                WAYS[way](kept, state, which)
-
-    def callback(event: Event, state: pl.State) -> None:
-        keeps("callback", event, state)
-
-    def handler(state: pl.State) -> pl.State:
-        assert state.event is not None
-        keeps("algorithm", state.event, state)
-        return state
-
-    class Model(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            first_forward[0] = (first_forward[0] or 0) + 1
-            for someone, way, _, batch, which in keepings:
-                if someone == "forward" and first_forward[0] == batch + 1:
-                    weights = list(self.parameters())
-                    weight = weights[which % len(weights)]
-                    kept.keep(f"{way} in the forward", weight if "State" in way else weight.detach())
-            out: Tensor = super().forward(x)
-            return out
-
-    torch.manual_seed(0)
-    stream = fit(
-        Model(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
-        watch=watch,
-        microbatch_size=microbatch_size,
-        callbacks=[callback],
-        algorithms=[pl.algorithm(*EVENTS, name="keeper")(handler)],
-        evaluators={"val": DATA[:1]} if evaluators else None,
-        eval_interval="4ba",
-    )
-    if consumer == "for":
-        for event, state in stream:
-            keeps("body", event, state)
-    elif consumer == "next":
-        while (pair := next(stream, None)) is not None:
-            keeps("body", *pair)
-    elif consumer == "pairs":
-        before = None
-        for pair in stream:
-            keeps("body", *pair)
-            if before is not None:
-                kept.keep("the pair before", before[1])
-                kept.check()
-                kept.things.pop()
-            before = pair
-    elif consumer == "list":
-        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
-        for (_, state), numbers in pairs:
-            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
-    else:
-        last: deque[Any] = deque(maxlen=2)
-        for pair in stream:
-            last.append((pair, [tensor.clone() for tensor in tensors_of(pair[1])]))
-            for (_, state), numbers in last:
-                assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
-        keeps("body", *last[-1][0])
-    kept.check()
-
-
-@pytest.mark.parametrize("way", sorted(WAYS))
-@pytest.mark.parametrize("event", [Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BATCH_START], ids=lambda e: e.value)
-def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
-    kept = Kept()
-    for now, state in fit():
-        if now is event and state.timestamp.batch in (3, 8):
-            WAYS[way](kept, state, 0)
-    kept.check()
-
-
-@pytest.mark.parametrize("watch", [{Event.BATCH_START}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}], ids=str)
-def test_the_loop_variable_can_be_read_after_the_loop_and_after_an_interrupt(watch: Any) -> None:
-    """Where the next State doesn't follow at once, it may never come."""
-    state: Any = None
-    for _, state in fit(watch=watch):  # noqa: B007
-        pass
-    assert torch.isfinite(state.params["0.weight"]).all()
-    assert torch.isfinite(pl.run(fit(watch=watch)).params["0.weight"]).all()
-    batches = 0
-
-    class Interrupting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            nonlocal batches
-            batches += 1
-            if batches == 9:
-                raise KeyboardInterrupt
-            return super().forward(x)
-
-    with pytest.raises(KeyboardInterrupt):
-        for _, state in fit(Interrupting(4, 3), watch=watch):  # noqa: B007
-            pass
-    assert torch.isfinite(state.params["weight"]).all()
-
-
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda stream: filter(lambda pair: pair[0] is Event.AFTER_TRAIN_BATCH, stream),
-        lambda stream: islice(stream, 6, None, 5),
-        lambda stream: filter(lambda pair: pair[0] is Event.BATCH_END, stream),
-    ],
-    ids=["filter", "islice", "filter ends"],
-)
-def test_what_picks_events_out_keeps_the_last_one(pick: Any) -> None:
-    state: Any = None
-    for _, state in pick(fit()):  # noqa: B007
-        pass
-    assert torch.isfinite(state.params["0.weight"]).all()
-
-
-def test_a_function_that_closes_over_the_loop_variable_reads_it_while_the_step_runs(count: Count) -> None:
-    state: Any = None
-
-    def penalty(now: pl.State) -> pl.State:
-        if state is None or now.timestamp.batch == 0:
-            return now
-        return now.replace(loss=now.loss + 0 * state.params["0.weight"].sum())
-
-    def look(event: Event, now: pl.State) -> None:
-        if state is not None:
-            assert torch.isfinite(state.params["0.weight"]).all()
-
-    algorithms = [pl.algorithm(Event.AFTER_LOSS, name="penalty")(penalty)]
-    for _, state in fit(algorithms=algorithms, callbacks=[look]):  # noqa: B007
-        pass
-    assert count.reused == 0
-
-
-def test_a_tensor_handed_to_another_process_stays() -> None:
-    kept = None
-    for event, state in fit():
-        if event is Event.BATCH_END and state.timestamp.batch == 3:
-            handed = state.params["0.weight"]
-            handed.share_memory_()  # as a multiprocessing queue does; what is handed over keeps no reference here
-            kept = (handed.untyped_storage().data_ptr(), handed.clone())
-            del handed
-        if kept is not None:
-            assert state.params["0.weight"].untyped_storage().data_ptr() != kept[0] or state.timestamp.batch == 3
-
-
-def test_locals_of_the_function_around_the_loop_stay() -> None:
-    rate = 0.1
-    settings_ = locals()
-    for _event, _state in fit(optimizer=pl.optim.sgd(lr=rate)):
-        pass
-    assert settings_["rate"] == 0.1
-
-
-def test_states_taken_one_by_one_are_kept() -> None:
-    """``before`` looks like a loop variable to a count of references, and is none."""
-    stream = fit(watch={Event.BATCH_END})
-    first, second, third = (next(stream)[1] for _ in range(3))
-    stream = fit(watch={Event.BATCH_END})
-    _, a = next(stream)
-    weights = a.params["0.weight"].clone()
-    _, b = next(stream)
-    _, c = next(stream)
-    assert torch.equal(a.params["0.weight"], weights)
-    for one, other in ((a, first), (b, second), (c, third)):
-        assert_same(one, other)
-    states = [state for _, state in islice(fit(watch={Event.BATCH_END}), 3)]
-    for one, other in zip(states, (a, b, c), strict=True):
-        assert_same(one, other)
-
-
-def test_a_variable_that_takes_the_state_over_keeps_it() -> None:
-    held, numbers = None, None
-    for event, state in fit():
-        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 7:
-            numbers = [tensor.clone() for tensor in tensors_of(state)]
-            held, state = state, None
-    assert numbers is not None
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(held), numbers, strict=True))
-
-
-def test_a_thread_keeps_what_it_is_given() -> None:
-    kept = Kept()
-    threads = []
-    go = threading.Event()
-
-    def hold(state: pl.State) -> None:
-        numbers = [tensor.clone() for tensor in tensors_of(state)]
-        started.set()
-        go.wait(30)
-        kept.things.append(("a thread's State", state, tensors_of, numbers))
-
-    for event, state in fit():
-        if event is Event.BATCH_END:
-            started = threading.Event()
-            threads.append(threading.Thread(target=hold, args=(state,)))
-            threads[-1].start()
-            started.wait(30)
-    go.set()
-    for thread in threads:
-        thread.join(30)
-    assert len(kept.things) == 15
-    kept.check()
-
-
-def test_two_streams_from_one_state_leave_it_and_each_other_alone(count: Count) -> None:
-    state = next(state for event, state in fit() if event is Event.BATCH_END and state.timestamp.batch == 4)
-    numbers = [tensor.clone() for tensor in tensors_of(state)]
-    streams = [fit(state), fit(state)]
-    ends: list[Any] = [None, None]
-    live = [0, 1]
-    while live:
-        for i in list(live):
-            pair = next(streams[i], None)
-            if pair is None:
-                live.remove(i)
-            else:
-                ends[i] = pair[1]
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
-    assert_same(ends[0], ends[1])
-    assert_same(ends[0], pl.run(fit()))
-
-
-def test_a_live_state_given_to_another_stream_stays() -> None:
-    branch = None
-    for event, state in fit():
-        if event is Event.BATCH_END and state.timestamp.batch == 3:
-            branch = fit(state)
-            next(branch)
-        if branch is not None and next(branch, None) is None:
-            branch = None
-    assert_same(state, pl.run(fit()))
-
-
-def test_evaluating_the_live_state_costs_nothing_but_its_time(count: Count) -> None:
-    for event, state in fit():
-        if event is Event.BATCH_END:
-            results = pl.run(pl.evaluate(state, DATA, loss=functional.cross_entropy)).metrics["eval"]
-            assert torch.isfinite(results["loss"])
-    assert_same(state, pl.run(fit(donate=False)))
-
-
-# donate=True, and a step that fails half-way.
-
-
-def test_donate_true_takes_the_memory_of_kept_states_and_they_say_so() -> None:
-    kept = {}
-    for event, state in fit(donate=True):
-        if event is Event.BATCH_END:
-            kept[state.timestamp.batch] = state
-    assert_same(state.params, pl.run(fit()).params)
-    for name in ("params", "opt_state"):
-        with pytest.raises(pl.errors.DonatedStateError, match="donate=") as caught:
-            getattr(kept[3], name)["0.weight"]
-        assert isinstance(caught.value, RuntimeError)
-    for touch in (
-        lambda: kept[3].module(),
-        lambda: kept[3].device,
-        lambda: {**kept[3].params},
-        lambda: list(kept[3].params),
-        lambda: copy.deepcopy(kept[3]),
-        lambda: fit(kept[3]),
-        lambda: pl.run(pl.evaluate(kept[3], DATA, loss=functional.cross_entropy)),
-        lambda: kept[3].params | {},
-        lambda: kept[3].params.get("0.weight"),
-        lambda: kept[3].params == {},
-    ):
-        with pytest.raises(pl.errors.DonatedStateError):
-            touch()
-    assert "overwritten" in repr(kept[3])
-    assert kept[3].loss.item() > 0
-    assert kept[3].timestamp.batch == 3
-
-
-def test_donate_true_leaves_the_state_that_training_goes_on_from(count: Count) -> None:
-    first = next(state for event, state in fit(donate=False) if event is Event.EPOCH_CHECKPOINT)
-    expected = pl.run(fit(first, donate=False))
-    assert_same(pl.run(fit(first, donate=True)), expected)
-    assert_same(pl.run(fit(first, donate=True)), expected)
-
-
-def test_donate_true_leaves_tensors_that_somebody_has_kept_and_what_algorithms_remember() -> None:
-    """It takes the memory of States, not what others keep of it: an average that starts as the parameters."""
-
-    @pl.algorithm(Event.BATCH_END, when="4ba", init=lambda state: state.params)
-    def remember(state: pl.State) -> pl.State:
-        return state.remember("remember", state.params)
-
-    kept = Kept()
-    for event, state in fit(donate=True, algorithms=[pl.algorithms.ema(half_life="3ba"), remember]):
-        if event is Event.BATCH_END and state.timestamp.batch % 3 == 0:
-            kept.keep("a tensor", state.params["0.weight"])
-    kept.check()
-    again = pl.run(fit(donate=False, algorithms=[pl.algorithms.ema(half_life="3ba"), remember]))
-    assert_same(state, again)
-
-
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=str)
-def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(watch: Any) -> None:
-    """The kernel has overwritten the parameters when the NaN is found: the loop variable's State says so."""
-
-    def poison(state: pl.State) -> pl.State:
-        if state.timestamp.batch != 6:
-            return state
-        return state.replace(grads={name: g * float("nan") for name, g in state.grads.items()})
-
-    kept: Any = None
-    numbers: list[Tensor] = []
-    failed: Any = None
-    poisoned = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="poison")(poison)
-    try:
-        for event, state in fit(algorithms=[poisoned], watch=watch):
-            if event is Event.BATCH_END and state.timestamp.batch == 4:
-                kept = state
-                numbers = [tensor.clone() for tensor in tensors_of(state)]
-    except pl.NonFiniteError as error:
-        failed = error
-    assert "batch 6" in str(failed)
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(kept), numbers, strict=True))
-    with pytest.raises(pl.errors.DonatedStateError):
-        state.params["0.weight"]
-    assert "overwritten" in repr(state)
-
-
-@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
-def test_a_step_that_may_be_left_out_copies(count: Count, options: Any) -> None:
-    pl.run(fit(**options))
-    assert count.reused == 0
-
-
-@pytest.mark.parametrize("donate", ["yes", None, 1, "True"])
-def test_other_values_are_refused(donate: Any) -> None:
-    with pytest.raises(pl.ArgumentError, match="donate="):
-        fit(donate=donate)
-
-
-# Reading the consumer.
-
-
 def test_an_optimizer_of_ones_own_copies_and_trains(count: Count) -> None:
     optimizer = pl.optim.from_torch(torch.optim.Adagrad, lr=0.1)
     assert_same(pl.run(fit(optimizer=optimizer)), pl.run(fit(optimizer=optimizer, donate=False)))
     assert count.reused == 0
-
-
-def test_a_traced_loop_copies(count: Count) -> None:
-    """A debugger reads the loop's variables, and may write them back."""
-    before = sys.gettrace()
-    sys.settrace(lambda *_: None)
-    try:
-        pl.run(fit())
-    finally:
-        sys.settrace(before)
-    assert count.reused == 0
-
-
-def test_the_variables_of_the_loop_are_not_kept_by_looking_at_them() -> None:
-    """Reading a frame's variables makes a copy of them, which must not outlive the look."""
-    big = [torch.zeros(10)]
-    alive = weakref.ref(big[0])
-    for event, state in fit():
-        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 3:
-            big.clear()
-        if state.timestamp.batch == 4:
-            assert alive() is None
-    assert gives_up(None, 1) is False
 
 
 def test_memory_stays_that_of_one_update() -> None:
@@ -675,8 +154,3 @@ def test_memory_stays_that_of_one_update() -> None:
                 most = max(most, live_tensors()[1])
     # Parameters, two moments and the gradients, and a little.
     assert most <= 4.2 * size, f"{most / size:.2f} times the parameters"
-
-
-def test_mappings_that_were_overwritten_are_frozen_dicts_still() -> None:
-    assert isinstance(pl.frozendict.OVERWRITTEN, FrozenDict)
-    assert "overwritten" in repr(pl.frozendict.OVERWRITTEN)

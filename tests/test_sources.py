@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import pickle
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,97 +10,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
-    default_collate,
-    get_worker_info,
 )
 
-from pure_loop._loaders import _Reseeding
-from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
-from pure_loop.sources import Source, source
-
-# A busy machine is slow now and then; how many examples are tried is the profile's to say.
-LAW = settings(deadline=None)
-
-
-def noise() -> list[float]:
-    """Something of every global generator."""
-    return [torch.rand(()).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
-
-
-class Augmented(Dataset[Any]):
-    """Each sample is noisy, and each loading is counted."""
-
-    def __init__(self, n: int, broken: int | None = None) -> None:
-        self.n, self.broken, self.loads = n, broken, 0
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == self.broken:
-            noise()
-            raise LookupError(f"sample {index}")
-        self.loads += 1
-        return torch.tensor([float(np.sum(index)), *noise()], dtype=torch.float64), f"name {index}"
-
-
-class Together(Augmented):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class Custom(Sampler[int]):
-    """Draws its order from a global generator, or from one of its own, or shuffles what it holds."""
-
-    def __init__(self, n: int, kind: str) -> None:
-        self.kind = kind
-        self.held = list(range(n))
-        self.array = np.arange(n)
-        self.torch = torch.Generator().manual_seed(1)
-        self.python = random.Random(1)
-        self.numpy = np.random.default_rng(1)
-        self.legacy = np.random.RandomState(1)
-        self.nested = {"deep": [list(range(n))]}
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        n = len(self.held)
-        if self.kind == "lazy":
-            for _ in range(n):
-                yield random.choice([int(np.random.randint(n)), int(torch.randint(n, ()))])
-        elif self.kind == "in place":
-            random.shuffle(self.held)
-            np.random.shuffle(self.array)
-            random.shuffle(self.nested["deep"][0])
-            yield from [
-                (a + int(b) + c) % n for a, b, c in zip(self.held, self.array, self.nested["deep"][0], strict=True)
-            ]
-        elif self.kind == "own":
-            a = torch.randperm(n, generator=self.torch).tolist()
-            b, c = self.numpy.permutation(n), self.legacy.permutation(n)
-            yield from [(a[i] + int(b[i]) + int(c[i]) + self.python.randrange(n)) % n for i in range(n)]
-        else:
-            yield from torch.randperm(n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+from pure_loop.sources import source
+from tests.loaders import (
+    LAW,
+    Again,
+    Augmented,
+    Custom,
+    CustomBatches,
+    Made,
+    SizedStream,
+    Stream,
+    Together,
+    noise,
+    noisy_collate,
+    same,
+    scramble,
+    snapshot,
+    table,
+)
 
 
 class Eager:
@@ -121,76 +56,10 @@ class Eager:
         return iter([int(i) for i in np.random.permutation(self.n)])
 
 
-class CustomBatches:
-    """A batch sampler that is no Sampler, of batches of random sizes."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        left = list(np.random.permutation(self.n))
-        while left:
-            k = random.randint(1, 3)
-            yield [int(i) for i in left[:k]]
-            left = left[k:]
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        for i in range(self.n) if info is None else range(info.id, self.n, info.num_workers):
-            yield torch.tensor([float(i), float(self.epoch), *noise()], dtype=torch.float64)
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.n
-
-
-class Again:
-    """An iterable of batches that is no DataLoader."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in range(self.n):
-            yield torch.tensor([float(i), *noise()])
-
-
-class Made:
-    """A sequence by the old protocol: its batches are made when asked for."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, position: int) -> Any:
-        return torch.tensor([float(position), *noise()])
-
-
 class Doubling(DataLoader[Any]):
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             yield batch, torch.rand(2)
-
-
-def noisy_collate(samples: list[Any]) -> Any:
-    return [default_collate(samples), torch.tensor(noise())]
-
-
-def table(n: int) -> TensorDataset:
-    image = torch.arange(n * 12.0).reshape(n, 3, 2, 2).to(memory_format=torch.channels_last)
-    return TensorDataset(image, torch.arange(n))
 
 
 Make = Callable[[int, int], Any]
@@ -241,26 +110,6 @@ ONE_SHOT: Make = lambda n, b: iter(Again(n))  # noqa: E731
 
 kinds = st.sampled_from(sorted(KINDS))
 seeds = st.integers(0, 2**32 - 1)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def snapshot() -> list[Any]:
-    name, key, *rest = np.random.get_state()
-    return [torch.get_rng_state().tolist(), random.getstate(), name, key.tolist(), rest]
-
-
-def scramble(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    np.random.randn()
 
 
 def visible(value: Any, depth: int = 0) -> Any:
@@ -455,247 +304,3 @@ def test_a_tables_rows_are_what_its_loader_gives(n: int, size: int, stop: int, s
         for mine, theirs in zip(got, expected, strict=True):
             assert [x.stride() for x in mine] == [x.stride() for x in theirs]
             assert mine[0].untyped_storage().data_ptr() != table(n).tensors[0].untyped_storage().data_ptr()
-
-
-# ---- iterators
-
-
-def test_an_iterator_is_drawn_from_once() -> None:
-    alone = list(source(iter(Again(7)), seed=0, stream="train").epoch(0))
-    assert [int(batch[0]) for batch in alone] == list(range(7))
-    data = source(iter(Again(7)), seed=0, stream="train", batches_per_epoch=3)
-    epochs = [list(data.epoch(epoch, seen=3 * epoch)) for epoch in range(3)]
-    assert [len(batches) for batches in epochs] == [3, 3, 1]
-    assert same([batch for batches in epochs for batch in batches], alone)
-    assert data.length == 3
-    assert source(iter(Again(7)), seed=0, stream="train").length is None
-    with pytest.raises(DataError, match="train dataloader gave no batch in epoch 3: its iterator is exhausted"):
-        list(data.epoch(3, seen=7))
-
-
-@LAW
-@given(st.integers(1, 8), st.integers(0, 8), st.integers(1, 4))
-def test_going_on_with_an_iterator_drops_what_was_seen(n: int, seen: int, limit: int) -> None:
-    seen = min(seen, n - 1)
-    alone = list(source(iter(Again(n)), seed=0, stream="train").epoch(0))
-    data = source(iter(Again(n)), seed=0, stream="train", batches_per_epoch=limit)
-    rest = list(data.epoch(seen // limit, start=seen % limit, seen=seen))
-    assert same(rest, alone[seen : seen // limit * limit + limit])
-
-
-def test_closing_an_epoch_leaves_the_iterator_open() -> None:
-    data = source(iter(Again(5)), seed=0, stream="train", batches_per_epoch=2)
-    batches = data.epoch(0)
-    next(batches)
-    batches.close()
-    assert [int(batch[0]) for batch in data.epoch(0, start=1, seen=1)] == [1]
-    with pytest.raises(DataError, match="already given 2 batches and can't go back to batch 1"):
-        next(data.epoch(0, start=1, seen=1))
-    with pytest.raises(DataError, match="gave 5 batches, but 9 were seen"):
-        next(data.epoch(4, start=1, seen=9))
-
-
-# ---- what is refused, and lengths
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (None, "NoneType is no dataloader"),
-        (3, "int is no dataloader"),
-        (lambda: iter([]), "call a generator function"),
-        (torch.zeros(3, 2), "Tensor is no dataloader.*TensorDataset"),
-        (np.zeros(3), "ndarray is no dataloader"),
-        ("text", "str is no dataloader"),
-        ({"a": 1}, "dict is no dataloader"),
-        ({1, 2}, "set is no dataloader"),
-        (table(3), r"TensorDataset is a dataset.*DataLoader\(dataset, batch_size=\.\.\.\)"),
-    ],
-)
-def test_what_is_no_dataloader_is_refused(loader: Any, message: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=message):
-        source(loader, seed=0, stream="train")
-
-
-@pytest.mark.parametrize("limit", [0, -1, 2.0, True])
-def test_batches_per_epoch_is_checked(limit: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"batches_per_epoch={limit}"):
-        source([1], seed=0, stream="train", batches_per_epoch=limit)
-
-
-@pytest.mark.parametrize(
-    "loader", [[], DataLoader(Augmented(2), batch_size=3, drop_last=True), DataLoader(Stream(0)), Again(0), iter([])]
-)
-def test_an_empty_epoch_is_an_error_unless_it_was_begun(loader: Any) -> None:
-    with pytest.raises(DataError, match="the val dataloader gave no batch in epoch 2"):
-        list(source(loader, seed=0, stream="val").epoch(2))
-    assert list(source(loader, seed=0, stream="val").epoch(2, start=1)) == []
-
-
-def test_lengths() -> None:
-    def length(loader: Any, limit: int | None = None) -> int | None:
-        return source(loader, seed=0, stream="train", batches_per_epoch=limit).length
-
-    assert length([1, 2, 3]) == length(DataLoader(Augmented(5), batch_size=2)) == length(Made(3)) == 3
-    assert length([1, 2, 3], 2) == length([1, 2], 5) == 2
-    assert length(DataLoader(Augmented(5), batch_size=2, drop_last=True)) == 2
-    assert length(DataLoader(Augmented(5), batch_sampler=CustomBatches(5))) is None
-    assert length(DataLoader(Stream(5))) is length(Again(3)) is length(iter([1])) is None
-    assert length(DataLoader(Stream(5)), 2) == length(Again(3), 2) == length(iter([1]), 2) == 2
-    sized = DataLoader(SizedStream(5), batch_size=2)
-    assert length(sized) == 3
-    assert sized._IterableDataset_len_called is None  # type: ignore[attr-defined]
-
-
-def test_an_endless_sampler_is_cut() -> None:
-    class Endless(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                yield random.randrange(9)
-
-    loader = DataLoader(Augmented(9), batch_size=2, sampler=Endless())
-    data = source(loader, seed=0, stream="train", batches_per_epoch=100)
-    assert len(list(data.epoch(0, start=90))) == 10
-    assert loader.dataset.loads == 20  # type: ignore[attr-defined]
-
-
-# ---- workers
-
-
-def alive() -> tuple[int, int]:
-    """Worker processes and threads, once those that were told to end had the time to."""
-    gc.collect()
-    for _ in range(100):
-        if not multiprocessing.active_children() and threading.active_count() <= THREADS:
-            break
-        time.sleep(0.02)
-    return len(multiprocessing.active_children()), threading.active_count() - THREADS
-
-
-THREADS = threading.active_count()
-
-
-def with_workers(make: Callable[..., Any], **options: Any) -> Source:
-    return source(make(num_workers=2, **options), seed=0, stream="train")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **k: DataLoader(Augmented(11), batch_size=2, sampler=Custom(11, "lazy"), collate_fn=noisy_collate, **k),
-        lambda **k: DataLoader(Together(7), batch_size=2, shuffle=True, in_order=not k, **k),
-        lambda **k: DataLoader(Augmented(5), batch_size=None, shuffle=True, **k),
-        lambda **k: DataLoader(table(7), batch_size=2, shuffle=True, **k),
-    ],
-)
-def test_workers_give_what_one_process_gives(make: Callable[..., Any]) -> None:
-    before = snapshot()
-    whole = list(source(make(), seed=0, stream="train").epoch(1))
-    data = with_workers(make)
-    assert same(list(data.epoch(1)), whole)
-    assert same(list(data.epoch(1, start=2)), whole[2:])
-    assert snapshot() == before
-
-
-class Counted(Dataset[Any]):
-    """Counts its loadings in whatever process."""
-
-    def __init__(self) -> None:
-        self.loads = multiprocessing.Value("i")
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        with self.loads.get_lock():
-            self.loads.value += 1
-        return index
-
-
-def test_workers_load_nothing_in_vain() -> None:
-    dataset = Counted()
-    loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=2)
-    assert len(list(source(loader, seed=0, stream="train", batches_per_epoch=5).epoch(0, start=3))) == 2
-    assert dataset.loads.value == 4
-
-
-def test_workers_of_a_stream() -> None:
-    data = with_workers(lambda **k: DataLoader(Stream(9), batch_size=2, **k))
-    scramble(1)
-    before = snapshot()
-    whole = list(data.epoch(1))
-    assert snapshot() == before
-    scramble(2)
-    assert sorted(row[0].item() for batch in whole for row in batch) == list(range(9))
-    assert same(list(data.epoch(1, start=2)), whole[2:])
-    assert not same(list(data.epoch(0)), whole)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_closing_ends_the_workers(persistent: bool) -> None:
-    assert alive() == (0, 0)
-    loader = DataLoader(Augmented(40), batch_size=2, shuffle=True, num_workers=2, persistent_workers=persistent)
-    whole = [list(source(DataLoader(Augmented(40), 2, shuffle=True), seed=0, stream="train").epoch(e)) for e in (0, 1)]
-    data = source(loader, seed=0, stream="train")
-    batches = data.epoch(0)
-    assert same(next(batches), whole[0][0])
-    workers = {child.pid for child in multiprocessing.active_children()}
-    assert len(workers) == 2
-    if persistent:
-        other = data.epoch(1)  # another epoch at the same time gets workers of its own
-        assert same(next(other), whole[1][0])
-        assert same(next(batches), whole[0][1])
-        other.close()
-    batches.close()
-    assert {child.pid for child in multiprocessing.active_children()} == (workers if persistent else set())
-    assert same(list(data.epoch(1, start=3)), whole[1][3:])
-    assert {child.pid for child in multiprocessing.active_children()} == (workers if persistent else set())
-    data.close()
-    assert loader._iterator is None
-    assert alive() == (0, 0)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_error_ends_the_workers(persistent: bool) -> None:
-    loader = DataLoader(Augmented(9, broken=5), batch_size=2, num_workers=1, persistent_workers=persistent)
-    data = source(loader, seed=0, stream="train")
-    with pytest.raises(LookupError, match="sample 5") as caught:
-        list(data.epoch(0))
-    assert alive() == (0, 0)
-    del caught
-
-
-class Seen(Dataset[Any]):
-    """Shows what a worker's own code sees."""
-
-    factor = 1
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        info: Any = get_worker_info()
-        return index * self.factor, info.dataset is self, type(info.dataset).__name__
-
-
-def configure(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.factor = 10 + worker
-
-
-def test_worker_info_shows_the_users_dataset() -> None:
-    loader = DataLoader(Seen(), batch_size=2, num_workers=1, worker_init_fn=configure)
-    batches = list(source(loader, seed=0, stream="train").epoch(0))
-    assert [batch[0].tolist() for batch in batches] == [[0, 10], [20, 30]]
-    assert [batch[1].all().item() for batch in batches] == [True, True]
-    assert [batch[2] for batch in batches] == [("Seen", "Seen")] * 2
-    assert Seen.factor == 1
-
-
-def test_what_spawned_workers_get_can_be_pickled() -> None:
-    again = pickle.loads(pickle.dumps(_Reseeding(Augmented(4))))
-    before = snapshot()
-    try:
-        assert same(again.__getitems__((7, [1, 2])), _Reseeding(Together(4)).__getitems__((7, [1, 2])))
-    finally:
-        torch.set_rng_state(torch.tensor(before[0], dtype=torch.uint8))

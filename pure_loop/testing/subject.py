@@ -207,7 +207,7 @@ def fresh_copies(algorithm: Any) -> Callable[[], Any]:
     try:
         data = cloudpickle.dumps(algorithm)
         cloudpickle.loads(data)
-    except Exception as error:
+    except Exception as error:  # anything, raised by the __reduce__ of whatever it closes over
         raise ArgumentError(
             f"{algorithm!r} can't be copied ({type(error).__name__}: {error}), and every run needs a fresh one: give a "
             "function that makes it, check_algorithm(lambda: my_algorithm(strength=0.3))."

@@ -74,11 +74,10 @@ def _available(*, compiled: bool) -> tuple[list[Loop], list[Peer], dict[str, str
     """The loops and peers that can be measured here, and for the others why not."""
     loops, peers, missing = [], [], {}
     for loop in [*HAND, *OURS]:
-        why = loop.missing or ("compiles; measured with --compile" if loop.compiled and not compiled else None)
-        if why is None:
-            loops.append(loop)
+        if loop.compiled and not compiled:
+            missing[loop.name] = "compiles; measured with --compile"
         else:
-            missing[loop.name] = why
+            loops.append(loop)
     for peer in PEERS:
         why = peer.missing
         if why is None:

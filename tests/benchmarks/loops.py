@@ -35,22 +35,8 @@ class Loop:
     make: Callable[[Workload], Steps]
     compiled: bool = False
 
-    @property
-    def missing(self) -> str | None:
-        """What ``fit`` says where it refuses an argument that is not built yet; None where it takes it."""
-        try:
-            self.make(_TINY).close()
-        except (pl.errors.ArgumentError, pl.errors.ArgumentTypeError, TypeError, NotImplementedError) as error:
-            return f"refused: {error}"
-        return None
-
     def turns(self, workload: Workload) -> Turns:
         return OfGenerator(self.make(workload))
-
-
-_TINY = Workload(
-    "tiny", "one layer", lambda: torch.nn.Linear(2, 2), lambda: (torch.ones(2, 2), torch.zeros(2, dtype=torch.long))
-)
 
 
 def ours(**options: Any) -> Callable[[Workload], Steps]:

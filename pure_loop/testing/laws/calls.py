@@ -40,8 +40,8 @@ def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                     results.append(call.of(subject.make()))
                 except LawViolation:
                     raise
-                except Exception:
-                    break  # if this one doesn't raise as well, it remembers something: the law of memory says so
+                except Exception:  # whatever the function on trial raises; the call below raises it in the run itself
+                    break  # if that one doesn't raise as well, it remembers something: the law of memory says so
                 _left_alone(call, around)
             _not_written(call, snapshot)
         if len(results) == 2:

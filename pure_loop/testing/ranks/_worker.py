@@ -75,7 +75,7 @@ class _Worker:
                 )
             doing = f"returned a {type(value).__name__} that can't be pickled:"
             return "value", self._dumps(value)
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too: however a program ends, the pool is told, and the rank goes on
             return "error", time.monotonic(), doing, *self._described(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -92,7 +92,7 @@ class _Worker:
         text = "".join(traceback.format_exception(type(error), error, inside))
         try:
             return line, text, self._dumps(error)
-        except Exception:
+        except Exception:  # anything, raised by the __reduce__ of whatever it holds
             return line, text, None  # it holds what can't be sent, such as a lock; the text says what there is to say
 
 

@@ -1,0 +1,84 @@
+"""What ``compile=`` and ``steps_per_call=`` ask for: read, refused with what to write instead, and made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+
+__all__ = ["compiler", "evaluating"]
+
+
+def read_compile(compile: Any) -> bool | str:
+    """
+    Raises:
+        ArgumentError: it is neither a bool nor "where possible".
+    """
+    if isinstance(compile, bool) or (isinstance(compile, str) and compile == "where possible"):
+        return compile
+    raise ArgumentError(f'compile={compile!r}: write True, False or "where possible".')
+
+
+def refuse_ranks(compile: bool | str, ranks: int) -> None:
+    """Refuse to compile what several ranks do."""
+    if compile and ranks > 1:
+        raise ArgumentError(
+            f"compile={compile!r} with {ranks} ranks: what they exchange in the middle of a step can't be part of a "
+            "graph yet. Leave compile or parallel out."
+        )
+
+
+def compiler(
+    compile: Any, steps: Any, stages: Any, watch: Any, observers: Any, strict: bool, order: str, evaluators: Any
+) -> Any:
+    """What compiles the steps of a call; None where nothing is compiled.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for what can't be compiled, or not so.
+    """
+    chosen = read_compile(compile)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ArgumentTypeError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
+    if steps < 1:
+        raise ArgumentError(f"steps_per_call={steps!r}: give a whole number of at least 1.")
+    if not chosen:
+        if steps > 1:
+            raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
+        return None
+    if steps > 1 and order != "current":
+        raise ArgumentError(
+            f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
+        )
+    refuse_ranks(chosen, stages.engine.ranks)
+    from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
+
+    everything = watch is None or strict
+    attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
+    return Compiler(
+        stages,
+        attended,
+        where_possible=chosen == "where possible",
+        steps=steps,
+        with_loss=_with_loss(evaluators),
+        own=None if stages.donation is None else stages.donation.own,
+        shown=None if stages.donation is None else stages.donation.was_seen,
+    )
+
+
+def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
+    """The stages of an evaluation or a prediction, compiled where that is asked for."""
+    chosen = read_compile(compile)
+    refuse_ranks(chosen, stages.engine.ranks)
+    if not chosen:
+        return stages
+    from pure_loop.compile.evaluation import CompiledEvaluation
+
+    return CompiledEvaluation.of(stages, with_loss=_with_loss(evaluators), where_possible=chosen == "where possible")
+
+
+def _with_loss(evaluators: Iterable[BoundEvaluator]) -> bool:
+    """Whether anybody asks an evaluation for its loss."""
+    return any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)

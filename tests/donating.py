@@ -1,0 +1,81 @@
+"""Streams that donate, how many of their updates wrote in place, and what is kept of them with copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pure_loop as pl
+from pure_loop import donation
+from tests import sameness
+
+NAMESPACE = "pure_loop"
+DATA = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), torch.arange(6) % 3) for i in range(5)]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    sameness.assert_same(a, b, "with donation and without")
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def fit(model: Any = None, **arguments: Any) -> Any:
+    arguments.setdefault("max_duration", "3ep")
+    arguments.setdefault("optimizer", pl.optim.adamw(lr=0.1))
+    arguments.setdefault("loss", functional.cross_entropy)
+    return pl.fit(plain() if model is None else model, arguments.pop("data", DATA), **arguments)
+
+
+def partition() -> pl.optim.Optimizer:
+    return pl.optim.partition(
+        {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1, momentum=0.9)},
+        label=lambda name, tensor: "a" if tensor.ndim > 1 else "b",
+    )
+
+
+class Count:
+    """How many updates wrote in place, and how many copied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reused = self.copied = 0
+        real = donation.Donation.take
+
+        def take(this: Any, state: Any) -> Any:
+            taken = real(this, state)
+            self.reused += taken is not None
+            self.copied += taken is None
+            return taken
+
+        monkeypatch.setattr(donation.Donation, "take", take)
+
+
+def tensors_of(tree: Any) -> list[Any]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
+
+
+class Kept:
+    """Things that were kept, each with a copy of its numbers."""
+
+    def __init__(self) -> None:
+        self.things: list[tuple[str, Any, Callable[[Any], list[Any]], list[Any]]] = []
+
+    def keep(self, what: str, thing: Any, read: Callable[[Any], list[Any]] = tensors_of) -> None:
+        numbers = [torch.as_tensor(each).detach().clone() for each in read(thing)]
+        self.things.append((what, thing, read, numbers))
+
+    def check(self) -> None:
+        for what, thing, read, numbers in self.things:
+            now = [torch.as_tensor(each).detach() for each in read(thing)]
+            assert len(now) == len(numbers)
+            assert all(torch.equal(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"

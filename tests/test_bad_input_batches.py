@@ -1,0 +1,133 @@
+"""Losses and batches that can't be used: an error at the first event that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pure_loop as pl
+from pure_loop import Event
+from tests.refusals import TYPE, VALUE, at, breaks, fit, net
+
+
+def bad_loss(make: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    """A loss that is good for one batch and bad from the second on."""
+    calls = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        calls.append(1)
+        good = functional.cross_entropy(outputs, targets)
+        return good if len(calls) == 1 else make(good, outputs, targets)
+
+    return loss
+
+
+RUNNING_LOSSES = [
+    (lambda loss, o, t: functional.cross_entropy(o, t, reduction="none"), ["shape (4,)", "loss.mean()"]),
+    (lambda loss, o, t: loss[None], ["shape (1,)", "one number"]),
+    (lambda loss, o, t: (o.argmax(1) == t).sum(), ["dtype torch.int64", "can't be differentiated"]),
+    (lambda loss, o, t: loss.item(), ["of type float", "return a tensor of shape ()"]),
+    (lambda loss, o, t: None, ["None of type NoneType"]),
+    (lambda loss, o, t: (loss, o), ["of type tuple", "a dict of such with the key 'total'"]),
+    (lambda loss, o, t: {"main": loss}, ["keys ['main']", "needs the key 'total'"]),
+    (lambda loss, o, t: {"total": loss[None]}, ["shape (1,)"]),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), RUNNING_LOSSES)
+def test_a_loss_is_one_number(make: Any, says: list[str]) -> None:
+    events = breaks(fit(loss=bad_loss(make)), pl.LossError, ValueError, "the loss at AFTER_LOSS of batch 1", *says)
+    assert events[-1] is Event.BEFORE_LOSS
+
+
+@pytest.mark.parametrize("make", [lambda loss, o, t: loss.detach(), lambda loss, o, t: torch.tensor(1.0)])
+def test_a_loss_without_a_graph_is_an_error(make: Any) -> None:
+    says = ("the loss of batch 1 does not depend on any parameter", "detached", ".item()")
+    breaks(fit(loss=bad_loss(make)), pl.LossError, ValueError, *says)
+
+
+def closed_over() -> nn.Module:
+    """A module whose forward is a closure over the original, which a copy of it doesn't follow."""
+    model = net()
+    forward = model.forward
+    model.forward = lambda x: forward(x)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"loss": lambda outputs, targets: torch.tensor(1.0, requires_grad=True)}, pl.LossError),
+        ({"model": closed_over()}, pl.ModelError),
+    ],
+)
+def test_a_loss_that_reaches_no_parameter_is_an_error(changes: dict[str, Any], error: type[Exception]) -> None:
+    """It has a graph, but of other tensors: training would go on and change nothing."""
+    breaks(fit(**changes), error, ValueError, "parameter")
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+@pytest.mark.parametrize(
+    "make", [lambda loss: loss.expand(2), lambda loss: 3.0, lambda loss: None, lambda loss: {"main": loss}]
+)
+def test_a_loss_that_an_algorithm_spoils_is_an_error(event: Event, make: Any) -> None:
+    spoil = at(event, lambda state: state.replace(loss=make(state.loss)))
+    breaks(fit(algorithms=[spoil]), pl.LossError, ValueError, "batch 0")
+
+
+@pytest.mark.parametrize("make", [lambda grads: None])
+def test_gradients_that_an_algorithm_takes_away_are_an_error(make: Any) -> None:
+    spoil = at(Event.AFTER_TRAIN_BATCH, lambda state: state.replace(grads=make(state.grads)))
+    breaks(fit(algorithms=[spoil]), pl.AlgorithmStructureError, ValueError, "grads", "'mine'", "AFTER_TRAIN_BATCH")
+
+
+X = torch.randn(4, 4)
+Y = torch.zeros(4, dtype=torch.int64)
+
+BATCHES = [
+    (X, ["a batch is a Tensor of 4", "(inputs, targets)", "pl.Task(forward="]),
+    ((X, Y, Y), ["a batch is a tuple of 3", "(inputs, targets)", "pl.Task(forward="]),
+    ({"x": X}, ["a batch is a dict of 1", "pl.Task(forward="]),
+    ("text", ["can't count the samples", "type str"]),
+    ((X[:0], Y[:0]), ["batch 0"]),
+    ((X, Y[:3]), ["batch[0]: 4", "batch[1]: 3", "first dimension"]),
+]
+
+
+@pytest.mark.parametrize(("batch", "says"), BATCHES)
+def test_batches_that_can_not_be_used(batch: Any, says: list[str]) -> None:
+    breaks(fit(data=[batch]), pl.DataError, ValueError, *says)
+
+
+def test_a_batch_that_can_not_be_split_says_why() -> None:
+    task = pl.Task(forward=lambda model, batch: model(batch[0]), loss=lambda outputs, batch: outputs.mean())
+    stream = fit(data=[(X, Y, object())], loss=task, microbatch_size=2)
+    breaks(stream, pl.DataError, ValueError, "can't split batch[2]", "microbatches of 2", "microbatch_size=None")
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_are_positive_numbers(weight: float) -> None:
+    stream = fit(task=pl.Task(weight=lambda batch: weight), microbatch_size=2)
+    breaks(stream, pl.DataError, ValueError, "batch 0", "finite, not negative", "task=pl.Task(weight=...)")
+
+
+def test_a_duration_in_tokens_needs_tokens() -> None:
+    breaks(fit(max_duration="9tok"), pl.DataError, ValueError, "batch 0", "no tokens", "pl.Task(tokens=")
+
+
+CLIPPING = [
+    (lambda grads, params: None, TYPE, ["clip_grad=<lambda> returned NoneType", "by name"]),
+    (lambda grads, params: list(grads.values()), TYPE, ["returned list"]),
+    (lambda grads, params: {}, VALUE, ["other names", "missing ['0.bias'"]),
+    (lambda grads, params: {**grads, "x": X}, VALUE, ["unknown ['x']"]),
+]
+
+
+@pytest.mark.parametrize(("clip", "kind", "says"), CLIPPING)
+def test_clipping_functions_return_gradients(clip: Any, kind: tuple[Any, Any], says: list[str]) -> None:
+    breaks(fit(clip_grad=clip), *kind, *says)

@@ -1,0 +1,245 @@
+"""Donation: what anybody has kept never changes.
+
+Law 2 decides: whatever is kept (States, mappings, tensors, views, NumPy arrays, DLPack capsules, graphs), by whomever
+(the loop's body, algorithms, callbacks, the model's own forward, other threads), however the loop is written, has the
+bits of a copy made when it was kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pure_loop as pl
+from pure_loop import Event, donation
+from tests.donating import DATA, Kept, fit, tensors_of
+
+pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+
+
+def some_tensor(state: pl.State, which: int) -> Tensor:
+    found = tensors_of((state.params, state.opt_state["exp_avg"], state.opt_state["exp_avg_sq"]))
+    tensor: Tensor = found[which % len(found)]
+    return tensor
+
+
+WAYS: dict[str, Callable[[Kept, pl.State, int], None]] = {
+    "the State": lambda kept, state, i: kept.keep("a State", state),
+    "the State in a tuple": lambda kept, state, i: kept.keep("a State in a tuple", (1, state)),
+    "its parameters": lambda kept, state, i: kept.keep("a mapping", state.params),
+    "its memory": lambda kept, state, i: kept.keep("a memory", state.opt_state),
+    "a mapping in its memory": lambda kept, state, i: kept.keep("an inner mapping", state.opt_state["exp_avg"]),
+    "a tensor": lambda kept, state, i: kept.keep("a tensor", some_tensor(state, i)),
+    "a view": lambda kept, state, i: kept.keep("a view", some_tensor(state, i).view(-1)[:1]),
+    "a detached tensor": lambda kept, state, i: kept.keep("a detached tensor", some_tensor(state, i).detach()),
+    "an array": lambda kept, state, i: kept.keep(
+        "an array", some_tensor(state, i).detach().numpy(), lambda array: [torch.from_numpy(array.copy())]
+    ),
+    "a list of views": lambda kept, state, i: kept.keep(
+        "views", [tensor.t() if tensor.ndim == 2 else tensor[:1] for tensor in tensors_of(state.params)]
+    ),
+    "a storage": lambda kept, state, i: kept.keep(
+        "a storage",
+        some_tensor(state, i).untyped_storage(),
+        lambda storage: [torch.empty(0).set_(storage).clone()],
+    ),
+    "a graph": lambda kept, state, i: kept.keep(
+        "a graph",
+        (state.params["0.weight"].detach().requires_grad_(), torch.ones(5, 4)),
+        lambda pair: list(torch.autograd.grad((pair[0] * pair[0] * pair[1]).sum(), [pair[0]])),
+    ),
+    "a module": lambda kept, state, i: kept.keep("a module", state.module(), lambda module: list(module.parameters())),
+}
+
+
+def own_graph(kept: Kept, state: pl.State, which: int) -> None:
+    """A graph saves the very tensor, not one that shares its storage."""
+    tensor = some_tensor(state, which)
+    factor = torch.ones_like(tensor).requires_grad_()
+    product = (factor * tensor).sum()
+    kept.keep(
+        "a graph through a tensor itself",
+        (factor, product),
+        lambda pair: list(torch.autograd.grad(pair[1], [pair[0]], retain_graph=True)),
+    )
+
+
+def own_capsule(kept: Kept, state: pl.State, which: int) -> None:
+    # Only what needs no gradient can be exported as it is.
+    tensor = some_tensor(state, which)
+    _keep_capsule(kept, tensor.detach() if tensor.requires_grad else tensor)
+
+
+def capsule(kept: Kept, state: pl.State, which: int) -> None:
+    _keep_capsule(kept, some_tensor(state, which).detach())
+
+
+def _keep_capsule(kept: Kept, tensor: Tensor) -> None:
+    held = torch.utils.dlpack.to_dlpack(tensor)
+    numbers = tensor.clone()
+    seen: list[Tensor] = []
+
+    def read(held: Any) -> list[Any]:
+        if not seen:
+            seen.append(torch.utils.dlpack.from_dlpack(held))
+        return seen
+
+    kept.things.append(("a DLPack capsule", held, read, [numbers]))
+
+
+WAYS["a capsule"] = capsule
+WAYS["a capsule of a tensor itself"] = own_capsule
+WAYS["a graph through a tensor itself"] = own_graph
+
+EVENTS = [
+    *(Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_FORWARD),
+    *(Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+    *(Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EVAL_START, Event.EVAL_END),
+]
+WHO = ["body", "callback", "algorithm", "forward"]
+
+
+@st.composite
+def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
+    return (
+        draw(st.sampled_from(WHO)),
+        draw(st.sampled_from(sorted(WAYS))),
+        draw(st.sampled_from(EVENTS)),
+        draw(st.integers(0, 14)),
+        draw(st.integers(0, 11)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    keepings=st.lists(keepings(), min_size=1, max_size=4),
+    watch=st.sampled_from([None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}, set(EVENTS)]),
+    microbatch_size=st.sampled_from([None, 4]),
+    consumer=st.sampled_from(["for", "next", "list", "pairs", "deque"]),
+    evaluators=st.booleans(),
+)
+def test_what_was_kept_never_changes(
+    keepings: list[Any], watch: Any, microbatch_size: Any, consumer: str, evaluators: bool
+) -> None:
+    kept = Kept()
+    first_forward: list[Any] = [None]
+
+    def keeps(who: str, event: Event, state: pl.State) -> None:
+        for someone, way, when, batch, which in keepings:
+            if someone == who and when is event and state.timestamp.batch == batch:
+                WAYS[way](kept, state, which)
+
+    def callback(event: Event, state: pl.State) -> None:
+        keeps("callback", event, state)
+
+    def handler(state: pl.State) -> pl.State:
+        assert state.event is not None
+        keeps("algorithm", state.event, state)
+        return state
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            first_forward[0] = (first_forward[0] or 0) + 1
+            for someone, way, _, batch, which in keepings:
+                if someone == "forward" and first_forward[0] == batch + 1:
+                    weights = list(self.parameters())
+                    weight = weights[which % len(weights)]
+                    kept.keep(f"{way} in the forward", weight if "State" in way else weight.detach())
+            out: Tensor = super().forward(x)
+            return out
+
+    torch.manual_seed(0)
+    stream = fit(
+        Model(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
+        watch=watch,
+        microbatch_size=microbatch_size,
+        callbacks=[callback],
+        algorithms=[pl.algorithm(*EVENTS, name="keeper")(handler)],
+        evaluators={"val": DATA[:1]} if evaluators else None,
+        eval_interval="4ba",
+    )
+    if consumer == "for":
+        for event, state in stream:
+            keeps("body", event, state)
+    elif consumer == "next":
+        while (pair := next(stream, None)) is not None:
+            keeps("body", *pair)
+    elif consumer == "pairs":
+        before = None
+        for pair in stream:
+            keeps("body", *pair)
+            if before is not None:
+                kept.keep("the pair before", before[1])
+                kept.check()
+                kept.things.pop()
+            before = pair
+    elif consumer == "list":
+        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
+        for (_, state), numbers in pairs:
+            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+    else:
+        last: deque[Any] = deque(maxlen=2)
+        for pair in stream:
+            last.append((pair, [tensor.clone() for tensor in tensors_of(pair[1])]))
+            for (_, state), numbers in last:
+                assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+        keeps("body", *last[-1][0])
+    kept.check()
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(
+    "event",
+    [Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BATCH_START, Event.AFTER_LOSS],
+    ids=lambda e: e.value,
+)
+def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
+    kept = Kept()
+    for now, state in fit():
+        if now is event and state.timestamp.batch in (3, 8):
+            WAYS[way](kept, state, 0)
+    kept.check()
+
+
+@pytest.mark.parametrize("order", ["current", "2021"])
+@pytest.mark.parametrize("event", [Event.INIT, Event.FIT_START], ids=lambda e: e.value)
+def test_what_was_kept_before_the_first_step_stays(order: Any, event: Event) -> None:
+    kept = Kept()
+    for now, state in fit(order=order):
+        if now is event:
+            kept.keep("the parameters", dict(state.params))
+    assert kept.things
+    kept.check()
+
+
+@pytest.mark.parametrize("who", ["algorithm", "callback"])
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}, {Event.EPOCH_END}], ids=str)
+def test_a_state_that_the_loop_was_never_given_stays(who: str, watch: Any) -> None:
+    """The State that is updated is not the one in the loop variable, and either may be kept."""
+    kept = Kept()
+
+    def keep(state: pl.State) -> pl.State:
+        if state.timestamp.batch in (4, 7):
+            kept.keep("a State", state)
+        return state
+
+    def look(event: Event, state: pl.State) -> None:
+        if event is Event.AFTER_TRAIN_BATCH:
+            keep(state)
+
+    keeper = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="keeper")(keep)
+    for _event, _state in fit(
+        watch=watch,
+        algorithms=[keeper] if who == "algorithm" else [],
+        callbacks=[look] if who == "callback" else [],
+    ):
+        pass
+    assert kept.things
+    kept.check()

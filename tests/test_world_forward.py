@@ -1,0 +1,182 @@
+"""What ranks exchange in a forward and a backward: buffers, and gradients of whatever the loss reaches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event, testing
+from pure_loop.distributed import Parallel
+from pure_loop.order import Plan
+from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.ranks import RankError
+from tests.worlds import KINDS, pool, two_halves
+
+
+def test_dropout_differs_between_ranks_and_shuffling_does_not():
+    data = TensorDataset(torch.arange(12.0).reshape(12, 1), torch.zeros(12, dtype=torch.int64))
+
+    def program(rank):
+        seen, masks = [], []
+        for event, state in pl.fit(
+            torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Dropout(0.5)),
+            DataLoader(data, batch_size=6, shuffle=True),
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="2ep",
+            parallel="replicate",
+        ):
+            if event is Event.AFTER_DATALOADER:
+                seen.append(state.batch[0].flatten().tolist())
+            if event is Event.AFTER_FORWARD:
+                masks.append(state.outputs.detach())
+        return seen, [mask != 0 for mask in masks]
+
+    (one, kept), (other, others) = pool().run(program)
+    assert not all(torch.equal(a, b) for a, b in zip(kept, others, strict=True))
+    for epoch in range(2):
+        batches = [one[epoch * 2 + i] + other[epoch * 2 + i] for i in range(2)]
+        assert sorted(itertools.chain(*batches)) == list(map(float, range(12)))
+    assert one[:2] != one[2:]
+    # The same order as one rank has.
+    alone = [
+        state.batch[0].flatten().tolist()
+        for event, state in pl.fit(
+            torch.nn.Linear(1, 2),
+            DataLoader(data, batch_size=6, shuffle=True),
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="2ep",
+        )
+        if event is Event.AFTER_DATALOADER
+    ]
+    assert [a + b for a, b in zip(one, other, strict=True)] == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_running_statistics_are_the_mean_over_ranks(kind):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(7, 3, generator=generator)
+
+    def program(rank):
+        torch.manual_seed(0)
+        stream = pl.fit(
+            torch.nn.Sequential(torch.nn.BatchNorm1d(3, momentum=1.0), torch.nn.Linear(3, 1)),
+            [(inputs, torch.zeros(7, 1))],
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ba",
+            parallel=kind,
+        )
+        return dict(pl.run(stream).buffers)
+
+    for buffers in pool(kind=kind).run(program):
+        torch.testing.assert_close(buffers["0.running_mean"], inputs.mean(0))
+        assert buffers["0.num_batches_tracked"].item() == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_on_weights_has_its_gradient_on_several_ranks(kind):
+    @pl.algorithm(Event.AFTER_LOSS)
+    def penalty(state):
+        return state.replace(loss=state.loss + 0.3 * sum(tensor.square().sum() for tensor in state.params.values()))
+
+    plan = Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2)
+    case = testing.Case(plan=plan, problem="tied")
+    alone = witness(whole(case, 2).stream([penalty]))
+    for seen in pool(kind=kind).run(lambda rank: witness(case.stream([penalty], parallel=kind))):
+        compare(seen, alone, kind, 1e-5)
+
+
+def _halves_run(parallel, size):
+    # Each rank's share of the first batch reaches both halves at once; in the others, its last microbatch one of them.
+    batches = [torch.tensor([[x] for x in row]) for row in ((-1.0, 1.0, -2.0, 2.0), (1.0, -1.0, 2.0, -3.0))]
+    stream = pl.fit(
+        two_halves(),
+        [(batch, torch.zeros(4, 1)) for batch in batches],
+        loss=torch.nn.functional.mse_loss,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="1ep",
+        microbatch_size=size,
+        parallel=parallel,
+    )
+    return dict(pl.run(stream).params)
+
+
+def test_a_last_microbatch_that_leaves_a_parameter_out_still_exchanges_it():
+    alone = _halves_run(None, 2)
+    for found in pool().run(lambda rank: _halves_run(Parallel(find_unused_parameters=False), 1)):
+        for name in alone:
+            torch.testing.assert_close(found[name], alone[name])
+
+
+def test_sharded_ranks_that_reach_other_parameters_are_told():
+    def program(rank):
+        data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
+        pl.run(
+            pl.fit(
+                two_halves(),
+                data,
+                loss=torch.nn.functional.mse_loss,
+                optimizer=pl.optim.sgd(lr=0.1),
+                max_duration="1ep",
+                parallel="shard",
+            )
+        )
+
+    with pytest.raises(RankError, match="reached other parameters on one rank than on another"):
+        pool().run(program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_autocast_around_the_loop_changes_nothing(kind):
+    case = testing.Case(plan=Plan(batches=(6, 4), max_duration="4ep"), problem="linear", precision="amp_bf16")
+
+    def program(rank):
+        plain = witness(case.stream(parallel=kind))
+        with torch.autocast("cpu", enabled=False):
+            return witness(case.stream(parallel=kind)), plain
+
+    for inside, plain in pool(kind=kind).run(program):
+        compare(inside, plain, kind, 0.0)
+
+
+class _Late(torch.nn.Module):
+    """Writes to its buffer from the third forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(1))
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            if self.steps > 2:
+                self.mean += x.mean()
+        return self.layer(x)
+
+
+def test_buffers_that_are_written_to_late_agree_as_well():
+    data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(4)]
+
+    def program(rank):
+        stream = pl.fit(
+            _Late(),
+            data,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ep",
+            parallel="replicate",
+        )
+        return dict(pl.run(stream).buffers)
+
+    # The means over the third and the fourth batch.
+    for buffers in pool().run(program):
+        assert buffers["steps"] == 4
+        assert buffers["mean"] == pytest.approx(6.0 + 8.0)

@@ -1,0 +1,71 @@
+"""Several ranks on real processes: their pools, and the algorithms that run there."""
+
+from __future__ import annotations
+
+import torch
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.distributed import Parallel
+from pure_loop.testing.ranks import shared_pool
+
+KINDS = ("replicate", "shard")
+A = pl.algorithms
+ALGORITHMS = {
+    "label_smoothing": lambda: A.label_smoothing(0.1),
+    "ema": lambda: A.ema(half_life="3ba"),
+    "sam": lambda: A.sam(rho=0.1),
+    "asam": lambda: A.sam(rho=0.5, adaptive=True),
+    "clip_norm": lambda: A.gradient_clipping("norm", 0.3),
+    "clip_value": lambda: A.gradient_clipping("value", 0.1),
+    "clip_adaptive": lambda: A.gradient_clipping("adaptive", 0.05),
+    "composed": lambda: pl.compose(A.sam(), A.ema(half_life="3ba"), A.gradient_clipping("norm", 0.3)),
+}
+
+
+def pool(ranks=2, kind="replicate"):
+    # torch's DistributedDataParallel crashes where gloo's collectives are checked, in torch itself.
+    return shared_pool(ranks, checked=kind == "shard")
+
+
+def samples_seen(make_loader, ranks, epochs=2, **options):
+    """For every epoch, the samples that all ranks saw and counted."""
+
+    def program(rank):
+        seen = [[] for _ in range(epochs)]
+        counts = []
+        stream = pl.fit(
+            torch.nn.Linear(1, 1),
+            make_loader(rank),
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.0),
+            max_duration=f"{epochs}ep",
+            parallel=Parallel(**options),
+        )
+        for event, state in stream:
+            if event is Event.AFTER_BACKWARD:
+                t = state.timestamp
+                seen[t.epoch].append((t.batch, state.microbatch[0].flatten().tolist()))
+            if event is Event.BATCH_END:
+                counts.append(state.timestamp.sample)
+        return seen, counts
+
+    return pool(ranks).run(program)
+
+
+def two_halves():
+    class Halves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            out = 0.0 * x
+            if bool((x > 0).any()):
+                out = out + (x > 0) * self.one(x)
+            if bool((x < 0).any()):
+                out = out + (x < 0) * self.two(x)
+            return out
+
+    torch.manual_seed(0)
+    return Halves()
