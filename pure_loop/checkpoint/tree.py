@@ -63,6 +63,8 @@ class Writer:
         write = _WRITERS.get(type(value))
         if write is not None:
             return write(self, value, path)
+        if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
+            return self._array(value, path)
         kind = registered(type(value))
         if kind is None:
             _refuse(value, path)
@@ -115,6 +117,20 @@ class Writer:
         self._alive.append(tensor)
         return described
 
+    def _array(self, value: Any, path: tuple[str, ...]) -> Any:
+        """Of NumPy, which is imported where there is such a value."""
+        import numpy
+
+        try:
+            tensor = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape))
+        except (TypeError, ValueError) as error:
+            raise ArgumentTypeError(
+                f"state.{'.'.join(path)} is a NumPy array of dtype {value.dtype}, which a checkpoint can't hold: keep "
+                "numbers, in the machine's byte order."
+            ) from error
+        kind = "array" if isinstance(value, numpy.ndarray) else "number"
+        return {"numpy": kind, "of": self._tensor(tensor, path)}
+
     def _free_name(self, path: tuple[str, ...]) -> str:
         name, number = ".".join(path), 1
         while name in self.tensors:
@@ -134,9 +150,7 @@ _OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
 def _refuse(value: Any, path: tuple[str, ...]) -> NoReturn:
     kind = type(value)
     known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
-    if kind.__module__.partition(".")[0] == "numpy":
-        advice = "write float(x), int(x), or torch.as_tensor(x)"
-    elif isinstance(value, enum.Enum) or any(hasattr(kind, each) for each in _OF_RECORDS):
+    if isinstance(value, enum.Enum) or any(hasattr(kind, each) for each in _OF_RECORDS):
         advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
     else:
         advice = f"keep {known} in its place"
@@ -195,7 +209,7 @@ class Reader:
             if read is not None:
                 try:
                     return read(self, value)
-                except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ImportError) as error:
                     if isinstance(error, CheckpointError):
                         raise
                     raise CheckpointError(
@@ -224,6 +238,12 @@ class Reader:
                 made = made.to(described["device"])
             self._made[name] = made
         return made
+
+    def array(self, described: dict[str, Any]) -> Any:
+        import numpy
+
+        array = numpy.asarray(self.tensor(described["of"]).cpu())
+        return array[()] if described["numpy"] == "number" else array
 
     def record(self, described: dict[str, Any]) -> Any:
         kind = named(described["record"])
@@ -270,6 +290,7 @@ def _dtype(name: Any) -> torch.dtype:
 Read = Callable[[Reader, Any], Any]
 _READERS: dict[str, Read] = {
     "tensor": lambda reader, value: reader.tensor(value),
+    "numpy": lambda reader, value: reader.array(value),
     "record": lambda reader, value: reader.record(value),
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),

@@ -61,7 +61,8 @@ def _through(path: Path, whole: Pairs, index: int, subject: AlgorithmSubject, ca
     except Exception as error:
         raise LawViolation(f"{what}, it ended in an error: {type(error).__name__}: {error}", event=event) from error
     rest = going_on([each for each, _ in whole], index)
-    wanted = [*([] if beforehand else _BEFORE_TRAINING), *rest]
+    started = [] if beforehand else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
+    wanted = [*started, *rest]
     same_events([each for each, _ in again], wanted[: len(again)], what)
-    given = again[len(wanted) - len(rest) + 1 :]
+    given = again[len(started) + 1 :]
     same_stream(given, whole[len(whole) - len(rest) + 1 :][: len(given)], what)
