@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.evaluator import BoundEvaluator
 from pure_loop.model import ModelDef
 from pure_loop.state import State, outside_batch
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.files import Checkpoint
 
-__all__ = ["loading", "read_start", "saving", "seed_of"]
+__all__ = ["loading", "read_start", "refuse_savers", "saving", "seed_of"]
 
 
 def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[Any, Checkpoint | None]:
@@ -117,3 +119,20 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
     if any(same_place(each.folder, autoresume) for each in savers):
         return listed
     return [*listed, CheckpointSaver(autoresume)]
+
+
+def refuse_savers(callbacks: Iterable[Any], evaluators: Iterable[BoundEvaluator], order: str) -> None:
+    """
+    Raises:
+        ArgumentError: a saver that would never save, or whose metric nobody measures.
+    """
+    module: Any = sys.modules.get("pure_loop.callbacks.checkpoint_saver")
+    for saver in () if module is None else callbacks:
+        if not isinstance(saver, module.CheckpointSaver):
+            continue
+        if order == "2021":
+            raise ArgumentError(
+                "order='2021' has no checkpoint events, so CheckpointSaver would never save: take the current order, "
+                "or save in the loop's body, pl.save(state, path), at BATCH_END or EPOCH_END."
+            )
+        saver.refuse_unmeasured({each.label: each.metrics for each in evaluators})

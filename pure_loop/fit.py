@@ -26,7 +26,7 @@ from pure_loop._arguments import (
     refuse_no_optimizer,
 )
 from pure_loop._compiling import compiler, evaluating
-from pure_loop._loading import loading, read_start, saving, seed_of
+from pure_loop._loading import loading, read_start, refuse_savers, saving, seed_of
 from pure_loop._start import (
     any_state,
     first_memory,
@@ -186,7 +186,7 @@ def _start(prepared: Prepared) -> Stream:
         [each.close for each in to_close],
         stages=stages,
         watch=prepared.watch,
-        strict=Strict.of_order(prepared.order) if prepared.strict else None,
+        strict=Strict.of_order(prepared.order, loaded=prepared.fit.load is not None) if prepared.strict else None,
         failed=engine.failed if engine.ranks > 1 else None,
         donation=stages.donation,
     )
@@ -289,6 +289,7 @@ def prepare(
 
     state = known(state)
     bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
+    refuse_savers(objects, bound, order)
     settings = {
         "seed": state.seed,
         "max_duration": str(duration),

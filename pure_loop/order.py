@@ -167,7 +167,7 @@ GRAMMARS: Mapping[Order, tuple[Rule, ...]] = {
 NOTES: Mapping[Event, str] = {
     Event.INIT: "a fresh start only",
     Event.BEFORE_LOAD: "a fresh start only",
-    Event.AFTER_LOAD: "a fresh start only",
+    Event.AFTER_LOAD: "where fit is given a module; load_path= is read before it",
     Event.FIT_START: "going on from a kept State starts here",
     Event.EPOCH_START: "not when going on in the middle of an epoch",
     Event.BEFORE_DATALOADER: "also once where the loader turns out to be exhausted",
@@ -232,6 +232,10 @@ class Checker:
 
     Streams of ``fit`` (fresh, or going on from a boundary), ``evaluate`` and ``predict`` are legal.
 
+    Args:
+        order: ``"current"`` or ``"2021"``.
+        loaded: whether ``fit`` loads a checkpoint: then what follows FIT_START goes on from that one's boundary.
+
     Raises:
         OrderError: (a ValueError) from :meth:`advance`; the checker stays where it was.
 
@@ -242,10 +246,11 @@ class Checker:
     ([Event.EPOCH_START, Event.FIT_END, Event.ITERATION_START], False)
     """
 
-    __slots__ = ("_count", "_event", "_order", "_positions")
+    __slots__ = ("_count", "_event", "_loaded", "_order", "_positions")
 
-    def __init__(self, order: Order = "current") -> None:
+    def __init__(self, order: Order = "current", *, loaded: bool = False) -> None:
         _rules(order)
+        self._loaded = loaded
         self._order: Order = order
         self._positions = frozenset({0})
         self._event: Event | None = None
@@ -270,6 +275,8 @@ class Checker:
                 f"event {self._count} of the stream is {event!r}, which {after}; legal there: {self._describe()}. "
                 f"Read the order with print(pl.order.table({self._order!r}))"
             )
+        if self._loaded and event is Event.FIT_START:
+            positions = _moves(self._order, frozenset({0}))[event]
         self._positions, self._event, self._count = positions, event, self._count + 1
 
     def finish(self) -> None:
@@ -282,13 +289,16 @@ class Checker:
         return ", ".join(repr(event) for event in Event if event in self.legal) or "nothing, the stream is over"
 
 
-def check(events: Iterable[Event | str], *, complete: bool = False, order: Order = "current") -> None:
+def check(
+    events: Iterable[Event | str], *, complete: bool = False, order: Order = "current", loaded: bool = False
+) -> None:
     """Refuse a stream of events that is not in order.
 
     Args:
         events: events or their names, from the first one that the stream yielded.
         complete: also refuse a stream that stops early.
         order: ``"current"`` or ``"2021"``.
+        loaded: whether the stream began with a checkpoint that ``fit`` loaded.
 
     Raises:
         OrderError: (a ValueError) naming the position, the event, and what was legal there.
@@ -300,7 +310,7 @@ def check(events: Iterable[Event | str], *, complete: bool = False, order: Order
     pure_loop.errors.OrderError: event 2 of the stream is Event.BATCH_START, which can't follow Event.EPOCH_START; \
 legal there: Event.BEFORE_DATALOADER. Read the order with print(pl.order.table('current'))
     """
-    checker = Checker(order)
+    checker = Checker(order, loaded=loaded)
     for event in events:
         checker.advance(Event(event))
     if complete:

@@ -39,11 +39,11 @@ class Strict:
         self._random: tuple[Tensor, Any, bytes] | None = None
 
     @classmethod
-    def of_order(cls, order: Literal["current", "2021"]) -> Strict:
+    def of_order(cls, order: Literal["current", "2021"], *, loaded: bool = False) -> Strict:
         """Checks that hold the events against an order as well."""
         from pure_loop.order import Checker
 
-        return cls(Checker(order))
+        return cls(Checker(order, loaded=loaded))
 
     def advance(self, event: Event) -> None:
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -19,6 +19,7 @@ from pure_loop.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop import reached
+from pure_loop.metrics import Metric
 from pure_loop.state import State
 
 __all__ = ["CheckpointSaver"]
@@ -82,22 +83,50 @@ class CheckpointSaver(Callback):
             raise ArgumentError(f'latest={latest!r}: the name of a link in the folder, such as "latest", or None.')
         if latest is not None and latest.endswith(SUFFIX):
             raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
+        self._label = str(self._metric).partition("/")[0]
         self._link = latest
         self._background = bool(background)
         self._held = HeldSignals(signals)
         self._writer = Background()
         self._saved: list[Saved] = []
-        # At which batch the metrics were measured.
+        # At which batch the metric was measured.
         self._measured: int | None = None
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         if self.rank == 0:
             write_document(state)  # what can't be saved is an error now, and not after the first epoch
             self._open()
+        self._measured = None
         self._held.listen()
 
-    def eval_after_all(self, state: State, logger: LoggerGroup) -> None:
-        self._measured = state.timestamp.batch
+    def eval_end(self, state: State, logger: LoggerGroup) -> None:
+        if self._metric is not None and state.evaluator == self._label:
+            self._measured = state.timestamp.batch
+            self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in state.metrics[self._label]])
+
+    def refuse_unmeasured(self, evaluators: Mapping[str, Sequence[Metric] | None]) -> None:
+        """Refuse a metric that is sure not to be measured.
+
+        Args:
+            evaluators: the metrics of each by its label; None: those that fit its outputs.
+
+        Raises:
+            ArgumentError: says which there are.
+        """
+        if self._metric is None:
+            return
+        if self._label not in evaluators:
+            raise ArgumentError(
+                f"metric={self._metric!r}: there is no evaluator {self._label!r} in evaluators=; there are "
+                f"{', '.join(evaluators) or 'none'}."
+            )
+        metrics = evaluators[self._label]
+        if metrics is not None:
+            self._refuse_metric(self._metric, [f"{self._label}/{metric.name}" for metric in metrics])
+
+    def _refuse_metric(self, metric: str, measured: Sequence[str]) -> None:
+        if metric not in measured:
+            raise ArgumentError(f"metric={metric!r} is not measured; there are {', '.join(measured)}.")
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         self._at(state, Event.BATCH_END)
@@ -143,14 +172,14 @@ class CheckpointSaver(Callback):
 
     def _save(self, state: State) -> None:
         name = self._names.of(state.timestamp)
-        measured = self._metric is not None and self._measured == state.timestamp.batch
+        measured = self._measured == state.timestamp.batch
         protect(state)
 
         def job(state: State = state) -> None:
             notes: dict[str, Any] = {}
             if measured:
-                label, _, metric = str(self._metric).partition("/")
-                notes = {"metric": self._metric, "score": float(state.metrics[label][metric])}
+                score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
+                notes = {"metric": self._metric, "score": score}
             save(state, join(self.folder, name), notes=notes)
             self._keep(Saved(name, notes.get("score")))
 
