@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import events, growth, length, limits, memory, startup, tables
+from tests.benchmarks import events, growth, length, limits, memory, saving, startup, tables
 from tests.benchmarks.loops import HAND, OURS, Loop
 from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.steps import measure
 from tests.benchmarks.workloads import WORKLOADS
 
-MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length")
+MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length", "saving")
 
 
 def main() -> int:
@@ -111,6 +111,8 @@ def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: 
             return growth.measure(options.turns, options.seconds)
         case "length":
             return length.measure(options.longest)
+        case "saving":
+            return saving.measure(max(options.turns // 5, 3))
     raise AssertionError(name)
 
 

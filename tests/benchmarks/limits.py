@@ -31,6 +31,10 @@ ATTACHED = 1 / 147
 DRIFT = 1.1
 
 
+# The step after a save, relative to an ordinary one.
+SAVING = 1.05
+
+
 def exceeded(results: Mapping[str, Any]) -> Iterator[str]:
     """A line for each figure of these results that is above its limit."""
     for loop, limits in RATIOS.items():
@@ -56,6 +60,9 @@ def exceeded(results: Mapping[str, Any]) -> Iterator[str]:
     for name, cell in results.get("events", {}).items():
         if "not due" in name and cell["of_a_step"] > ATTACHED:
             yield f"{name}: {cell['of_a_step']:.2%} of a step, the limit is {ATTACHED:.2%}"
+    for name, cell in results.get("saving", {}).items():
+        if name.startswith("pl.fit") and cell["ratio"] > SAVING:
+            yield f"the step after a save, {name}: {cell['ratio']:.2f}, the limit is {SAVING}"
     if "length" in results:
         first, *_, last = results["length"]
         for key in ("us", "python_blocks", "resident_mb"):

@@ -116,6 +116,13 @@ def _length(results: Results) -> Table:
     return rows
 
 
+def _saving(results: Results) -> Table:
+    rows = [["", "step after a save, ms", "ordinary step, ms", "ratio"]]
+    for name, cell in results["saving"].items():
+        rows.append([name, f"{cell['after_ms']:.0f}", f"{cell['ordinary_ms']:.0f}", f"{cell['ratio']:.2f}"])
+    return rows
+
+
 def _versions(results: Results) -> Table:
     return [["package", "version"], *([name, version] for name, version in results["versions"].items())]
 
@@ -157,5 +164,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "events": _events,
     "growth": _growth,
     "length": _length,
+    "saving": _saving,
     "versions": _versions,
 }

@@ -1,0 +1,86 @@
+"""What saving costs the step that follows: 25 million parameters with the moments of AdamW, 300 MB a checkpoint.
+
+Wall-clock time from one batch's end to the next, what the loop does to save included, beside that of the batch after,
+which follows no save; the medians of one run, so that both see the same machine. The batches are W3's, eight of 128
+tokens: with smaller ones a step is little else than writing the parameters anew, and a copy of them as long as it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import pure_loop as pl
+from pure_loop.callbacks import CheckpointSaver
+from tests.benchmarks.workloads import SCALED, WORKLOADS, Endless, Workload
+
+__all__ = ["measure"]
+
+# A save, the batch that follows, one for the writer to be done, and one to compare with.
+PERIOD = 4
+
+
+def measure(saves: int, workload: Workload | None = None) -> dict[str, dict[str, float]]:
+    """For each loop milliseconds of the step after a save and of an ordinary one, and their ratio."""
+    if workload is None:
+        tokens = next(each for each in WORKLOADS if each.name == "W3").batch
+        workload = attrs.evolve(SCALED, batch=tokens)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, ends in {
+            "hand-written, torch.save": _by_hand(workload, Path(folder)),
+            **{
+                f"pl.fit, CheckpointSaver, donate={d!r}": _ours(workload, Path(folder), d)
+                for d in ("auto", True, False)
+            },
+        }.items():
+            found[name] = _compare(ends, saves)
+    return found
+
+
+def _compare(ends: Iterator[float], saves: int) -> dict[str, float]:
+    times = [next(ends) for _ in range(PERIOD * (saves + 1) + 1)]
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    # The first period warms up.
+    after, ordinary = (steps[PERIOD + offset :: PERIOD] for offset in (0, PERIOD - 1))
+    one, other = statistics.median(after), statistics.median(ordinary)
+    return {"after_ms": one * 1e3, "ordinary_ms": other * 1e3, "ratio": one / other}
+
+
+def _by_hand(workload: Workload, folder: Path) -> Iterator[float]:
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for batch, (inputs, targets) in enumerate(Endless(workload.data()), 1):
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+        yield time.perf_counter()
+        if batch % PERIOD == 1:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "hand.pt")
+
+
+def _ours(workload: Workload, folder: Path, donate: Any) -> Iterator[float]:
+    torch.manual_seed(0)
+    saver = CheckpointSaver(folder, interval=lambda state: state.timestamp.batch % PERIOD == 1, keep_last=1)
+    stream = pl.fit(
+        workload.model(),
+        Endless(workload.data()),
+        loss=workload.loss,
+        optimizer=pl.optim.adamw(lr=1e-3),
+        max_duration="1000000ba",
+        batches_per_epoch=1_000_000,
+        callbacks=[saver],
+        donate=donate,
+    )
+    for event, state in stream:  # noqa: B007
+        if event is pl.Event.BATCH_END:
+            yield time.perf_counter()
