@@ -241,3 +241,12 @@ def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, flo
     together = transformer(*torchrun, parallel=parallel)
     assert [step for step, _ in together] == [step for step, _ in alone], "a line is missing, or there twice"
     assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], abs=2e-3)
+
+
+def test_a_killed_run_comes_to_the_same(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "killed.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed\n") == 2
+    assert "the last State is the same as" in done.stdout
