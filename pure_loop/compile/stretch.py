@@ -222,7 +222,8 @@ class Stretch:
         made = make_graph(self.name, self.program, self.stages, state, self.names, durable, env, flight)
         known.append(made)
         count = sum(map(len, self._graphs.values()))
-        note = compilations.Compilation(self.name, count, reason, made.compiled.operations, made.compiled.seconds)
+        code = made.compiled
+        note = compilations.Compilation(self.name, count, reason, code.operations, code.seconds, code.kernels)
         logging.getLogger("pure_loop.compile").info("%s", note)
         compilations.note(note)
         return made
