@@ -52,7 +52,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     original = compiler.Stretch.__init__
 
     def init(self: Any, *args: Any, own: Any = None, shown: Any = None) -> None:
-        original(self, *args, own=lambda tensors: tensors)
+        original(self, *args, own=lambda tensors, _: tensors)
 
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
 
@@ -546,8 +546,8 @@ def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
     asked: list[bool] = []
     real = Donation.own
 
-    def own(self: Any, tensors: list[Tensor]) -> list[Tensor]:
-        given = real(self, tensors)
+    def own(self: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        given = real(self, tensors, alone)
         asked.append(given is not tensors)
         return given
 
@@ -568,7 +568,7 @@ def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
 def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from pure_loop.donation import Donation
 
-    monkeypatch.setattr(Donation, "own", lambda self, tensors: tensors)
+    monkeypatch.setattr(Donation, "own", lambda self, tensors, alone: tensors)
     kept = [(state, frozen_copy(state)) for _, state in stream(compile=True, max_duration="3ep")]
     assert not all(
         torch.equal(state.params[name], numbers[f"params.{name}"]) for state, numbers in kept for name in state.params

@@ -12,6 +12,7 @@ from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
+from pure_loop.donation import ABOUT_TO_WRITE
 from pure_loop.driver import apply, run_silently, seal
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
@@ -107,8 +108,14 @@ class Compiler:
         key = name, self.attended
         found = self._stretches.get(key)
         if found is None:
-            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own, shown=self.shown)
+            # Only where an update begins does a driver count who has the State.
+            own = self._copies if self.own is not None and name in ("gradients", "microbatch") else self.own
+            found = self._stretches[key] = Stretch(name, program, self.stages, own=own, shown=self.shown)
         return found
+
+    def _copies(self, tensors: list[Tensor], _: Any) -> list[Tensor]:
+        assert self.own is not None
+        return self.own(tensors, None)
 
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
@@ -147,17 +154,22 @@ class Compiler:
         # An input of the graphs, so that it is known before them; a batch's seconds go on the next one's account.
         now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
         timestamps = (state.previous_timestamp, before, now)
+        asks = self.own is not None and Event.BATCH_END in self.attended
         while not (self.attended & _OF_A_BATCH or self.eager):
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
             run = self.attempt("step", self._step, state, timestamps, (state.batch,))
             if run is not None:
                 return (yield from self._end(state, run, now))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
-        buffers = state.buffers
         while not (self.attended & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
             if run is not None:
                 return (yield from self._end(state, run, now))
+        buffers = state.buffers
         state = yield from self._gradients(state, timestamps[:2])
         shown = False
         while True:
@@ -167,6 +179,8 @@ class Compiler:
             if "update" in self.eager:
                 state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
                 return (yield Event.BATCH_END, state)
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
             flight = (buffers, *[getattr(state, name) for name in _IN_FLIGHT])
             run = self.attempt("update", self._update, state, timestamps, flight)
             if run is not None:

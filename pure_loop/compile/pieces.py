@@ -135,10 +135,9 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
             return None
         for item in kernel.users:
             index: Any = item.args[1]
-            old: Any = before[index]
-            if replaced.get(item) is not old:
+            if replaced.get(item) is not before[index]:
                 return None
-            made[item] = old
+            made[item] = before[index]
     written = set(made.values())
     old_memory = set(map(memory_of, written))
     following -= {*made, *looks}

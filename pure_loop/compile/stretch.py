@@ -13,10 +13,12 @@ from torch import Tensor
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
 from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
+from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
 from pure_loop.compile.trees import Durable, MetricsReadError, durable_fields, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
+from pure_loop.frozendict import OVERWRITTEN
 from pure_loop.loop import LoopStages
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
@@ -24,7 +26,8 @@ from pure_loop.time import Timestamp
 
 __all__ = ["Own", "Program", "Run", "Stretch", "Traced"]
 
-Own: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+# (tensors, whether nobody refers to them but the State that is given) -> the same tensors, or copies.
+Own: TypeAlias = Callable[[list[Tensor], "Callable[[State | None], bool] | None"], list[Tensor]]
 
 # Graphs of one stretch that differ only in what Python decided by a number.
 MOST_DECISIONS = 8
@@ -73,6 +76,7 @@ class Stretch:
         self._flight_key: Any = None
         self._made: Graph | None = None
         self._arguments: list[Tensor] | None = None
+        self._memory: Memory | None = None
 
     def __call__(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], index: int = 0) -> Run:
         """
@@ -124,19 +128,22 @@ class Stretch:
             return None
         # `own` is asked only where it won't copy: what it gave would be lost here, and it would not copy again.
         before = [durable.leaves[i] for i in made.written]
-        if (self.shown is not None and self.shown()) or self.own(before) is not before:
+        if (self.shown is not None and self.shown()) or self.own(before, None) is not before:
             return None
-        outputs = made.compiled.call(self._given(made, state, arguments, env, flight, 0))
+        drawn = self._drawn(made, state, env, 0)
+        outputs = made.compiled.call(self._given(made, arguments, env, flight, drawn))
         return outputs[0]  # type: ignore[no-any-return]
 
+    def _drawn(self, made: Graph, state: State, env: Env, index: int) -> list[Tensor]:
+        """The random numbers that the graph takes."""
+        compiled = made.compiled
+        if not compiled.draws:
+            return []
+        drawn = draw_all(compiled.draws, state.seed, env.timestamps, self.stages.engine.rank, state.device, index)
+        return [drawn[i] for i in compiled.drawn]
+
     def _given(
-        self,
-        made: Graph,
-        state: State,
-        arguments: list[Tensor],
-        env: Env,
-        flight: tuple[Any, ...],
-        index: int,
+        self, made: Graph, arguments: list[Tensor], env: Env, flight: tuple[Any, ...], drawn: list[Tensor]
     ) -> list[Tensor]:
         """What the graph is called with."""
         compiled = made.compiled
@@ -149,9 +156,7 @@ class Stretch:
         for number in compiled.numbers:
             number.set(env)
             given.append(number.tensor)
-        if compiled.draws:
-            drawn = draw_all(compiled.draws, state.seed, env.timestamps, self.stages.engine.rank, state.device, index)
-            given += [drawn[i] for i in compiled.drawn]
+        given += drawn
         return given
 
     def _take(self, names: list[str]) -> None:
@@ -159,7 +164,7 @@ class Stretch:
         self.names = tuple(names)
         self._fields = attrgetter(*names)
         self._graphs.clear()
-        self._values, self._durable, self._made, self._arguments = (), None, None, None
+        self._values, self._durable, self._made, self._arguments, self._memory = (), None, None, None, None
 
     def _run(
         self,
@@ -173,22 +178,14 @@ class Stretch:
         index: int,
     ) -> Run:
         compiled = made.compiled
-        leaves = durable.leaves
-        copied = False
-        if made.written:
-            before = [leaves[i] for i in made.written]
-            # Memory of somebody else's making may be shared with anything.
-            owned = self.own(before) if ours and self.own is not None else clone_all(before)
-            if owned is not before:
-                copied = True
-                leaves = list(leaves)
-                for position, tensor in zip(made.written, owned, strict=True):
-                    leaves[position] = tensor
+        drawn = self._drawn(made, state, env, index)
+        leaves = self._writable(made, state, durable, values, ours)
+        copied = leaves is not durable.leaves
         arguments = None if copied else self._arguments
         if arguments is None:
             arguments = [leaves[i] for i in made.start]
             self._arguments = None if copied else arguments
-        outputs = compiled.call(self._given(made, state, arguments, env, flight, index))
+        outputs = compiled.call(self._given(made, arguments, env, flight, drawn))
         following = made.next
         if copied or not made.same:
             durable = after(following.fields, durable, leaves, env, outputs, copied)
@@ -196,6 +193,8 @@ class Stretch:
         self._values, self._durable = values, durable
         if not made.same_shape:
             self._made = self._durable = None
+        elif copied:
+            self._memory = Memory(made.written, durable)
         report = outputs[0] if following.reports else None
         if not following.flight:
             return Run(self.names, values, report, ())
@@ -205,6 +204,38 @@ class Stretch:
             tensors = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
             in_flight.append(rebuild(template, iter(tensors)))
         return Run(self.names, values, report, tuple(in_flight))
+
+    def _writable(self, made: Graph, state: State, durable: Durable, values: tuple[Any, ...], ours: bool) -> list[Any]:
+        """The durable leaves, with copies in the places of those that the graph may not write to."""
+        leaves = durable.leaves
+        if not made.written:
+            return leaves
+        before = [leaves[i] for i in made.written]
+        memory = self._memory
+        # Memory of somebody else's making may be shared with anything. So may that which graphs of this stretch have
+        # only read so far.
+        if not ours or self.own is None or memory is None or not memory.positions.issuperset(made.written):
+            owned = clone_all(before)
+        else:
+
+            def alone(shown: State | None) -> bool:
+                self._arguments = None
+                holders = len({id(each) for each in (values, self._values, durable.values)})
+                if len(memory.positions) != len(made.written) or not memory.alone(self.names, values, holders, shown):
+                    return False
+                for field in memory.fields():
+                    if shown is not None and getattr(shown, self.names[field]) is values[field]:
+                        _overwrite(shown, self.names[field])
+                    _overwrite(state, self.names[field])
+                return True
+
+            owned = self.own(before, alone)
+        if owned is before:
+            return leaves
+        copied = list(leaves)
+        for position, tensor in zip(made.written, owned, strict=True):
+            copied[position] = tensor
+        return copied
 
     def _find(self, state: State, durable: Durable, flight_key: Any, env: Env, flight: tuple[Any, ...]) -> Graph:
         """The graph that serves this call; compiled if there is none."""
@@ -227,6 +258,11 @@ class Stretch:
         logging.getLogger("pure_loop.compile").info("%s", note)
         compilations.note(note)
         return made
+
+
+def _overwrite(state: State, field: str) -> None:
+    """To touch this field of a State is an error from now on."""
+    getattr(State, field).__set__(state, OVERWRITTEN)
 
 
 def _hold(guards: list[Guard], env: Env) -> bool:
