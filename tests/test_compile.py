@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss
 
 import pure_loop as pl
+import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, label_smoothing, sam
 from pure_loop.compile import record
@@ -34,14 +35,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted() -> Iterator[None]:
     """Graphs are run as they are, and not compiled."""
-    from pure_loop.compile import trace
-
-    def run(graph: torch.fx.GraphModule, _: Any) -> Callable[[list[Tensor]], Any]:
-        return lambda tensors: graph(*tensors)
-
-    monkeypatch.setattr(trace, "lower", run)
+    with pure_loop.compile.interpreted():
+        yield
 
 
 @pytest.fixture

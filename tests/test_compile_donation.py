@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
+import pure_loop.compile
 from pure_loop import Event, donation
 from pure_loop.algorithms import ema
 from tests.sameness import assert_same
@@ -41,10 +42,7 @@ BATCHES = {Event.BATCH_END}
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
     """Graphs are run as they are, and not compiled."""
-    from pure_loop.compile import trace
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "lower", lambda graph, _: lambda tensors: graph(*tensors))
+    with pure_loop.compile.interpreted():
         yield
 
 

@@ -19,6 +19,7 @@ import torch.fx
 from torch import Tensor
 
 from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
+from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.lifting import StrayDrawError, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
@@ -262,6 +263,8 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
 
     On a GPU its launches are replayed as a CUDA graph, as far as torch finds that possible (which is not tested).
     """
+    if is_on():
+        return interpret(graph)
     joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
     # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
