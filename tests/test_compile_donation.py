@@ -20,19 +20,10 @@ import pure_loop as pl
 import pure_loop.compile
 from pure_loop import Event, donation
 from pure_loop.algorithms import ema
+from tests.donating import DATA, Kept, plain, tensors_of
 from tests.sameness import assert_same
-from tests.test_donation import (
-    DATA,
-    WAYS,
-    Kept,
-    a_comprehension,
-    a_for_loop,
-    a_while_loop,
-    plain,
-    tensors_of,
-    through_a_generator,
-    with_progress,
-)
+from tests.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
+from tests.test_donation_kept import WAYS
 
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
 
@@ -80,7 +71,11 @@ def fit(model: Any = None, **arguments: Any) -> Any:
     return pl.fit(model, arguments.pop("data", DATA), loss=functional.cross_entropy, **arguments)
 
 
-@pytest.mark.parametrize("watch", [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}], ids=str)
+@pytest.mark.parametrize(
+    "watch",
+    [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}],
+    ids=["batches", "starts", "epochs"],
+)
 def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -> None:
     for consumer in (a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, pl.run):
         copied.asked.clear()
@@ -114,8 +109,8 @@ MORE: dict[str, Callable[[Kept, pl.State, int], None]] = {
     "a buffer": lambda kept, state, _: kept.keep("a buffer", state.buffers["1.running_mean"][:1]),
 }
 
-# The graph that is kept goes through a layer of another shape there.
-ALL = {name: way for name, way in {**WAYS, **MORE}.items() if name != "a graph"}
+# Graphs that are kept go through a layer of another shape there.
+ALL = {name: way for name, way in {**WAYS, **MORE}.items() if not name.startswith("a graph")}
 
 
 def test_each_way_of_keeping_keeps() -> None:
