@@ -228,12 +228,6 @@ def _may_change() -> str:
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
-def _unavailable() -> str:
-    from pure_loop.testing import laws
-
-    return "\n".join(f"* `{name}`: {reason}." for name, reason in laws.UNAVAILABLE.items())
-
-
 def _strategies() -> str:
     from pure_loop.testing import strategies
     from pure_loop.testing._types import BY_TYPE
@@ -272,7 +266,6 @@ _PARTS: dict[str, Callable[..., str]] = {
     "laws": _laws,
     "laws-of": _laws_of,
     "may-change": _may_change,
-    "unavailable": _unavailable,
     "strategies": _strategies,
 }
 

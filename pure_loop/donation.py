@@ -12,6 +12,7 @@ What was overwritten leaves the State that had it: to touch it there is a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -23,7 +24,10 @@ from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
 
-__all__ = ["CAN_COUNT", "Donation", "protect"]
+__all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "protect"]
+
+# A compiled step yields it in the place of an event, before it writes: a driver counts then, and shows nobody anything.
+ABOUT_TO_WRITE: Any = object()
 
 _set_params = vars(State)["params"].__set__
 _set_opt_state = vars(State)["opt_state"].__set__
@@ -92,15 +96,22 @@ class Donation:
         """Whether :meth:`own` would copy."""
         return self.seen
 
-    def own(self, tensors: list[Tensor]) -> list[Tensor]:
-        """For tensors that a compiled step made: the same, to be written to, if nobody has been shown them; or copies.
+    def own(self, tensors: list[Tensor], alone: Callable[[State | None], bool] | None) -> list[Tensor]:
+        """For tensors that a compiled step made: the same, to be written to, if nobody else sees them; or copies.
 
         A graph calls nobody's Python, so who wasn't shown a State can't have kept anything of it. After copies were
         given, the memory is the step's own until somebody is shown a State again.
+
+        Args:
+            tensors: what is about to be written to.
+            alone: counts whether nobody refers to them but the step and this State, and takes them out of it.
         """
-        if not self.seen:
+        shown, only_the_loop, seen = self._shown, self._alone, self.seen
+        self._shown, self._alone, self.seen = None, False, False
+        if not seen:
             return tensors
-        self.seen = False
+        if only_the_loop and alone is not None and alone(shown):
+            return tensors
         return clone_all(tensors)
 
     def take(self, state: State) -> tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any] | None:

@@ -15,7 +15,7 @@ from pure_loop._consumer import gives_up
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
-from pure_loop.donation import Donation
+from pure_loop.donation import ABOUT_TO_WRITE, Donation
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -255,11 +255,13 @@ def run_script(
     updating = None if donation is None or marking else Event.AFTER_TRAIN_BATCH
     # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
     # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
-    followed, unsure = watch is None or Event.BATCH_END in watch, updating is not None
+    followed, unsure = watch is None or Event.BATCH_END in watch, donation is not None
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
         ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - {updating}
+    if marking:
+        ignored |= {ABOUT_TO_WRITE}
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -271,6 +273,17 @@ def run_script(
                 return
             if event in ignored:
                 given = state
+                if marking and event is ABOUT_TO_WRITE:
+                    # As below; the script has the State, too.
+                    others, last_shown = getrefcount(given) - 4, shown()
+                    if last_shown is None or last_shown is given:
+                        last_shown, alone = None, others == 1
+                    else:
+                        alone = getrefcount(last_shown) == 3
+                    in_turn = alone and followed and not unsure
+                    in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
+                    donation.look(others, last_shown, replaced=in_turn)  # type: ignore[union-attr]
+                    del last_shown
                 continue
             if strict is not None:
                 strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)

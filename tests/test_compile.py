@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss
 
 import pure_loop as pl
+import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, label_smoothing, sam
 from pure_loop.compile import record
@@ -34,14 +35,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted() -> Iterator[None]:
     """Graphs are run as they are, and not compiled."""
-    from pure_loop.compile import trace
-
-    def run(graph: torch.fx.GraphModule, _: Any) -> Callable[[list[Tensor]], Any]:
-        return lambda tensors: graph(*tensors)
-
-    monkeypatch.setattr(trace, "lower", run)
+    with pure_loop.compile.interpreted():
+        yield
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     original = compiler.Stretch.__init__
 
     def init(self: Any, *args: Any, own: Any = None, shown: Any = None) -> None:
-        original(self, *args, own=lambda tensors: tensors)
+        original(self, *args, own=lambda tensors, _: tensors)
 
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
 
@@ -546,8 +543,8 @@ def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
     asked: list[bool] = []
     real = Donation.own
 
-    def own(self: Any, tensors: list[Tensor]) -> list[Tensor]:
-        given = real(self, tensors)
+    def own(self: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        given = real(self, tensors, alone)
         asked.append(given is not tensors)
         return given
 
@@ -568,7 +565,7 @@ def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
 def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from pure_loop.donation import Donation
 
-    monkeypatch.setattr(Donation, "own", lambda self, tensors: tensors)
+    monkeypatch.setattr(Donation, "own", lambda self, tensors, alone: tensors)
     kept = [(state, frozen_copy(state)) for _, state in stream(compile=True, max_duration="3ep")]
     assert not all(
         torch.equal(state.params[name], numbers[f"params.{name}"]) for state, numbers in kept for name in state.params

@@ -73,7 +73,7 @@ def test_every_law_of_loops_catches_a_loop() -> None:
 
 
 # Where the algorithm is all that is on trial they follow from purity; a wrong loop shows that they can fail.
-FOLLOWING = {"value", "visibility", "watch_equality", "donate_equality", "determinism"}
+FOLLOWING = {"value", "visibility", "watch_equality", "donate_equality", "compile_equality", "determinism"}
 
 
 def test_every_law_of_algorithms_catches_an_algorithm() -> None:

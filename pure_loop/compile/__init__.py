@@ -4,5 +4,6 @@ Used through ``fit(..., compile=True)``; imported only then, because torch's com
 """
 
 from pure_loop.compile.compilations import Compilation, record
+from pure_loop.compile.interpreter import interpreted
 
-__all__ = ["Compilation", "record"]
+__all__ = ["Compilation", "interpreted", "record"]

@@ -19,6 +19,7 @@ class Compilation:
         number: how many graphs of this stretch there are now.
         reason: why the others don't serve.
         operations: how many operations it has.
+        kernels: optimizers' kernels that it calls as they are, because they walk through many tensors.
         seconds: how long it took.
     """
 
@@ -27,11 +28,13 @@ class Compilation:
     reason: str
     operations: int
     seconds: float
+    kernels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
             f"graph {self.number} of {self.stretch!r} ({self.reason}): {self.operations} operations, "
-            f"compiled in {self.seconds:.1f} s"
+            + "".join(f"of which one is {kernel}, " for kernel in self.kernels)
+            + f"compiled in {self.seconds:.1f} s"
         )
 
 

@@ -12,6 +12,7 @@ from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
+from pure_loop.donation import ABOUT_TO_WRITE
 from pure_loop.driver import apply, run_silently, seal
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
@@ -32,7 +33,7 @@ _IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS,
 _OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
-
+_OF_GRADIENTS = _IN_FLIGHT[1:]
 
 _BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
 
@@ -107,8 +108,14 @@ class Compiler:
         key = name, self.attended
         found = self._stretches.get(key)
         if found is None:
-            found = self._stretches[key] = Stretch(name, program, self.stages, own=self.own, shown=self.shown)
+            # Only where an update begins does a driver count who has the State.
+            own = self._copies if self.own is not None and name in ("gradients", "microbatch") else self.own
+            found = self._stretches[key] = Stretch(name, program, self.stages, own=own, shown=self.shown)
         return found
+
+    def _copies(self, tensors: list[Tensor], _: Any) -> list[Tensor]:
+        assert self.own is not None
+        return self.own(tensors, None)
 
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
@@ -124,53 +131,64 @@ class Compiler:
         else:
             self.eager.add(kind)
 
+    def attempt(
+        self,
+        name: str,
+        program: Program,
+        state: State,
+        timestamps: tuple[Timestamp, ...],
+        flight: Flight,
+        index: int = 0,
+    ) -> Run | None:
+        """Call the stretch of this name; None: a part of it can't be traced, and is left out from here on."""
+        try:
+            return self.stretch(name, program)(state, timestamps, flight, index)
+        except Untraceable as error:
+            self.leave_out(error)
+            return None
+
     def batch(self, given: list[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         """One batch, as :func:`pure_loop.loop.batch` does it."""
         state = given.pop()
         before = state.timestamp
+        # An input of the graphs, so that it is known before them; a batch's seconds go on the next one's account.
+        now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+        timestamps = (state.previous_timestamp, before, now)
+        asks = self.own is not None and Event.BATCH_END in self.attended
         while not (self.attended & _OF_A_BATCH or self.eager):
-            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
-            stretch = self.stretch("step", self._step)
-            try:
-                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
-            except Untraceable as error:
-                self.leave_out(error)
-                continue
-            return (yield from self._end(state, stretch, run, now))
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
+            run = self.attempt("step", self._step, state, timestamps, (state.batch,))
+            if run is not None:
+                return (yield from self._end(state, run, now))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
-        buffers = state.buffers
         while not (self.attended & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
-            now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
-            stretch = self.stretch("gradients and update", self._rest)
-            try:
-                run = stretch(state, (state.previous_timestamp, before, now), (state.batch,))
-            except Untraceable as error:
-                self.leave_out(error)
-                continue
-            return (yield from self._end(state, stretch, run, now))
-        state = yield from self._gradients(state)
-        if Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager:
-            state = yield Event.AFTER_TRAIN_BATCH, state
-        now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
-        while "update" not in self.eager:
-            stretch = self.stretch("update", self._update)
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
+            run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
+            if run is not None:
+                return (yield from self._end(state, run, now))
+        buffers = state.buffers
+        state = yield from self._gradients(state, timestamps[:2])
+        shown = False
+        while True:
+            if not shown and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
+                state = yield Event.AFTER_TRAIN_BATCH, state
+                shown = True
+            if "update" in self.eager:
+                state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
+                return (yield Event.BATCH_END, state)
+            if asks:
+                state = yield ABOUT_TO_WRITE, state
             flight = (buffers, *[getattr(state, name) for name in _IN_FLIGHT])
-            try:
-                run = stretch(state, (state.previous_timestamp, before, now), flight)
-            except Untraceable as error:
-                attends = Event.AFTER_TRAIN_BATCH in self.attended
-                self.leave_out(error)
-                if not attends and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
-                    state = yield Event.AFTER_TRAIN_BATCH, state
-                continue
-            return (yield from self._end(state, stretch, run, now))
-        state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
-        return (yield Event.BATCH_END, state)
+            run = self.attempt("update", self._update, state, timestamps, flight)
+            if run is not None:
+                return (yield from self._end(state, run, now))
 
-    def _end(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> Script:
+    def _end(self, state: State, run: Run, now: Timestamp) -> Script:
         """The State of BATCH_END, from what a graph gave."""
-        ended = self._ended(state, stretch, run, now)
+        ended = self._ended(state, run, now)
         if Event.BATCH_END not in self.attended:
             return ended
         return (yield Event.BATCH_END, _holding(ended, **dict(zip(_IN_FLIGHT, run.flight, strict=True))))
@@ -228,18 +246,18 @@ class Compiler:
                 except Untraceable:
                     batches.push(loaded)  # the loop deals with it
                     break
-                state = self._ended(holding[0], stretch, run, after)
+                state = self._ended(holding[0], run, after)
             elif report.is_cpu and (found := report.item()):
                 raise _nonfinite(_timed(state, now, before), int(found))
             before, now = now, after
         return _timed(state, now, before)
 
-    def _ended(self, state: State, stretch: Stretch, run: Run, now: Timestamp) -> State:
+    def _ended(self, state: State, run: Run, now: Timestamp) -> State:
         """The State after a batch at whose end nobody looks, outside of it."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report))
         draft = fresh_draft_of(state)
-        for name, value in zip(stretch.names, run.durable, strict=True):
+        for name, value in zip(run.names, run.durable, strict=True):
             setattr(draft, name, value)
         draft.timestamp, draft.previous_timestamp = now, state.timestamp
         draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = None
@@ -247,17 +265,12 @@ class Compiler:
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]
 
-    def _gradients(self, state: State) -> Script:
+    def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
         """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
-        timestamps = (state.previous_timestamp, state.timestamp)
         while not (self.attended & _OF_MICROBATCHES or "forward" in self.eager):
-            stretch = self.stretch("gradients", self._gradients_alone)
-            try:
-                run = stretch(state, timestamps, (state.batch,))
-            except Untraceable as error:
-                self.leave_out(error)
-                continue
-            return _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
+            run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
+            if run is not None:
+                return _put_in(state, run)
         if self.attended & _IN_GRAPH or "forward" in self.eager:
             return (yield from gradients(state, self.stages))
         return (yield from self._by_microbatch(state, timestamps))
@@ -276,19 +289,15 @@ class Compiler:
             draft.__class__ = state.__class__
             state = yield Event.BEFORE_FORWARD, draft
             while True:
-                stretch = self.stretch("microbatch", self._microbatch)
                 flight = (state.microbatch, state._grads, weights.shares[index], state.batch)
-                try:
-                    run = stretch(state, timestamps, flight, index)
-                except Untraceable as error:
-                    self.leave_out(error)
-                    if self.attended & _IN_GRAPH or "forward" in self.eager:
-                        # The rest of this microbatch eagerly; later ones by what is attended to then.
-                        state = yield from _eagerly(state, stages, index, count, weights.shares[index])
-                        break
-                    continue
-                state = _put_in(state, stretch, run, ("microbatch", "outputs", "loss", "_grads"))
-                break
+                run = self.attempt("microbatch", self._microbatch, state, timestamps, flight, index)
+                if run is not None:
+                    state = _put_in(state, run)
+                    break
+                if self.attended & _IN_GRAPH or "forward" in self.eager:
+                    # The rest of this microbatch eagerly; later ones by what is attended to then.
+                    state = yield from _eagerly(state, stages, index, count, weights.shares[index])
+                    break
             state = yield Event.AFTER_BACKWARD, state
             if count > 1:
                 mean = _accumulate(mean, state.loss, weights.fractions[index])
@@ -307,7 +316,7 @@ class Compiler:
 
     def _gradients_alone(self, state: State, flight: Flight, traced: Traced) -> Ended:
         state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
-        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+        return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
     def _microbatch(self, state: State, flight: Flight, traced: Traced) -> Ended:
         microbatch, grads, weight, batch = flight
@@ -318,7 +327,7 @@ class Compiler:
         state = stages.loss(_at(Event.BEFORE_LOSS, state, traced))
         state = _at(Event.AFTER_LOSS, state, traced)
         state = stages.backward(_at(Event.BEFORE_BACKWARD, state, traced), weight=weight)
-        return state, None, (state.microbatch, state.outputs, state.loss, state._grads)
+        return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
     def _update(self, state: State, flight: Flight, traced: Traced) -> Ended:
         buffers, *rest = flight
@@ -353,10 +362,10 @@ def _holding(state: State, **fields: Any) -> State:
     return draft  # type: ignore[no-any-return]
 
 
-def _put_in(state: State, stretch: Stretch, run: Run, names: tuple[str, ...]) -> State:
-    """The State with what a graph gave: durable fields, and those in flight."""
-    fields = dict(zip(stretch.names, run.durable, strict=True))
-    return _holding(state, **fields, **dict(zip(names, run.flight, strict=True)))
+def _put_in(state: State, run: Run) -> State:
+    """The State with what a graph of gradients gave: durable fields, and those in flight."""
+    fields = dict(zip(run.names, run.durable, strict=True))
+    return _holding(state, **fields, **dict(zip(_OF_GRADIENTS, run.flight, strict=True)))
 
 
 def _eagerly(state: State, stages: LoopStages, index: int, count: int, weight: Any) -> Script:

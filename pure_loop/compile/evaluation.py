@@ -63,7 +63,7 @@ class CompiledEvaluation(LoopStages):
                 last.eager = True
             else:
                 draft = fresh_draft_of(state)
-                for name, value in zip(self.stretch.names, run.durable, strict=True):
+                for name, value in zip(run.names, run.durable, strict=True):
                     setattr(draft, name, value)
                 draft.outputs, last.loss = run.flight
                 last.outputs = draft.outputs

@@ -6,13 +6,17 @@ own, because torch's compiler (2.13) forgets the factor where it merges an addit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["decompositions"]
+from pure_loop.compile.kernels import ADAM, NONFINITE
+
+__all__ = ["decompositions", "taken_apart"]
 
 _aten: Any = torch.ops.aten
 _PREFIX = "aten::_foreach_"
@@ -66,3 +70,68 @@ def _norm(tensor: Any, order: Any = 2, dtype: Any = None) -> Any:
 
 
 _SINGLE: dict[str, Callable[..., Any]] = {"norm": _norm, "pow": torch.pow}
+
+
+def taken_apart() -> dict[Any, Callable[..., Any]]:
+    """What to do instead of an optimizer's kernel, tensor by tensor."""
+    return {ADAM: adam, NONFINITE: nonfinite}
+
+
+def adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    largest: list[Tensor],
+    steps: list[Tensor],
+    lr: Tensor,
+    which: list[int],
+    name: str,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+) -> list[Tensor]:
+    """One step of Adam; ``lr`` is a float64 scalar tensor."""
+    corrections = [_corrections(step, beta1, beta2, lr) for step in steps]
+    shrink = 1 - lr * weight_decay
+    new: list[list[Tensor]] = [[], [], [], []]
+    for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        size, root = corrections[which[i]]
+        g = -grad if maximize else grad
+        p = param
+        if weight_decay and name == "adamw":
+            p = p * shrink.to(p.dtype)
+        elif weight_decay:
+            g = g + weight_decay * p
+        m = exp_avg + (g - exp_avg) * (1 - beta1)
+        v = exp_avg_sq * beta2 + g * g * (1 - beta2)
+        most = torch.maximum(largest[i], v) if largest else v
+        denominator = most.sqrt() / root.to(v.dtype) + eps
+        for found, value in zip(new, (p - size.to(p.dtype) * (m / denominator), m, v, most), strict=True):
+            found.append(value)
+    return [*new[0], *new[1], *new[2], *(new[3] if largest else ())]
+
+
+def nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
+    """Whether any element is NaN or infinite: 0 times it is NaN then, and sums of that stay so.
+
+    The 0 is an input of the graph: a compiler believes that 0 times anything is 0.
+    """
+    total = zero
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = total + (real * zero.to(real.dtype)).sum().to(torch.float32)
+    return torch.isnan(total)
+
+
+def _corrections(step: Tensor, beta1: float, beta2: float, lr: Tensor) -> tuple[Tensor, Tensor]:
+    """The size of a step, and what the root of squares is divided by.
+
+    By exp, because a compiler computes that once and keeps it, and puts a power into each element's loop.
+    """
+    n = step.double()
+    one = 1 - torch.exp(n * math.log(beta1)) if beta1 else torch.ones_like(n)
+    two = 1 - torch.exp(n * math.log(beta2)) if beta2 else torch.ones_like(n)
+    return lr / one, two.sqrt()

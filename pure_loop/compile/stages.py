@@ -23,6 +23,7 @@ from pure_loop._finite import total_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group, is_draw
+from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -202,7 +203,7 @@ def update(
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
         looked_at = fresh if optimizer.spreads_nonfinite else [*fresh, *filter(_present, state._grads.values())]
         bad_loss = ~torch.isfinite(loss.detach())
-        bad_update = _any_nonfinite(looked_at, stages.tracing)
+        bad_update = NONFINITE(looked_at, stages.tracing.lift(torch.float32, lambda env: 0.0))
         bad = bad_loss | bad_update
         scale = state.loss_scale
         if scale is not None:
@@ -232,19 +233,6 @@ def update(
 
 def _present(gradient: Any) -> bool:
     return gradient is not None
-
-
-def _any_nonfinite(tensors: list[Tensor], tracing: Tracing) -> Tensor:
-    """Whether any element is NaN or infinite: 0 times it is NaN then, and sums of that stay so.
-
-    The 0 is an input of the graph: a compiler believes that 0 times anything is 0.
-    """
-    zero = tracing.lift(torch.float32, lambda env: 0.0)
-    total = zero
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        total = total + (real * zero.to(real.dtype)).sum().to(torch.float32)
-    return torch.isnan(total)
 
 
 def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:

@@ -18,9 +18,13 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from pure_loop.compile.draws import DRAWS, DROPOUT, Draw, Group, is_draw
+from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
+from pure_loop.compile.interpreter import interpret, is_on
+from pure_loop.compile.lifting import StrayDrawError, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
-from pure_loop.compile.operations import decompositions
+from pure_loop.compile.operations import decompositions, taken_apart
+from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
+from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 
 try:  # private to torch: in 2.11 to 2.13
@@ -44,13 +48,7 @@ except ImportError as error:
         f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
     ) from error
 
-__all__ = ["Compiled", "Tracing", "compile_function"]
-
-_aten: Any = torch.ops.aten
-
-
-class StrayDrawError(CompileError):
-    """Random numbers drawn outside the stages that have seeds."""
+__all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 
 
 class Tracing:
@@ -136,6 +134,7 @@ class Compiled:
         written: positions of tensors that it writes to.
         seconds: how long compiling took, in CPU time of this process and in wall-clock time.
         operations: how many there are in the graph.
+        kernels: which of them are calls of an optimizer's kernel.
     """
 
     call: Callable[[list[Tensor]], Sequence[Any]]
@@ -146,6 +145,7 @@ class Compiled:
     written: list[int]
     seconds: float
     operations: int
+    kernels: tuple[str, ...] = ()
 
 
 class _Scalar:
@@ -198,29 +198,63 @@ def compile_function(
 
     with enable_python_dispatcher(), tracing.mode:
         raw = make_fx(body)(*fakes)
-        draws = _lift_draws(raw, tracing)
-        inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
-        table = {**select_decomp_table(), **decompositions()}
-        with torch.no_grad():
-            graph = make_fx(torch.func.functionalize(raw), decomposition_table=table)(*inputs)
-    written = _write_back(graph, places)
-    graph.graph.eliminate_dead_code()
-    taken = _drop_unused(graph)
-    graph.recompile()
-    operations = sum(node.op == "call_function" for node in graph.graph.nodes)
-    call = lower(graph, [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
+        draws = lift_draws(raw, tracing)
+        pieces = cut(_functional(raw, decompositions()), places) if has_kernels(raw) else None
+        if pieces is None:
+            whole = _functional(raw, {**decompositions(), **taken_apart()})
+    code = _code(whole, places) if pieces is None else _joined(pieces)
     first = len(tensors)
     second = first + len(tracing.numbers)
     return Compiled(
-        call=call,
-        taken=[i for i in taken if i < first],
-        numbers=[_Scalar(*tracing.numbers[i - first]) for i in taken if first <= i < second],
+        call=code.call,
+        taken=[i for i in code.taken if i < first],
+        numbers=[_Scalar(*tracing.numbers[i - first]) for i in code.taken if first <= i < second],
         draws=draws,
         # All draws are made, in order, whether the graph uses them or not: those that follow depend on it.
-        drawn=[i - second for i in taken if i >= second],
-        written=written,
+        drawn=[i - second for i in code.taken if i >= second],
+        written=code.written,
         seconds=time.perf_counter() - begin,
-        operations=operations,
+        operations=code.operations,
+        kernels=() if pieces is None else pieces.described(),
+    )
+
+
+def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
+    """The same without operations that write, and with others instead of some."""
+    inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        return make_fx(torch.func.functionalize(raw), decomposition_table={**select_decomp_table(), **instead})(*inputs)
+
+
+@attrs.frozen
+class _Code:
+    """Machine code: which inputs it takes, which of them it writes to, and of how many operations it is."""
+
+    call: Call
+    taken: list[int]
+    written: list[int]
+    operations: int
+
+
+def _code(graph: torch.fx.GraphModule, places: dict[int, int], unsafe: frozenset[Any] = frozenset()) -> _Code:
+    written = write_back(graph, places, unsafe)
+    graph.graph.eliminate_dead_code()
+    taken = drop_unused(graph)
+    graph.recompile()
+    operations = sum(node.op == "call_function" for node in graph.graph.nodes)
+    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return _Code(lower(graph, examples), taken, written, operations)
+
+
+def _joined(pieces: Pieces) -> _Code:
+    first, second = _code(pieces.first, {}), _code(pieces.second, pieces.places, pieces.unsafe)
+    count = len(pieces.inputs)
+    taken = sorted({*first.taken, *pieces.taken, *[i for i in second.taken if i < count]})
+    return _Code(
+        call=pieces.joined(first.call, first.taken, second.call, second.taken, taken),
+        taken=taken,
+        written=sorted({*pieces.written, *second.written}),
+        operations=first.operations + len(pieces.kernels) + second.operations,
     )
 
 
@@ -229,6 +263,8 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
 
     On a GPU its launches are replayed as a CUDA graph, as far as torch finds that possible (which is not tested).
     """
+    if is_on():
+        return interpret(graph)
     joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
     # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
@@ -256,118 +292,3 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
 CPP_WRAPPER_UP_TO = 2000
 # What the asserts look at is in the key by which a graph was chosen.
 _SETTINGS: dict[str, Any] = {"size_asserts": False}
-
-
-def _lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
-    """Make inputs of what is drawn, and bring all inputs to the front."""
-    graph = raw.graph
-    found: list[Draw] = []
-    known = {node.name for _, node in tracing.draws}
-    stray = next((node for node in graph.nodes if is_draw(node) and node.name not in known), None)
-    if stray is not None:
-        raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
-    nodes = {node.name: node for node in graph.nodes}
-    for group, recorded in tracing.draws:
-        like = recorded.meta["val"]
-        if recorded.target is DROPOUT:
-            like, p = like[0], float(recorded.args[1])  # type: ignore[arg-type]
-            if p == 1:
-                continue  # which draws nothing
-        found.append(Draw.of(group, recorded.target, recorded.args, dict(recorded.kwargs), like))
-        with graph.inserting_before(next(iter(graph.nodes))):
-            drawn = graph.placeholder(f"draw_{len(found) - 1}")
-        drawn.meta["val"] = tracing.fake(like)
-        node = nodes.get(recorded.name)
-        if node is None:
-            continue  # nothing reads it
-        if node.target is DROPOUT:
-            _drop(graph, node, drawn, p)
-            continue
-        if node.target._schema.is_mutable:
-            with graph.inserting_before(node):
-                copied = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
-            copied.meta["val"] = like
-        else:
-            copied = drawn
-        node.replace_all_uses_with(copied)
-        graph.erase_node(node)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    ordered = sorted(placeholders, key=lambda node: _rank(node.name))
-    for node in reversed(ordered):
-        next(iter(graph.nodes)).prepend(node)
-    raw.recompile()
-    return found
-
-
-def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: float) -> None:
-    """Dropout with a mask that is there already, in the operations of eager."""
-    value = mask.meta["val"]
-    with graph.inserting_before(node):
-        noise = graph.call_function(_aten.div.Scalar, (mask, 1 - p))
-        kept = graph.call_function(_aten.mul.Tensor, (node.args[0], noise))
-        there = graph.call_function(_aten.ne.Scalar, (mask, 0))
-    for each in (noise, kept, there):
-        each.meta["val"] = value
-    for user in list(node.users):
-        user.replace_all_uses_with((kept, there)[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _rank(name: str) -> tuple[int, int]:
-    for kind, prefix in enumerate(("number_", "draw_"), start=1):
-        if name.startswith(prefix):
-            return kind, int(name.removeprefix(prefix))
-    return 0, 0  # sorting is stable
-
-
-def _write_back(graph: torch.fx.GraphModule, places: dict[int, int]) -> list[int]:
-    """End the graph with writing outputs into the inputs that they replace; gives the positions of these."""
-    nodes = graph.graph
-    output = next(iter(reversed(nodes.nodes)))
-    inputs = [node for node in nodes.nodes if node.op == "placeholder"]
-    results = [_origin(each) if number in places else each for number, each in enumerate(output.args[0])]
-    targets = {number: inputs[position] for number, position in places.items()}
-    memory = {_memory(node) for node in targets.values()}
-    with nodes.inserting_before(output):
-        safe: dict[Any, Any] = {}
-        for node in dict.fromkeys(result for result in results if isinstance(result, torch.fx.Node)):
-            # It is, or looks at, memory that is about to be written to.
-            if _memory(node) in memory:
-                safe[node] = nodes.call_function(_aten.clone.default, (node,))
-                safe[node].meta["val"] = node.meta["val"]
-        for number, target in targets.items():
-            value = results[number]
-            if value is not target:
-                nodes.call_function(_aten.copy_.default, (target, safe.get(value, value))).meta["val"] = target.meta[
-                    "val"
-                ]
-    output.args = ([safe.get(each, each) for number, each in enumerate(results) if number not in targets],)
-    return sorted(position for number, position in places.items() if results[number] is not inputs[position])
-
-
-_SAME = frozenset({_aten.clone.default, _aten.alias.default, _aten.detach.default})
-
-
-def _origin(value: Any) -> Any:
-    """What a value is a mere copy of, if that is an input: nothing has to be written back."""
-    node = value
-    while isinstance(node, torch.fx.Node) and node.target in _SAME:
-        node = node.args[0]
-    return node if isinstance(node, torch.fx.Node) and node.op == "placeholder" else value
-
-
-def _memory(node: torch.fx.Node) -> Any:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _drop_unused(graph: torch.fx.GraphModule) -> list[int]:
-    """Take out the inputs that nothing reads; gives the positions of those that stay."""
-    taken = []
-    for position, node in enumerate([node for node in graph.graph.nodes if node.op == "placeholder"]):
-        if node.users:
-            taken.append(position)
-        else:
-            graph.graph.erase_node(node)
-    return taken

@@ -16,7 +16,6 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -309,34 +308,12 @@ class _Adam:
         max_exp_avg_sqs: list[Tensor],
         steps: list[Tensor],
     ) -> None:
-        """The same arithmetic for a compiler, which fuses it; ``lr`` is a float64 scalar tensor."""
-        corrections = {step: _corrections(step, self.beta1, self.beta2, lr) for step in dict.fromkeys(steps)}
-        shrink = 1 - lr * self.weight_decay
-        for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            size, root = corrections[steps[i]]
-            g = -grad if self.maximize else grad
-            p: Tensor = param
-            if self.weight_decay and self.name == "adamw":
-                p = p * shrink.to(p.dtype)
-            elif self.weight_decay:
-                g = g + self.weight_decay * p
-            m = exp_avg + (g - exp_avg) * (1 - self.beta1)
-            v = exp_avg_sq * self.beta2 + g * g * (1 - self.beta2)
-            largest = torch.maximum(max_exp_avg_sqs[i], v) if self.amsgrad else v
-            denominator = largest.sqrt() / root.to(v.dtype) + self.eps
-            param.copy_(p - size.to(p.dtype) * (m / denominator))
-            exp_avg.copy_(m)
-            exp_avg_sq.copy_(v)
-            if self.amsgrad:
-                max_exp_avg_sqs[i].copy_(largest)
+        """The same for a compiler, as one operation (see pure_loop/compile/kernels.py); ``lr`` is a float64 scalar."""
+        from pure_loop.compile.kernels import ADAM  # torch's compiler takes seconds to import; here it is running
 
-
-def _corrections(step: Tensor, beta1: float, beta2: float, lr: Tensor) -> tuple[Tensor, Tensor]:
-    """The size of a step, and what the root of squares is divided by.
-
-    By exp, because a compiler computes that once and keeps it, and puts a power into each element's loop.
-    """
-    n = step.double()
-    one = 1 - torch.exp(n * math.log(beta1)) if beta1 else torch.ones_like(n)
-    two = 1 - torch.exp(n * math.log(beta2)) if beta2 else torch.ones_like(n)
-    return lr / one, two.sqrt()
+        counts = list(dict.fromkeys(steps))
+        lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+        options = (self.name, self.beta1, self.beta2, self.weight_decay, self.eps, self.maximize)
+        new = ADAM(*lists, counts, lr, list(map(counts.index, steps)), *options)
+        for tensor, value in zip((*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs), new, strict=True):
+            tensor.copy_(value)

@@ -395,6 +395,18 @@ def scales_the_weights_where_memory_is_donated() -> Fit:
     return wrong
 
 
+def scales_the_weights_where_steps_are_compiled() -> Fit:
+    """As above, for whoever compiles."""
+
+    def wrong(*args: Any, compile: Any = False, **kwargs: Any) -> Any:
+        for event, state in pl.fit(*args, compile=compile, **kwargs):
+            if compile:
+                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
+            yield event, state
+
+    return wrong
+
+
 def adds_the_rank_to_the_seed() -> Fit:
     """As scripts for several ranks often do for the sake of the data; then each drops out other units, too."""
 
@@ -433,6 +445,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     loads_the_weights_alone: "checkpoint",
     scales_the_weights_where_fewer_events_are_watched: "watch_equality",
     scales_the_weights_where_memory_is_donated: "donate_equality",
+    scales_the_weights_where_steps_are_compiled: "compile_equality",
     adds_the_rank_to_the_seed: "rank_agreement",
     weighs_ranks_alike: "world_size",
     leaves_the_module_in_eval_mode: "closing",

@@ -11,6 +11,7 @@ from pure_loop.testing.law import Law
 from pure_loop.testing.laws import of_callbacks, of_scripts
 from pure_loop.testing.laws.calls import memory, purity, structure
 from pure_loop.testing.laws.checkpoint import checkpoint
+from pure_loop.testing.laws.compiled import compile_equality
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
 from pure_loop.testing.laws.ranks import rank_agreement
@@ -29,6 +30,7 @@ __all__ = [
     "algorithm_order",
     "checkpoint",
     "closing",
+    "compile_equality",
     "composition",
     "determinism",
     "discipline",
@@ -70,6 +72,7 @@ OF_ALGORITHMS: tuple[Law, ...] = (
     closing,
     rank_agreement,
     world_size,
+    compile_equality,
 )
 """The laws that an algorithm keeps; each comes after those on which it rests."""
 
@@ -90,6 +93,7 @@ OF_LOOPS: tuple[Law, ...] = (
     closing,
     rank_agreement,
     world_size,
+    compile_equality,
 )
 """The laws that a loop keeps."""
 
@@ -113,7 +117,5 @@ OF_SCRIPTS: tuple[Law, ...] = (
 )
 """The laws that a script keeps."""
 
-UNAVAILABLE: dict[str, str] = {
-    "compile_equality": "not part of the kit yet: compare runs with compile= and without yourself",
-}
+UNAVAILABLE: dict[str, str] = {}
 """Laws that join when the library gets what they are about, and what that is."""

@@ -1,0 +1,180 @@
+"""A program as one graph, and what has to be known around it to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import attrs
+import optree
+from torch import Tensor
+
+from pure_loop.algorithm import Handler
+from pure_loop.compile.next_state import KEPT, NextState, plan
+from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
+from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
+from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
+from pure_loop.compile.trees import Durable, MetricsReadError, Unread, is_number, rebuild, tensors_of
+from pure_loop.event import Event
+from pure_loop.loop import LoopStages
+from pure_loop.model import _Instance
+from pure_loop.state import State, fresh_draft_of, outside_batch
+
+__all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
+
+# The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
+SPARE_MODULES = 4
+
+
+@attrs.frozen
+class Traced:
+    """What a program is traced with."""
+
+    stages: TracedStages
+    handlers: dict[Event, tuple[Handler, ...]]
+    timestamps: tuple[Any, ...]
+
+
+# (state, what is in flight, what to trace with) -> (state, report, what is in flight then)
+Program: TypeAlias = Callable[[State, tuple[Any, ...], Traced], tuple[State, "Tensor | None", tuple[Any, ...]]]
+
+
+@attrs.frozen
+class Leaf:
+    """The source of a Number: a leaf of the State."""
+
+    position: int
+    name: str
+
+
+@attrs.define
+class Graph:
+    """A graph, and what is around it.
+
+    Attributes:
+        compiled: its machine code.
+        guards: what Python decided by a number while it was traced.
+        moving: those of them that may come out otherwise in the next call.
+        next: how the State after it is built.
+        start: which durable leaves it takes.
+        tensors: which tensors in flight it takes after these.
+        same: whether the durable fields are what they were, but for what is in memory.
+        same_shape: whether it can be called with what it gave.
+        steady: whether a call changes nothing but memory, and reports.
+        written: the durable leaves that it writes to.
+        sources: the durable leaves that are tensors.
+    """
+
+    compiled: Compiled
+    guards: list[Guard]
+    moving: list[Guard]
+    next: NextState
+    start: list[int]
+    tensors: list[int]
+    same: bool
+    same_shape: bool
+    steady: bool
+    written: list[int]
+    sources: list[int]
+
+
+def make_graph(
+    name: str,
+    program: Program,
+    stages: LoopStages,
+    state: State,
+    names: tuple[str, ...],
+    durable: Durable,
+    env: Env,
+    flight: tuple[Any, ...],
+) -> Graph:
+    """Trace a program on what it is called with, and compile it.
+
+    Args:
+        name: of the stretch, for errors.
+        program: what is traced.
+        stages: the loop's.
+        state: what it is called with, of which ``durable`` are the fields called ``names``.
+        env: the numbers of this call.
+        flight: what is in flight.
+    """
+    tracing = Tracing()
+    host = tracing.host
+    timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
+    handlers = traced_handlers(stages.handlers, tracing)
+    traced = Traced(TracedStages.of(stages, tracing, handlers), handlers, timestamps)
+    places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
+    in_flight = [tensor for each in flight for tensor in tensors_of(each)]
+    tensors = [*[durable.leaves[i] for i in places], *in_flight]
+    leaf_names = durable.names(names)
+    planned: list[NextState] = []
+
+    def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
+        host.guards.clear()
+        stand_ins: list[Any] = [_stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)]
+        for position, fake in zip(places, fakes, strict=False):
+            stand_ins[position] = fake
+        begin, fields = 0, []
+        for spec, end in zip(durable.specs, durable.ends, strict=True):
+            fields.append(optree.tree_unflatten(spec, stand_ins[begin:end]))
+            begin = end
+        rest = iter(fakes[len(places) :])
+        given = tuple(rebuild(each, rest) for each in flight)
+        start = fresh_draft_of(outside_batch(state))
+        unread = start.metrics = Unread()
+        for field, value in zip(names, fields, strict=True):
+            setattr(start, field, value)
+        start.timestamp, start.previous_timestamp = timestamps[1], timestamps[0]
+        start.__class__ = state.__class__
+        end_state, report, in_flight_then = program(start, given, traced)
+        if "metrics" not in names and end_state.metrics is not unread:
+            raise MetricsReadError("state.metrics was replaced while a step was compiled")
+        found, results, written = plan(end_state, report, in_flight_then, durable, names, stand_ins, places, fakes)
+        planned[:] = [found]
+        return results, written
+
+    # Made now: a module can't be copied on tensors without numbers.
+    state.model.release()
+    state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
+    try:
+        compiled = compile_function(function, tensors, tracing)
+    except StrayDrawError as error:
+        raise Untraceable(
+            f"the stretch {name!r} can't be compiled: {error}. Forwards and losses of training may draw, "
+            'and nothing else. compile="where possible" runs it eagerly.',
+            ("forward", None),
+        ) from None
+    except Exception as error:
+        error.add_note(f"while the stretch {name!r} was compiled, at batch {env.timestamps[1].batch}")
+        raise
+    finally:
+        # Instances of the module hold tensors of the trace.
+        state.model.release()
+    (following,) = planned
+    count = len(places)
+    carried = {which for field in following.fields for kind, which in field.leaves if kind == KEPT}
+    same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
+    return Graph(
+        compiled=compiled,
+        guards=list(host.guards),
+        moving=[guard for guard in host.guards if not all(_lasts(source, carried) for source in guard.sources)],
+        next=following,
+        start=[places[i] for i in compiled.taken if i < count],
+        tensors=[i - count for i in compiled.taken if i >= count],
+        same=same,
+        same_shape=same_shape,
+        steady=same and same_shape and following.reports and not following.flight,
+        written=[places[i] for i in compiled.written],
+        sources=places,
+    )
+
+
+def _lasts(source: Any, carried: set[int]) -> bool:
+    """Whether a number is for the next call what it was for this one."""
+    return isinstance(source, Leaf) and source.position in carried
+
+
+def _stand_in(leaf: Any, position: int, name: str, tracing: Tracing) -> Any:
+    if not is_number(leaf):
+        return leaf
+    return Number(tracing.host, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

@@ -1,0 +1,102 @@
+"""The memory that a stretch writes to: which of it is of its own making, and who else refers to it.
+
+It is what :mod:`pure_loop._ownership` does for eager steps. A stretch writes to whatever lasts, algorithms' memory
+included, and refers to it itself, from one call to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from sys import getrefcount
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from pure_loop._ownership import _LISTED, _ONCE, _address, _storage_uses, _uses
+from pure_loop._pytree import NAMESPACE
+from pure_loop.compile.trees import Durable
+from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
+
+__all__ = ["Memory"]
+
+# What refers to a tensor besides mappings: the list here, whoever asks, the list that is asked about, and the leaves.
+_OURS = 4
+# And to its storage: the tensor, and the list here.
+_OF_STORAGE = 2
+
+
+class Memory:
+    """Tensors that a stretch has made, which nobody else had seen then.
+
+    Attributes:
+        positions: of the durable leaves that they are.
+    """
+
+    __slots__ = ("_addresses", "_fields", "_mappings", "_pointers", "_storages", "_tensors", "positions")
+
+    def __init__(self, positions: Sequence[int], durable: Durable) -> None:
+        self.positions = frozenset(positions)
+        self._tensors: list[Tensor] = [durable.leaves[i] for i in positions]
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._pointers = [storage._cdata for storage in self._storages]
+        self._addresses = list(map(_address, self._storages))
+        # Which fields they are in, and for each tensor the field and the path to its mapping.
+        self._fields: list[int] | None = []
+        self._mappings: list[tuple[int, tuple[Any, ...]]] = []
+        begin = 0
+        for field, (value, end) in enumerate(zip(durable.values, durable.ends, strict=True)):
+            chosen = [i - begin for i in positions if begin <= i < end]
+            if chosen:
+                paths = optree.tree_paths(value, namespace=NAMESPACE)
+                if not all(_in_mappings(value, paths[i]) for i in chosen):
+                    self._fields = None  # in containers that may be anybody's
+                    return
+                self._fields.append(field)
+                self._mappings += [(field, paths[i][:-1]) for i in chosen]
+            begin = end
+
+    def fields(self) -> list[int]:
+        """The durable fields that they are in."""
+        return self._fields or []
+
+    def alone(self, names: Sequence[str], values: tuple[Any, ...], holders: int, shown: State | None) -> bool:
+        """Whether nobody refers to these tensors but the stretch, one State, and the State that is shown.
+
+        Args:
+            names, values: the durable fields.
+            holders: how many tuples of the stretch have the values.
+            shown: the State that the consumer is about to give up, if that is alive.
+        """
+        if self._fields is None:
+            return False
+        for field in self._fields:
+            has = shown is not None and getattr(shown, names[field]) is values[field]
+            # The State has it, too, and here it is asked about.
+            if getrefcount(values[field]) != holders + has + 2:
+                return False
+        counts = []
+        for field, path in self._mappings:
+            mapping = values[field]
+            for key in path:
+                mapping = mapping[key]
+                if getrefcount(mapping) != 3:  # in the mapping around it, `mapping`, and asked about
+                    return False
+            counts.append(_OURS + 1 + hasattr(mapping, "_tensors"))
+        return (
+            list(map(getrefcount, self._tensors)) == counts
+            and set(map(_uses, self._tensors)) == _ONCE
+            and set(map(getrefcount, self._storages)) == _LISTED
+            and list(map(_address, self._storages)) == self._addresses
+            and all(uses == _OF_STORAGE for uses in map(_storage_uses, self._pointers))
+        )
+
+
+def _in_mappings(value: Any, path: tuple[Any, ...]) -> bool:
+    """Whether a leaf is in a mapping of ours, in one of ours, and so on."""
+    for key in path:
+        if type(value) is not FrozenDict:
+            return False
+        value = value[key]
+    return bool(path)

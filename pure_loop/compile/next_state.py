@@ -1,0 +1,190 @@
+"""Where each value of the State after a graph comes from: kept from before, an output, a number, or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import optree
+from torch import Tensor
+
+from pure_loop.compile.numbers import Env, Number
+from pure_loop.compile.trees import Durable, tensors_of
+from pure_loop.state import State
+
+__all__ = ["KEPT", "NUMBER", "OUTPUT", "PLAIN", "Field", "NextState", "after", "plan"]
+
+# KEPT: the leaf (or, in flight, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
+# function of the Env gives. PLAIN: the value itself.
+KEPT, OUTPUT, NUMBER, PLAIN = range(4)
+Source: TypeAlias = tuple[int, Any]
+
+
+@attrs.define
+class Field:
+    """How one durable field is built.
+
+    Attributes:
+        spec: its structure.
+        leaves: for each leaf, where it comes from, and which.
+        written: whether the graph writes to one of its tensors.
+        same: whether the field is what it was where no tensor was copied.
+    """
+
+    spec: Any
+    leaves: list[Source]
+    written: bool
+    same: bool
+
+
+@attrs.define
+class NextState:
+    """How the State after a graph is built.
+
+    Attributes:
+        fields: the durable ones.
+        flight: what is in flight: each value, and where its tensors come from.
+        reports: whether the first output is the number that the program reports.
+    """
+
+    fields: list[Field]
+    flight: list[tuple[Any, list[tuple[int, int]]]]
+    reports: bool
+
+    def same_shape(self, before: Durable) -> bool:
+        """Whether each leaf is for the next call what it was for this one: shape, dtype and all."""
+        leaves = [leaf for field in self.fields for leaf in field.leaves]
+        return tuple(field.spec for field in self.fields) == before.specs and all(
+            (kind == KEPT and which == position) or kind == NUMBER for position, (kind, which) in enumerate(leaves)
+        )
+
+
+def plan(
+    state: State,
+    report: Tensor | None,
+    flight: tuple[Any, ...],
+    before: Durable,
+    names: tuple[str, ...],
+    stand_ins: list[Any],
+    places: list[int],
+    fakes: list[Tensor],
+) -> tuple[NextState, list[Tensor], dict[int, int]]:
+    """How the next State is made, what the graph gives for it, and which of that is written to which input.
+
+    Args:
+        state, report, flight: what the program gave.
+        before: what the graph was traced for, and the ``names`` of its fields.
+        stand_ins: what stood for each of its leaves.
+        places: which of them are tensors.
+        fakes: the inputs: these tensors, and those that were in flight.
+    """
+    inputs = {id(fake): index for index, fake in enumerate(fakes)}
+    slots = {name: position for position, name in enumerate(before.names(names))}
+    index_of = {position: index for index, position in enumerate(places)}
+    results: list[Tensor] = []
+    written: dict[int, int] = {}
+
+    def put_out(tensor: Tensor) -> int:
+        results.append(tensor)
+        return len(results) - 1 - len(written)
+
+    # Outputs are numbered in the order in which they come, those that are written in place left out.
+    if report is not None:
+        put_out(report)
+    end_state = Durable.of(state, names)
+    fields: list[Field] = []
+    begin = 0
+    all_paths = end_state.names(names)
+    for position, (spec, end) in enumerate(zip(end_state.specs, end_state.ends, strict=True)):
+        field = Field(spec, [], False, True)
+        for leaf, name in zip(end_state.leaves[begin:end], all_paths[begin:end], strict=True):
+            slot = slots.get(name)
+            old = None if slot is None else stand_ins[slot]
+            found: Source
+            if isinstance(leaf, Tensor):
+                if leaf is old:
+                    found = KEPT, slot
+                elif isinstance(old, Tensor) and _like(leaf, old):
+                    assert slot is not None
+                    results.append(leaf.detach())
+                    written[len(results) - 1] = index_of[slot]
+                    field.written = True
+                    found = KEPT, slot
+                else:
+                    # Never an input itself: what lasts has memory of its own.
+                    found = OUTPUT, put_out(leaf.detach().clone())
+            elif leaf is old or (
+                slot is not None
+                and type(leaf) is type(before.leaves[slot])
+                and leaf == before.leaves[slot]
+                and not isinstance(old, Number)
+            ):
+                found = KEPT, slot
+            elif isinstance(leaf, Number):
+                found = NUMBER, leaf.evaluate
+            else:
+                found = PLAIN, leaf
+            field.leaves.append(found)
+        in_place = [(KEPT, index) for index in range(begin, end)]
+        field.same = field.leaves == in_place and spec == before.specs[position]
+        fields.append(field)
+        begin = end
+    parts = []
+    overwritten = set(written.values())
+    seen: dict[int, int] = {}
+    for each in flight:
+        sources = []
+        for tensor in tensors_of(each):
+            index = inputs.get(id(tensor))
+            if index is not None and index not in overwritten:
+                sources.append((KEPT, index))
+                continue
+            if id(tensor) not in seen:
+                seen[id(tensor)] = put_out(tensor.detach())
+            sources.append((OUTPUT, seen[id(tensor)]))
+        parts.append((each, sources))
+    return NextState(fields, parts, report is not None), results, written
+
+
+def _like(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def after(
+    fields: list[Field], durable: Durable, leaves: list[Any], env: Env, outputs: Sequence[Any], copied: bool
+) -> Durable:
+    """The durable fields after a call.
+
+    Args:
+        durable: those before it.
+        leaves: theirs, with the copies that the graph wrote to.
+        env: by which numbers are evaluated.
+        outputs: of the graph.
+        copied: whether there are copies.
+    """
+    new_values: list[Any] = []
+    new_leaves: list[Any] = []
+    ends, specs = [], []
+    begin = 0
+    for field, value, end in zip(fields, durable.values, durable.ends, strict=True):
+        if field.same and not (copied and field.written):
+            new_values.append(value)
+            new_leaves += leaves[begin:end]
+        else:
+            found = [
+                leaves[which]
+                if kind == KEPT
+                else outputs[which]
+                if kind == OUTPUT
+                else which(env)
+                if kind == NUMBER
+                else which
+                for kind, which in field.leaves
+            ]
+            new_values.append(optree.tree_unflatten(field.spec, found))
+            new_leaves += found
+        begin = end
+        specs.append(field.spec)
+        ends.append(len(new_leaves))
+    return Durable(tuple(new_values), tuple(specs), tuple(ends), new_leaves)

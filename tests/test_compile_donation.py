@@ -1,0 +1,268 @@
+"""Donation to compiled steps: where only the loop variable holds the State, the graph writes where its numbers are.
+
+Law 2 decides, as in test_donation: what anybody has kept has the bits of a copy that was made when it was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pure_loop as pl
+import pure_loop.compile
+from pure_loop import Event, donation
+from pure_loop.algorithms import ema
+from tests.donating import DATA, Kept, plain, tensors_of
+from tests.sameness import assert_same
+from tests.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
+from tests.test_donation_kept import WAYS
+
+pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+
+BATCHES = {Event.BATCH_END}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted() -> Iterator[None]:
+    """Graphs are run as they are, and not compiled."""
+    with pure_loop.compile.interpreted():
+        yield
+
+
+class Copied:
+    """Which of the times that a graph asked for memory it was given copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[bool] = []
+        real = donation.Donation.own
+
+        def own(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+            given = real(this, tensors, alone)
+            self.asked.append(given is not tensors)
+            return given
+
+        monkeypatch.setattr(donation.Donation, "own", own)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
+    return Copied(monkeypatch)
+
+
+def norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def fit(model: Any = None, **arguments: Any) -> Any:
+    arguments.setdefault("max_duration", "3ep")
+    arguments.setdefault("optimizer", pl.optim.adamw(lr=0.1))
+    arguments.setdefault("watch", BATCHES)
+    arguments.setdefault("compile", True)
+    model = plain() if model is None else model
+    return pl.fit(model, arguments.pop("data", DATA), loss=functional.cross_entropy, **arguments)
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}],
+    ids=["batches", "starts", "epochs"],
+)
+def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -> None:
+    for consumer in (a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, pl.run):
+        copied.asked.clear()
+        consumer(fit(norm(), watch=watch))
+        # The first step is given the memory of the model, which is copied without asking.
+        assert copied.asked == [False] * 14, consumer
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9)], ids=lambda optimizer: optimizer.name
+)
+def test_a_step_in_place_trains_as_one_that_copies(copied: Copied, optimizer: Any) -> None:
+    one, other = (
+        pl.run(fit(norm(), optimizer=optimizer, donate=donate, microbatch_size=4)) for donate in ("auto", False)
+    )
+    assert copied.asked == [False] * 14
+    assert_same(one, other, "with donation and without")
+
+
+def average_of(state: pl.State) -> Any:
+    return state.algorithm_state["ema"]
+
+
+MORE: dict[str, Callable[[Kept, pl.State, int], None]] = {
+    "an average": lambda kept, state, _: kept.keep("an average", average_of(state)),
+    "all memory of algorithms": lambda kept, state, _: kept.keep("algorithms", state.algorithm_state),
+    "a tensor of an average": lambda kept, state, i: kept.keep(
+        "a tensor of an average", (found := tensors_of(average_of(state)))[i % len(found)]
+    ),
+    "buffers": lambda kept, state, _: kept.keep("buffers", state.buffers),
+    "a buffer": lambda kept, state, _: kept.keep("a buffer", state.buffers["1.running_mean"][:1]),
+}
+
+# Graphs that are kept go through a layer of another shape there.
+ALL = {name: way for name, way in {**WAYS, **MORE}.items() if not name.startswith("a graph")}
+
+
+def test_each_way_of_keeping_keeps() -> None:
+    """One after the other, in one run."""
+    kept = Kept()
+    ways = sorted(ALL)
+    for event, state in fit(norm(), max_duration="9ep", algorithms=[ema(half_life="3ba")]):
+        assert event is Event.BATCH_END
+        index, which = divmod(state.timestamp.batch - 1, 2)
+        if which == 0 and index < len(ways):
+            ALL[ways[index]](kept, state, index)
+    assert len(kept.things) == len(ways)
+    kept.check()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    keepings=st.lists(
+        st.tuples(
+            st.sampled_from(["body", "callback", "algorithm"]),
+            st.sampled_from(sorted(ALL)),
+            st.sampled_from([Event.BATCH_START, Event.BATCH_END, Event.EPOCH_END, Event.EVAL_END]),
+            st.integers(0, 14),
+            st.integers(0, 11),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    watch=st.sampled_from([BATCHES, {Event.EPOCH_END}, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}]),
+    consumer=st.sampled_from(["for", "next", "list", "pairs"]),
+    evaluators=st.booleans(),
+    steps=st.sampled_from([1, 3]),
+)
+def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, evaluators: bool, steps: int) -> None:
+    kept = Kept()
+
+    def keeps(who: str, event: Event, state: pl.State) -> None:
+        for someone, way, when, batch, which in keepings:
+            if someone == who and when is event and state.timestamp.batch == batch:
+                ALL[way](kept, state, which)
+
+    def callback(event: Event, state: pl.State) -> None:
+        if event in watch:
+            keeps("callback", event, state)
+
+    def handler(state: pl.State) -> pl.State:
+        keeps("algorithm", Event.EPOCH_END, state)  # an event that is never inside a graph
+        return state
+
+    class Watching(pl.Callback):
+        def epoch_end(self, state: pl.State, _: Any) -> None:
+            callback(Event.EPOCH_END, state)
+
+        def batch_end(self, state: pl.State, _: Any) -> None:
+            callback(Event.BATCH_END, state)
+
+    stream = fit(
+        norm(),
+        watch=watch,
+        callbacks=[Watching()] if any(each[0] == "callback" for each in keepings) else [],
+        algorithms=[ema(half_life="3ba"), pl.algorithm(Event.EPOCH_END, name="keeper")(handler)],
+        evaluators={"val": DATA[:1]} if evaluators else None,
+        eval_interval="4ba",
+        steps_per_call=steps,
+    )
+    if consumer == "for":
+        for event, state in stream:
+            keeps("body", event, state)
+    elif consumer == "next":
+        while (pair := next(stream, None)) is not None:
+            keeps("body", *pair)
+    elif consumer == "pairs":
+        before = None
+        for pair in stream:
+            keeps("body", *pair)
+            if before is not None:
+                kept.keep("the pair before", before[1])
+                kept.check()
+                kept.things.pop()
+            before = pair
+    else:
+        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
+        for (_, state), numbers in pairs:
+            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+    kept.check()
+
+
+def test_counting_that_sees_nobody_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pure_loop.compile import memory
+
+    monkeypatch.setattr(memory.Memory, "alone", lambda *_: True)
+    kept = Kept()
+    for _, state in fit(norm()):
+        kept.keep("a tensor", state.params["0.weight"])
+    with pytest.raises(AssertionError, match="a tensor changed"):
+        kept.check()
+
+
+@pytest.mark.parametrize("stop", [6, 9])
+def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(stop: int) -> None:
+    data = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(DATA)]
+    state: Any = None
+    with pytest.raises(pl.NonFiniteError, match=f"batch {stop} "):
+        for _, state in fit(norm(), data=[*[*DATA, *DATA][:stop], data[1]]):  # noqa: B007
+            pass
+    for field in ("params", "opt_state", "buffers"):
+        with pytest.raises(pl.errors.DonatedStateError):
+            list(getattr(state, field).values())
+    assert state.loss.item() > 0
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda stream: filter(lambda pair: pair[1].timestamp.batch % 2, stream),
+        lambda stream: islice(stream, 6, None, 5),
+        enumerate,
+        lambda stream: zip(stream, stream, strict=False),
+    ],
+    ids=["filter", "islice", "enumerate", "zip"],
+)
+def test_pairs_that_are_picked_out_stay_what_they_were(pick: Callable[[Any], Any]) -> None:
+    for last in pick(fit(norm(), max_duration="4ep")):
+        found = tensors_of(last if isinstance(last, tuple) else (last,))
+        assert all(torch.isfinite(each).all() for each in found if each.is_floating_point())
+    assert found
+
+
+def test_the_live_state_can_be_evaluated_and_gone_on_from() -> None:
+    rest: Any = None
+    for _, state in fit(norm()):
+        if state.timestamp.batch == 4:
+            assert torch.isfinite(
+                pl.run(pl.evaluate(state, DATA, loss=functional.cross_entropy)).metrics["eval"]["loss"]
+            )
+            rest = pl.run(fit(state))
+    assert_same(rest, state, "gone on from a live State")
+
+
+@pl.algorithm(Event.BATCH_END, when="3ba", init=lambda state: torch.zeros(2))
+def now_and_then(state: pl.State) -> pl.State:
+    return state.remember("now_and_then", state.algorithm_state["now_and_then"] + 1)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_memory_that_only_some_graphs_write_to_is_theirs_first(steps: int) -> None:
+    """The first graphs read it, so that it is still the State's that the user was shown."""
+    watch = {Event.EPOCH_START, Event.FIT_END}
+    kept = [
+        (state, state.algorithm_state["now_and_then"].clone())
+        for _, state in fit(watch=watch, algorithms=[now_and_then], steps_per_call=steps)
+    ]
+    for state, numbers in kept:
+        assert torch.equal(state.algorithm_state["now_and_then"], numbers)
+    assert kept[-1][1].tolist() == [5, 5]
