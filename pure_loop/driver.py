@@ -19,7 +19,7 @@ from pure_loop.donation import Donation
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import NOT_READY, State, draft_of, refuse_misfit
+from pure_loop.state import NOT_READY, State, at_event, at_position, refuse_misfit
 from pure_loop.strict import Strict
 
 __all__ = ["apply", "run_script", "run_silently", "seal"]
@@ -57,12 +57,9 @@ def seal(state: State, event: Event) -> State:
         if passed:
             _set_position(state, event)
         return state
-    draft = draft_of(state)
-    draft.event = event
     if passed:
-        draft.position = event
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+        return at_position[type(state)](state, event, event)  # type: ignore[no-any-return]
+    return at_event[type(state)](state, event)  # type: ignore[no-any-return]
 
 
 def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
