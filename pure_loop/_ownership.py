@@ -83,7 +83,7 @@ class Held:
         """The leaves stand in this module instance."""
         if self._bound_to is None and self.leaves is not None:
             self._bound_to = instance
-            # In the mapping of leaves, and in the module, in several places where weights are tied.
+            # In the mapping of leaves, and in the module.
             self._tensors += map(self.leaves.__getitem__, self._names)
             self._counts += [_OURS + 1 + instance.places[name] for name in self._names]
 
