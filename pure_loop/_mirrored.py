@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -89,7 +89,7 @@ class Mirrored(dict[str, Any]):
             self[name] = default
         return self[name]
 
-    def update(self, *others: Mapping[str, Any] | Iterable[tuple[str, Any]], **items: Any) -> None:
+    def update(self, *others: Any, **items: Any) -> None:
         for name, value in dict(*others, **items).items():
             self[name] = value
 

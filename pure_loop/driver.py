@@ -257,6 +257,11 @@ def run_script(
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
         ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - {updating}
+    # Where there is nothing to do but to hand the State over.
+    swift: frozenset[Event] = frozenset()
+    if plain:
+        swift = frozenset(Event) - set(attached) - {updating}
+    known, swift = swift, swift - _OF_THE_FIRST_BATCH if unsure else swift
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -266,6 +271,16 @@ def run_script(
             except StopIteration:
                 # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
                 return
+            if event in swift:
+                if event in POSITIONS:
+                    given = seal(state, event)
+                elif state.event is None:
+                    _set_event(state, event)
+                    given = state
+                else:
+                    given = at_event[type(state)](state, event)
+                yield event, given
+                continue
             if event in ignored:
                 given = state
                 continue
@@ -273,11 +288,7 @@ def run_script(
                 strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
                 strict.advance(event)
                 last = event
-            if state.event is None and event not in POSITIONS:
-                _set_event(state, event)
-                given = state
-            else:
-                given = seal(state, event)
+            given = seal(state, event)
             if event in attached:
                 handling, observing = attached[event]
                 if handling is not None:
@@ -292,7 +303,7 @@ def run_script(
                     if unsure and event in _OF_THE_FIRST_BATCH:
                         followed = followed and gives_up(_getframe(1), given)
                     continue
-                unsure = False
+                unsure, swift = False, known
             elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
