@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from pure_loop.errors import ModelError
 
-try:  # private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13
-    from torch.autograd.graph import _engine_run_backward as _run_engine
-except ImportError:
-    _run_engine = None  # type: ignore[assignment, unused-ignore]
+# Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
+_run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
 __all__ = ["GradMode", "gradient_of", "graph_of", "refuse_strangers"]
 

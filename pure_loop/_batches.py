@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pure_loop.data import to_device
+from pure_loop.data import beside, to_device
 from pure_loop.event import Event
 from pure_loop.sources import END, Padding, Source
 from pure_loop.stages import Stages
@@ -31,7 +31,7 @@ def next_batch(
     if engine.ranks == 1:
         if loaded is END:
             return None
-        whole = to_device(loaded, state.device)
+        whole = beside(loaded, next(iter(state.params.values())))
         return whole, task.samples(whole), task.tokens(whole)
     padding = type(loaded) is Padding
     batch = loaded.batch if padding else loaded

@@ -40,6 +40,9 @@ def _one(device: torch.device) -> Tensor:
 _zeros: list[Tensor] = []
 
 
+_one_on_cpu = _one(torch.device("cpu"))
+
+
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     """1 where the loss or one of these tensors is not finite, else 0; float32, shape (1,), on their device.
 
@@ -68,8 +71,9 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
 
 
 def _look(tensors: list[Tensor], found: Tensor) -> None:
-    one = _one(found.device)
-    if len(set(map(_dtype, tensors))) == 1 and not tensors[0].is_complex():
+    one = _one_on_cpu if found.is_cpu else _one(found.device)
+    dtypes = set(map(_dtype, tensors))
+    if len(dtypes) == 1 and not dtypes.pop().is_complex:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
         return
     for tensor in tensors:

@@ -8,8 +8,6 @@ one reference more is somebody else's, whenever it was taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
-from operator import getitem
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -70,8 +68,10 @@ class Held:
         self._bound_to: Any = None
 
     def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
-        self._tensors += mapping.values()
-        self._counts += [_OURS + in_mappings + hasattr(mapping, "_tensors")] * len(mapping)
+        if not hasattr(mapping, "_tensors"):  # which an update reads, and would make anew at each step
+            mapping._tensors = list(mapping.values())
+        self._tensors += mapping._tensors
+        self._counts += [_OURS + in_mappings + 1] * len(mapping)
 
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
@@ -83,7 +83,7 @@ class Held:
         """The leaves stand in this module instance."""
         if self._bound_to is None and self.leaves is not None:
             self._bound_to = instance
-            # In the mapping of leaves, and in the module, in several places where weights are tied.
+            # In the mapping of leaves, and in the module.
             self._tensors += map(self.leaves.__getitem__, self._names)
             self._counts += [_OURS + 1 + instance.places[name] for name in self._names]
 
@@ -103,7 +103,13 @@ class Held:
             return False
         if getrefcount(state.opt_state) != memory_holders + 1:
             return False
-        return all(_alone_in(state.opt_state, path, mapping) for path, mapping in self._mappings)
+        for path, mapping in self._mappings:
+            if len(path) > 1 and not _way_alone(state.opt_state, path):
+                return False
+            # In the memory, in the list of a Held, as `mapping`, and asked about.
+            if getrefcount(mapping) != 4:
+                return False
+        return True
 
     def tensors_alone(self, memory: Any) -> bool:
         """Whether the tensors are in this memory still, and nobody has one of them, a view of one or its storage."""
@@ -114,9 +120,14 @@ class Held:
             or getrefcount(leaves) != 4  # here, in the instance, `leaves`, and asked about
         ):
             return False
+        for path, mapping in self._mappings:
+            found = memory
+            for key in path:
+                found = found[key]
+            if found is not mapping:
+                return False
         return (
-            all(reduce(getitem, path, memory) is mapping for path, mapping in self._mappings)
-            and list(map(getrefcount, self._tensors)) == self._counts
+            list(map(getrefcount, self._tensors)) == self._counts
             and set(map(_uses, self._tensors)) == _ONCE
             and set(map(getrefcount, self._storages)) == _LISTED
             and list(map(_address, self._storages)) == self._addresses
@@ -137,14 +148,13 @@ def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, Froze
             yield from _tensor_mappings(value, (*path, key))
 
 
-def _alone_in(memory: Any, path: Path, mapping: FrozenDict[str, Tensor]) -> bool:
-    """Whether nobody else has the mapping in this memory, or one on the path to it."""
+def _way_alone(memory: Any, path: Path) -> bool:
+    """Whether nobody else has one of the mappings in this memory on the path to its end."""
     for key in path[:-1]:
         memory = memory[key]
         if getrefcount(memory) != 3:  # in the mapping around it, `memory`, and asked about
             return False
-    # In the memory, in the list of a Held, as `mapping` here and in the loop over that list, and asked about.
-    return getrefcount(mapping) == 5
+    return True
 
 
 def has_tensors(memory: FrozenDict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Record", "drafter"]
+__all__ = ["Record", "copier", "drafter"]
 
 
 class Record:
@@ -42,19 +42,38 @@ def drafter(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[Any], Any]
     >>> draft
     Point(x=1, y=5)
     """
-    draft = _draft_class(cls)
-    names = [field.name for field in attrs.fields(cls)]
-    lines = ["def copy(record):", "    draft = new(cls)"]
-    lines += [f"    draft.{name} = {'None' if name in without else f'record.{name}'}" for name in names]
-    scope: dict[str, Any] = {"new": object.__new__, "cls": draft}
-    exec("\n".join([*lines, "    return draft"]), scope)
-    copy: Callable[[Any], Any] = scope["copy"]
+    return _written(cls, without, ())
+
+
+def copier(cls: type, *changed: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The same with the class set: a function that copies a ``cls``, and takes new values of the fields ``changed``.
+
+    >>> @attrs.frozen(weakref_slot=False)
+    ... class Point(Record):
+    ...     x: int
+    ...     y: int
+    >>> copier(Point, "y")(Point(1, 2), 5)
+    Point(x=1, y=5)
+    """
+    return _written(cls, without, changed, "    draft.__class__ = cls")
+
+
+def _written(cls: type, without: tuple[str, ...], changed: tuple[str, ...], *last: str) -> Callable[..., Any]:
+    lines = [f"def copy({', '.join(('record', *changed))}):", "    draft = new()"]
+    for field in attrs.fields(cls):
+        name = field.name
+        value = name if name in changed else "None" if name in without else f"record.{name}"
+        lines.append(f"    draft.{name} = {value}")
+    # Calling the class takes less than object.__new__ of it, which looks at what it is given.
+    scope: dict[str, Any] = {"new": _draft_class(cls), "cls": cls}
+    exec("\n".join([*lines, *last, "    return draft"]), scope)
+    copy: Callable[..., Any] = scope["copy"]
     return copy
 
 
 def _draft_class(cls: type) -> type:
     """A class of the same layout whose instances take assignments."""
-    namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__doc__": None}
+    namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__init__": object.__init__, "__doc__": None}
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
     return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)

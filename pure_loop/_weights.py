@@ -13,7 +13,15 @@ from torch import Tensor
 
 from pure_loop.errors import DataError
 
-__all__ = ["Weights", "power_of_two"]
+__all__ = ["Weights", "is_number", "power_of_two"]
+
+
+_INT = {int}
+
+
+def is_number(value: float | Tensor) -> bool:
+    """Whether it is no tensor: to ask a number whether it is one takes long."""
+    return type(value) is float or type(value) is int or not isinstance(value, Tensor)
 
 
 @attrs.frozen
@@ -47,12 +55,7 @@ class Weights:
         Raises:
             DataError: weights that are negative, not finite or add up to zero; names the batch.
         """
-        if (
-            total is None
-            and len(weights) == 1
-            and type(weights[0]) is int
-            and (found := _of_numbers((weights[0],))) is not None
-        ):
+        if total is None and set(map(type, weights)) == _INT and (found := _of_numbers(tuple(weights))) is not None:
             return found
         # Those of a step that is being compiled have no numbers.
         known = [isinstance(w, Tensor) and w.device.type == "cpu" and not hasattr(w, "fake_mode") for w in weights]

@@ -149,6 +149,17 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
     return map_tensors(move, batch)
 
 
+def beside(batch: Any, tensor: Tensor) -> Any:
+    """A batch with its tensors on the device of this one; on the CPU without asking which one that is."""
+    if tensor.is_cpu and (type(batch) is tuple or type(batch) is list):
+        for leaf in batch:
+            if type(leaf) is not Tensor or not leaf.is_cpu:
+                break
+        else:
+            return batch
+    return to_device(batch, tensor.device)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A nesting with every tensor in it mapped; the same object where all stay the same."""
     if isinstance(value, Tensor):

@@ -19,7 +19,7 @@ from pure_loop.donation import ABOUT_TO_WRITE, Donation
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import NOT_READY, State, draft_of, refuse_misfit
+from pure_loop.state import NOT_READY, State, at_event, at_position, refuse_misfit
 from pure_loop.strict import Strict
 
 __all__ = ["apply", "run_script", "run_silently", "seal"]
@@ -57,12 +57,9 @@ def seal(state: State, event: Event) -> State:
         if passed:
             _set_position(state, event)
         return state
-    draft = draft_of(state)
-    draft.event = event
     if passed:
-        draft.position = event
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+        return at_position[type(state)](state, event, event)  # type: ignore[no-any-return]
+    return at_event[type(state)](state, event)  # type: ignore[no-any-return]
 
 
 def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
@@ -262,6 +259,11 @@ def run_script(
         ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - {updating}
     if marking:
         ignored |= {ABOUT_TO_WRITE}
+    # Where there is nothing to do but to hand the State over.
+    swift: frozenset[Event] = frozenset()
+    if plain:
+        swift = frozenset(Event) - set(attached) - {updating}
+    known, swift = swift, swift - _OF_THE_FIRST_BATCH if unsure else swift
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -271,6 +273,16 @@ def run_script(
             except StopIteration:
                 # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
                 return
+            if event in swift:
+                if event in POSITIONS:
+                    given = seal(state, event)
+                elif state.event is None:
+                    _set_event(state, event)
+                    given = state
+                else:
+                    given = at_event[type(state)](state, event)
+                yield event, given
+                continue
             if event in ignored:
                 given = state
                 if marking and event is ABOUT_TO_WRITE:
@@ -289,11 +301,7 @@ def run_script(
                 strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
                 strict.advance(event)
                 last = event
-            if state.event is None and event not in POSITIONS:
-                _set_event(state, event)
-                given = state
-            else:
-                given = seal(state, event)
+            given = seal(state, event)
             if event in attached:
                 handling, observing = attached[event]
                 if handling is not None:
@@ -308,7 +316,7 @@ def run_script(
                     if unsure and event in _OF_THE_FIRST_BATCH:
                         followed = followed and gives_up(_getframe(1), given)
                     continue
-                unsure = False
+                unsure, swift = False, known
             elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
@@ -332,7 +340,8 @@ def run_script(
                     last_shown, alone = None, others == 1
                 else:
                     alone = getrefcount(last_shown) == 3
-                in_turn = alone and followed and gives_up(_getframe(1), given if last_shown is None else last_shown)
+                in_turn = alone and followed and not unsure
+                in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
                 donation.look(others, last_shown, replaced=in_turn)
                 del last_shown
     except BaseException as error:

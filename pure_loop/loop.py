@@ -14,10 +14,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from pure_loop._batches import next_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
+from pure_loop._weights import is_number
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.driver import run_silently
@@ -394,7 +394,7 @@ def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[St
 
 
 def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
-    if not isinstance(fraction, Tensor) and fraction == 0:
+    if is_number(fraction) and fraction == 0:
         return mean  # the loss of a microbatch that counts nothing may be NaN
     if isinstance(loss, dict):
         before = mean or dict.fromkeys(loss)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from pure_loop._mirrored import mirror, stands_twice
 from pure_loop._parts import whole_of
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
@@ -228,15 +229,22 @@ class ModelDef:
 
 
 class _Instance:
-    """A private module and the places where tensors go, found once; ``places`` counts them for each parameter."""
+    """A private module and the places where tensors go, found once.
+
+    Attributes:
+        places: how many references the module has to each parameter.
+    """
 
     __slots__ = ("_buffers", "_parameters", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
+        mirror(self.module)
         # A tied tensor has several places, which stand here one by one.
         self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))
-        self.places = Counter(name for name, _, _ in self._parameters)
+        self.places = Counter[str]()
+        for name, tensors, key in self._parameters:
+            self.places[name] += 1 + stands_twice(tensors, key)
         self._buffers = list(_places(self.module, model.buffer_names, "_buffers"))
         self.params: FrozenDict[str, Tensor] | None = None
         self.training: bool | None = None

@@ -27,6 +27,7 @@ from pure_loop._finite import (
 )
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
+from pure_loop._weights import is_number
 from pure_loop.data import map_tensors
 from pure_loop.donation import Donation
 from pure_loop.engine import ONE_RANK, Engine
@@ -45,6 +46,7 @@ T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -149,15 +151,15 @@ class Stages:
             )
         if not loss.requires_grad:
             raise _detached_loss(state)
-        seed: Tensor | None = None
+        number, seed = is_number(weight), None
         if state.loss_scale is not None:
             seed = (state.loss_scale.scale * weight).to(loss.dtype)
-        elif isinstance(weight, Tensor):
-            seed = weight.to(loss)
+        elif not number:
+            seed = weight.to(loss)  # type: ignore[union-attr]
         elif weight != 1.0:
-            seed = torch.full_like(loss, weight)
+            seed = torch.full_like(loss, weight)  # type: ignore[arg-type]
         found: Any
-        if not isinstance(weight, Tensor) and weight == 0:
+        if number and weight == 0:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
             found = self.engine.gradient(state, None, seed)
         else:
@@ -200,7 +202,7 @@ class Stages:
         clip = self.clip_grad
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
-        scaled = isinstance(divisor, Tensor) or divisor != 1.0
+        scaled = not is_number(divisor) or divisor != 1.0
         if not scaled and clip is None:
             return _frozen(draft, state)
         with GradMode(False):
@@ -256,7 +258,7 @@ class Stages:
             skips = self.nonfinite == "skip" or state.loss_scale is not None
             if state.loss_scale is not None:
                 draft.loss_scale = state.loss_scale.update(found)
-            if isinstance(found, Tensor) and not found.is_cpu:
+            if type(found) is not bool and not found.is_cpu:
                 new, opt_state = self._skip_on_device(draft, state, found, skips, (trained, new), opt_state)
                 if buffers is not None and self.nonfinite == "skip":
                     draft.buffers = _where(found[0].bool(), buffers, state.buffers)
@@ -337,11 +339,13 @@ class Stages:
 
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
-        with GradMode(True):
-            if not draws and self.precision.dtype is None and not _any_autocast():
+        if not draws and self.precision.dtype is None and _grad_enabled() and not _any_autocast():
+            try:
                 return call()
-            with self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
-                return call()
+            finally:
+                torch._C._set_grad_enabled(True)  # whatever the user's code has left
+        with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
+            return call()
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp

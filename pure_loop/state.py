@@ -9,14 +9,14 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from pure_loop import _pytree
-from pure_loop._records import Record, drafter
+from pure_loop._records import Record, copier, drafter
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -33,8 +33,6 @@ from pure_loop.time import Timestamp
 __all__ = ["State"]
 
 S = TypeVar("S", bound="State")
-Drafter: TypeAlias = Callable[[Any], Any]
-Drafters: TypeAlias = tuple[Drafter, Drafter, Drafter]
 
 GRADIENT_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -181,7 +179,7 @@ class State(Record):
                     value = _as_mapping(name, value)
                 if name == "grads":
                     name = "_grads"
-            elif name not in _NAMES[self.__class__]:
+            elif name not in _names(self.__class__):
                 raise ArgumentError(_no_field(type(self), name))
             setattr(draft, name, value)
         draft.__class__ = self.__class__
@@ -315,16 +313,27 @@ def _as_mapping(name: str, value: Any) -> Any:
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads")
-_DRAFTERS: dict[type, Drafters] = {}
 _NAMES: dict[type, frozenset[str]] = {}
 _FIELDS: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
-def _drafters(cls: type) -> Drafters:
-    _NAMES[cls] = frozenset(public for _, public in _fields(cls))
-    found = drafter(cls), drafter(cls, without=("event",)), drafter(cls, without=_OF_A_BATCH)
-    _DRAFTERS[cls] = found
-    return found
+class _OfClass(dict[type, Callable[..., Any]]):
+    """A function for each class of States, written when it is first asked for."""
+
+    def __init__(self, write: Callable[[type], Callable[..., Any]]) -> None:
+        self._write = write
+
+    def __missing__(self, cls: type) -> Callable[..., Any]:
+        self[cls] = self._write(cls)
+        return self[cls]
+
+
+_drafts = _OfClass(drafter)
+_fresh_drafts = _OfClass(lambda cls: drafter(cls, without=("event",)))
+_outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
+# By class: ``(state, event) -> State`` of this event, and ``(state, event, event)`` of one that is a position.
+at_event = _OfClass(lambda cls: copier(cls, "event"))
+at_position = _OfClass(lambda cls: copier(cls, "event", "position"))
 
 
 def device_of(state: Any) -> torch.device:
@@ -337,22 +346,17 @@ def device_of(state: Any) -> torch.device:
 
 def draft_of(state: State) -> Any:
     """A copy that takes assignments until its class is set back: ``draft.__class__ = state.__class__``."""
-    cls = state.__class__
-    return (_DRAFTERS.get(cls) or _drafters(cls))[0](state)
+    return _drafts[type(state)](state)
 
 
 def fresh_draft_of(state: State) -> Any:
     """A draft without an event: the driver gives it the one at which it is yielded, and needs no further copy."""
-    cls = state.__class__
-    return (_DRAFTERS.get(cls) or _drafters(cls))[1](state)
+    return _fresh_drafts[type(state)](state)
 
 
 def outside_batch(state: State) -> State:
     """The State without an event and without what belongs to a batch."""
-    cls = state.__class__
-    draft = (_DRAFTERS.get(cls) or _drafters(cls))[2](state)
-    draft.__class__ = cls
-    return draft  # type: ignore[no-any-return]
+    return _outside[type(state)](state)  # type: ignore[no-any-return]
 
 
 def _fields(cls: type) -> tuple[tuple[str, str], ...]:
@@ -360,6 +364,14 @@ def _fields(cls: type) -> tuple[tuple[str, str], ...]:
     found = _FIELDS.get(cls)
     if found is None:
         found = _FIELDS[cls] = tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
+    return found
+
+
+def _names(cls: type) -> frozenset[str]:
+    """The public names of its fields."""
+    found = _NAMES.get(cls)
+    if found is None:
+        found = _NAMES[cls] = frozenset(public for _, public in _fields(cls))
     return found
 
 

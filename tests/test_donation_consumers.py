@@ -66,6 +66,14 @@ def test_what_picks_events_out_keeps_the_last_one(pick: Any) -> None:
     assert torch.isfinite(state.params["0.weight"]).all()
 
 
+def test_what_picks_events_out_of_those_watched_keeps_the_first_one() -> None:
+    state: Any = None
+    watched = fit(watch={Event.AFTER_TRAIN_BATCH, Event.BATCH_END}, max_duration="1ba")
+    for _, state in filter(lambda pair: pair[0] is Event.AFTER_TRAIN_BATCH, watched):  # noqa: B007
+        pass
+    assert torch.isfinite(state.params["0.weight"]).all()
+
+
 def test_a_function_that_closes_over_the_loop_variable_reads_it_while_the_step_runs(count: Count) -> None:
     state: Any = None
 

@@ -117,6 +117,9 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
+_one_on_cpu = _one(torch.device("cpu"))
+
+
 @attrs.frozen
 class _Adam:
     name: str
@@ -199,7 +202,7 @@ class _Adam:
         ready = overwritable(grads, opt_state, params, self.memories) if overwrite else None
         if ready is not None and not any(opt_state["skipped"].values()):
             values, gradients, memories = ready
-            step = torch.add(opt_state["step"], _one(values[0].device))
+            step = torch.add(opt_state["step"], _one_on_cpu if values[0].is_cpu else _one(values[0].device))
             self.kernel(lr, values, gradients, memories, [step] * len(values))
             return params, FrozenDict({**opt_state, "step": step})
         keys, names = self.memories, list(params)
@@ -238,7 +241,7 @@ class _Adam:
     ) -> None:
         largest = memories[2] if self.amsgrad else []
         run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
-        if isinstance(lr, Tensor):
+        if type(lr) is not float and isinstance(lr, Tensor):
             run = self.traced
         run(lr, params, grads, memories[0], memories[1], largest, steps)
 

@@ -249,18 +249,24 @@ def overwritable(
 
     They are ready where an update has laid out params and memories, and every parameter has a gradient like it.
     """
-    memories = [opt_state[key] for key in keys]
-    layout = layout_of(params, memories)
+    layout: Layout | None = getattr(params, "layout", None)
+    if layout is None:
+        return None
+    memories = []
+    for key in keys:
+        memory = opt_state[key]
+        if getattr(memory, "layout", None) is not layout:
+            return None
+        memories.append(_tensors(memory))
     gradients: list[Any] = list(grads.values())
     if (
-        layout is None
-        or [None for gradient in gradients if gradient is None]
+        [None for gradient in gradients if gradient is None]
         or list(grads) != list(params)
         or not all(map(_is_contiguous, gradients))
         or list(map(_size, gradients)) != layout
     ):
         return None
-    return _tensors(params), gradients, list(map(_tensors, memories))
+    return _tensors(params), gradients, memories
 
 
 def _tensors(mapping: FrozenDict[str, Tensor]) -> list[Tensor]:
