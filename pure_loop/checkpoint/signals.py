@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,6 +33,7 @@ class HeldSignals:
     def __init__(self, numbers: Iterable[int]) -> None:
         self._numbers = tuple(numbers)
         self._before: dict[int, Any] = {}
+        self._over = False
         self.caught: int | None = None
         for number in self._numbers:
             if number not in signal.valid_signals() or number in _NEVER:
@@ -40,6 +45,7 @@ class HeldSignals:
         """Begin to hold signals back: in the main thread, for Python has signals only there."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self._over = False
         for number in self._numbers:
             handler = signal.getsignal(number)
             # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
@@ -53,27 +59,76 @@ class HeldSignals:
             return
         while self._before:
             number, handler = self._before.popitem()
-            if signal.getsignal(number) == self._hold:
+            current = signal.getsignal(number)
+            if current == self._hold:
                 signal.signal(number, handler)
+                continue
+            # Another one holds signals back since, and would put this one's handler there again.
+            later = getattr(current, "__self__", None)
+            while isinstance(later, HeldSignals):
+                below = later._before.get(number)
+                if below == self._hold:
+                    later._before[number] = handler
+                    break
+                later = getattr(below, "__self__", None)
 
     def act(self) -> None:
-        """Let the signal act that was held back, if one was.
+        """End to hold signals back, and let the one act that was held back, if one was.
+
+        Where a loop is left by ``break``, Python closes its generator, and loses what is raised there. There the signal
+        comes again, as soon as the generator is closed.
 
         Raises:
             SystemExit: where it would have ended the program without cleaning up.
             KeyboardInterrupt: for SIGINT, unless the program has another handler.
         """
+        self._over = True
         self.restore()
         number, self.caught = self.caught, None
         if number is None:
+            return
+        if isinstance(sys.exception(), GeneratorExit):
+            closed = list(_generators(sys._getframe(1)))
+            threading.Thread(target=_send_after, args=(closed, number), name="pure_loop-signal").start()
             return
         if signal.getsignal(number) is signal.SIG_DFL:
             raise SystemExit(128 + number)
         signal.raise_signal(number)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self.caught = number
-        self.restore()
+        # Over: closed by another thread, which can't change handlers.
+        if self.caught is None and not self._over:
+            self.caught = number
+            return
+        held: Any = self
+        while isinstance(held, HeldSignals):
+            held.caught = None  # what acts now need not act again
+            held.restore()
+            held = getattr(signal.getsignal(number), "__self__", None)
+        signal.raise_signal(number)
+
+
+def _generators(frame: FrameType | None) -> Iterator[FrameType]:
+    """The generator that calls, and those that iterate over it."""
+    while frame is not None and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        yield frame
+        frame = frame.f_back
+
+
+def _send_after(frames: list[FrameType], number: int) -> None:
+    """Send this process a signal when its main thread has left these frames."""
+    while _run_in_main_thread(frames):
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
+
+
+def _run_in_main_thread(frames: list[FrameType]) -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame not in frames:
+        frame = frame.f_back
+    return frame is not None
 
 
 _NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
