@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.model import ModelDef
 from pure_loop.state import State, outside_batch
@@ -91,8 +91,16 @@ def loading(
     """
     if checkpoint is None:
         return None
+    path = checkpoint.path
+
+    def refuse_loaded(state: State) -> None:
+        try:
+            refuse(state)
+        except ResumeError as error:
+            raise ResumeError(f"{path}: {error}") from error
+
     if checkpoint.document is not None and model is not None:
-        refuse(checkpoint.fitted(model))
+        refuse_loaded(checkpoint.fitted(model))
     # Taken out when it is loaded: the numbers are then the loop's, which writes to them.
     waiting = [checkpoint]
 
@@ -101,7 +109,7 @@ def loading(
         if found.document is None:
             return found.weights_into(state)
         state = found.into(state)
-        refuse(state)
+        refuse_loaded(state)
         return finish(outside_batch(state))
 
     return load

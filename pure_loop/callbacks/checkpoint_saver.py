@@ -13,7 +13,7 @@ from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
 from pure_loop.checkpoint.files import SUFFIX, found_in, save
 from pure_loop.checkpoint.keeping import Names, Saved, superfluous
-from pure_loop.checkpoint.places import PathLike, join, place
+from pure_loop.checkpoint.places import PathLike, join, leftover, place
 from pure_loop.checkpoint.signals import HeldSignals
 from pure_loop.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -150,7 +150,7 @@ class CheckpointSaver(Callback):
         where = place(self.folder)
         where.sweep()
         # Whether it can be written to.
-        probe = place(join(self.folder, f".{os.getpid()}.probe"))
+        probe = place(join(self.folder, leftover("probe")))
         with probe.writing() as file:
             file.write(b"?")
         probe.remove()
@@ -180,8 +180,13 @@ class CheckpointSaver(Callback):
             if measured:
                 score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
                 notes = {"metric": self._metric, "score": score}
-            save(state, join(self.folder, name), notes=notes)
-            self._keep(Saved(name, notes.get("score")))
+            path = join(self.folder, name)
+            try:
+                save(state, path, notes=notes)
+                self._keep(Saved(name, notes.get("score")))
+            except Exception as error:
+                error.add_note(f"raised while {path} was saved")
+                raise
 
         self._writer.submit(job)
         if not self._background:

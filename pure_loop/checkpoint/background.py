@@ -59,4 +59,7 @@ class Background:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._jobs.clear()

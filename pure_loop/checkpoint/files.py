@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
-from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, place
+from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
 from pure_loop.checkpoint.weights import saved_weights, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.model import ModelDef
@@ -119,13 +119,15 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest."
             )
-        with where.open() as file:
-            header, tensors = container.read(file, where.size(), where.path)
+        try:
+            with where.open() as file:
+                header, tensors = container.read(file, size_of(file), where.path)
+        except CheckpointNotFoundError:
+            raise
+        except OSError as error:
+            raise not_read(where.path, error) from error
         document = read_document(header.metadata, where.path)
-        if document is not None and not header.digested:
-            raise CheckpointError(
-                f"{where.path} can't be read: it has no digest, so nobody can tell whether it is whole."
-            )
+        _refuse_no_digest(header, document, where.path)
         return cls(where.path, document, tensors)
 
     def state(
@@ -161,6 +163,11 @@ class Checkpoint:
         return self.document.state(model, self.tensors, torch.device("cpu"), self.path)
 
 
+def _refuse_no_digest(header: container.Header, document: Document | None, path: str) -> None:
+    if document is not None and not header.digested:
+        raise CheckpointError(f"{path} can't be read: it has no digest, so nobody can tell whether it is whole.")
+
+
 def found_in(folder: PathLike) -> list[tuple[str, Document]]:
     """The checkpoints in a folder whose headers can be read, newest first."""
     where = place(folder)
@@ -172,12 +179,16 @@ def found_in(folder: PathLike) -> list[tuple[str, Document]]:
         each = place(path)
         try:
             with each.open() as file:
-                document = read_document(container.read_header(file, each.size(), path).metadata, path)
+                header = container.read_header(file, size_of(file), path)
+            document = read_document(header.metadata, path)
+            _refuse_no_digest(header, document, path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
         if document is not None:
             found.append((path, document))
+        elif header.digested:  # plain weights have none
+            _log.warning("%s is passed over: it has a digest and no description of a State: it is damaged", path)
     return sorted(found, key=lambda item: (item[1].saved_at, item[1].batch, item[0]), reverse=True)
 
 
@@ -197,8 +208,8 @@ def latest(folder: PathLike) -> str | None:
         where = place(path)
         try:
             with where.open() as file:
-                container.verify(file, where.size(), path)
-        except (CheckpointError, CheckpointNotFoundError) as error:
+                container.verify(file, size_of(file), path)
+        except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
         return path

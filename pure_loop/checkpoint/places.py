@@ -9,7 +9,10 @@ import contextlib
 import errno
 import itertools
 import os
+import re
+import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +21,16 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import attrs
 
-from pure_loop.errors import ArgumentTypeError, CheckpointNotFoundError, CheckpointWriteError, MissingExtraError
+from pure_loop.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    MissingExtraError,
+)
 
-__all__ = ["LEFTOVER", "PathLike", "Place", "join", "place", "same_place"]
+__all__ = ["LEFTOVER", "PathLike", "Place", "join", "leftover", "not_read", "place", "same_place", "size_of"]
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -43,10 +53,8 @@ class Place(Protocol):
 
         Raises:
             CheckpointNotFoundError: there is none.
+            CheckpointError: it can't be opened.
         """
-
-    def size(self) -> int:
-        """Of the file, in bytes."""
 
     def writing(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """A file that takes this name when the ``with`` block ends; after an error it is as if nothing had been.
@@ -56,7 +64,11 @@ class Place(Protocol):
         """
 
     def names(self) -> list[str]:
-        """What is in the folder; nothing where there is none."""
+        """What is in the folder; nothing where there is none.
+
+        Raises:
+            CheckpointError: it can't be listed.
+        """
 
     def is_folder(self) -> bool: ...
 
@@ -81,6 +93,7 @@ def place(path: PathLike) -> Place:
 
     Raises:
         ArgumentTypeError: it is no path.
+        ArgumentError: it has a protocol that fsspec doesn't know.
         MissingExtraError: it has a protocol, and fsspec is not installed.
     """
     try:
@@ -101,6 +114,8 @@ def place(path: PathLike) -> Place:
         system, inside = fsspec.core.url_to_fs(text)
     except ImportError as error:
         raise MissingExtraError(f"{text} needs another package beside fsspec: {error}") from error
+    except ValueError as error:
+        raise ArgumentError(f"{text} is no path that fsspec can open: {error}.") from error
     return _Remote(text, system, inside)
 
 
@@ -110,14 +125,33 @@ def join(folder: PathLike, *names: str) -> str:
     return "/".join((text.rstrip("/"), *names)) if "://" in text else os.path.join(text, *names)
 
 
+def size_of(file: BinaryIO) -> int:
+    """The size of an open file, which is left at its beginning.
+
+    Not that of the path, which may have become another file's since.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
+
+
 def same_place(one: PathLike, other: PathLike) -> bool:
     """Whether two paths are of the same folder."""
     a, b = (os.fspath(each).rstrip("/") for each in (one, other))
     return a == b or ("://" not in a + b and os.path.realpath(a) == os.path.realpath(b))
 
 
-def _writer() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+# In a container a program that is started again has the number of the one that was killed.
+_THIS_PROCESS = secrets.token_hex(4)
+
+
+def leftover(name: str) -> str:
+    """A hidden name beside ``name``, which says who writes there: what he leaves when he is killed is swept."""
+    return f".{name}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
 @attrs.frozen
@@ -126,17 +160,19 @@ class _Local:
 
     def open(self) -> BinaryIO:
         try:
+            # Opening a pipe waits for whoever writes to it.
+            if stat.S_ISFIFO(os.stat(self.path).st_mode):
+                raise CheckpointError(f"{self.path} can't be read: it is a pipe.")
             return open(self.path, "rb", buffering=0)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
-
-    def size(self) -> int:
-        return os.stat(self.path).st_size
+        except OSError as error:
+            raise not_read(self.path, error) from error
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         target = Path(self.path)
-        beside = target.with_name(f".{target.name}.{_writer()}-{next(_numbers)}{LEFTOVER}")
+        beside = target.with_name(leftover(target.name))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -157,6 +193,8 @@ class _Local:
             return os.listdir(self.path)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise not_read(self.path, error) from error
 
     def is_folder(self) -> bool:
         return os.path.isdir(self.path)
@@ -175,7 +213,7 @@ class _Local:
 
     def link_to(self, name: str) -> None:
         target = Path(self.path)
-        beside = target.with_name(f".{target.name}.{_writer()}-{next(_numbers)}{LEFTOVER}")
+        beside = target.with_name(leftover(target.name))
         try:
             os.symlink(name, beside)
             os.replace(beside, target)
@@ -189,16 +227,26 @@ class _Local:
                 _Local(path).remove()
 
 
+_WRITER = re.compile(r"\..*\.(?P<host>[A-Za-z0-9_-]+)-(?P<pid>[0-9]{1,9})-(?P<process>[0-9a-f]{8})-[0-9]+")
+
+
 def _is_abandoned(name: str, path: str) -> bool:
-    host, _, rest = name.removesuffix(LEFTOVER).rpartition(".")[2].rpartition("-")[0].rpartition("-")
+    writer = _WRITER.fullmatch(name.removesuffix(LEFTOVER))
+    if writer is None:
+        return False  # no name of ours
     try:
-        age = time.time() - os.stat(path).st_mtime
-        if host != socket.gethostname() or age > _A_DAY:
-            return age > _A_DAY
-        os.kill(int(rest), 0)
+        # Of a link itself: what it leads to may be gone, or older.
+        age = time.time() - os.lstat(path).st_mtime
+        if age > _A_DAY:
+            return True
+        if writer["host"] != _host():
+            return False
+        if int(writer["pid"]) == os.getpid():
+            return writer["process"] != _THIS_PROCESS
+        os.kill(int(writer["pid"]), 0)
     except ProcessLookupError:
         return True
-    except (ValueError, OSError):  # no name of ours, gone by now, or another user's process
+    except OSError:  # gone by now, or another user's process
         return False
     return False
 
@@ -212,6 +260,11 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def not_read(path: str, error: OSError) -> CheckpointError:
+    """What is raised where the system can't read a file or a folder that is there."""
+    return CheckpointError(f"{path} can't be read: {error.strerror or error}.")
 
 
 def _not_written(path: str, error: OSError) -> CheckpointWriteError:
@@ -245,14 +298,13 @@ class _Remote:
             return self.system.open(self.inside, "rb")  # type: ignore[no-any-return]
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
-
-    def size(self) -> int:
-        return int(self.system.size(self.inside))
+        except OSError as error:
+            raise not_read(self.path, error) from error
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         folder, _, name = self.inside.rpartition("/")
-        beside = f"{folder}/.{name}.{_writer()}-{next(_numbers)}{LEFTOVER}"
+        beside = f"{folder}/{leftover(name)}"
         try:
             self.system.makedirs(folder, exist_ok=True)
             try:
@@ -272,6 +324,8 @@ class _Remote:
             return [each.rstrip("/").rpartition("/")[2] for each in self.system.ls(self.inside, detail=False)]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise not_read(self.path, error) from error
 
     def is_folder(self) -> bool:
         return bool(self.system.isdir(self.inside))
