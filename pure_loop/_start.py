@@ -150,7 +150,14 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
     needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
     for path, given, leaf in zip(paths, leaves, needed, strict=True):
         shape = next((state.params[each].shape for each in path if each in state.params), None)
-        if isinstance(leaf, Tensor) and leaf.shape == shape != given.shape:
+        if not isinstance(leaf, Tensor) or leaf.shape != shape:
+            continue
+        if not isinstance(given, Tensor):
+            raise ResumeError(
+                f"opt_state[{']['.join(map(repr, path))}] is a {type(given).__name__}, and {optimizer.name} needs a "
+                f"tensor there: give the State that was made with it, or {afresh}"
+            )
+        if given.shape != shape:
             raise ResumeError(
                 f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {afresh}"

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
@@ -193,7 +194,7 @@ def read_header(file: BinaryIO, size: int, path: object) -> Header:
     position = 0
     for entry in entries:
         if entry.start != position:
-            _refuse(path, f"the bytes of tensor {entry.name!r} don't begin where those before it end")
+            _refuse(path, f"the bytes of tensor {_short(entry.name)} don't begin where those before it end")
         position = entry.stop
     if 8 + length + position != size:
         _refuse(
@@ -215,7 +216,12 @@ def read(file: BinaryIO, size: int, path: object) -> tuple[Header, dict[str, Ten
     digest = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
     tensors: dict[str, Tensor] = {}
     for entry in header.entries:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        try:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        except RuntimeError as error:  # a file with holes may be larger than any memory
+            _refuse(
+                path, f"there is no memory for tensor {_short(entry.name)} of {entry.stop - entry.start:,} bytes", error
+            )
         view = _bytes_of(tensor)
         for start in range(0, len(view), _CHUNK):
             piece = view[start : start + _CHUNK]
@@ -223,7 +229,7 @@ def read(file: BinaryIO, size: int, path: object) -> tuple[Header, dict[str, Ten
             digest.update(piece)
         # Any other number in a bool is undefined behaviour wherever it is used.
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            _refuse(path, f"tensor {entry.name!r} of dtype bool holds other numbers than 0 and 1")
+            _refuse(path, f"tensor {_short(entry.name)} of dtype bool holds other numbers than 0 and 1")
         tensors[entry.name] = tensor
     _hold_against(file, header, digest, path)
     return header, tensors
@@ -257,16 +263,16 @@ def _pieces(size: int) -> Iterator[int]:
 
 def _entry(name: str, value: Any, path: object) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"its header describes tensor {name!r} in another way than the format does")
+        _refuse(path, f"its header describes tensor {_short(name)} in another way than the format does")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        _refuse(path, f"tensor {name!r} has dtype {code!r}, which this version of pure_loop doesn't know")
+        _refuse(path, f"tensor {_short(name)} has dtype {_short(code)}, which this version of pure_loop doesn't know")
     if not (_are_counts(shape) and _are_counts(offsets)) or len(shape) > _MOST_DIMENSIONS or len(offsets) != 2:
-        _refuse(path, f"tensor {name!r} has shape {_short(shape)} and offsets {_short(offsets)}")
+        _refuse(path, f"tensor {_short(name)} has shape {_short(shape)} and offsets {_short(offsets)}")
     start, stop = offsets
     if math.prod(size or 1 for size in shape) > _LARGEST_DIMENSION or stop - start != math.prod(shape) * dtype.itemsize:
-        _refuse(path, f"tensor {name!r} of shape {_short(shape)} and dtype {code} has {stop - start} bytes")
+        _refuse(path, f"tensor {_short(name)} of shape {_short(shape)} and dtype {code} has {stop - start} bytes")
     return Entry(name, dtype, tuple(shape), start, stop)
 
 
@@ -276,8 +282,12 @@ def _are_counts(values: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = _BRIEF.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = 60
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -321,5 +331,5 @@ _ADVICE = (
 )
 
 
-def _refuse(path: object, reason: str) -> NoReturn:
-    raise CheckpointError(f"{path} can't be read: {reason}. {_ADVICE}")
+def _refuse(path: object, reason: str, cause: Exception | None = None) -> NoReturn:
+    raise CheckpointError(f"{path} can't be read: {reason}. {_ADVICE}") from cause

@@ -13,6 +13,8 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 from __future__ import annotations
 
 import json
+import reprlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -151,7 +153,7 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         document = json.loads(text)
         version = document["format"]
         if type(version) is not int or version < 1:
-            raise ValueError(f"its format is {version!r}")
+            raise ValueError(f"its format is {reprlib.repr(version)}")
         if version > FORMAT:
             raise CheckpointError(
                 f"{path} has format {version}, and this version of pure_loop reads up to {FORMAT}: it was written by "
@@ -176,7 +178,9 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} can't be read: its description is no checkpoint's: {error!r}.") from error
+        raise CheckpointError(
+            f"{path} can't be read: its description is no checkpoint's: {repr(error)[:300]}."
+        ) from error
     return found
 
 
@@ -204,14 +208,23 @@ def _refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
         if field.name == "max_duration":
             right = value is None or (isinstance(value, Time) and _is_time(value))
         elif field.name.endswith("_seconds"):
-            right = type(value) in (int, float)
+            right = type(value) in (int, float) and abs(value) <= _LARGEST
         else:
-            right = (type(value) is int and value >= 0) or (value is None and field.name == "batches_per_epoch")
+            right = type(value) is int and 0 <= value <= _LARGEST_COUNT
+            right = right or (value is None and field.name == "batches_per_epoch")
         if not right:
-            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {str(value)[:40]!r}.")
+            # Not its text: that of a Time is made for those that are one.
+            shown = attrs.astuple(value, recurse=False) if isinstance(value, Time) else value
+            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {reprlib.repr(shown)}.")
+
+
+_LARGEST = sys.float_info.max
+_LARGEST_COUNT = (1 << 63) - 1
 
 
 def _is_time(given: Time) -> bool:
+    if type(given.value) not in (int, float) or not abs(given.value) <= _LARGEST:
+        return False
     try:
         return Time(given.value, given.unit) == given
     except (ArgumentError, ArgumentTypeError):

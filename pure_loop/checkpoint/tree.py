@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -193,7 +194,7 @@ class Reader:
         self._tensors = tensors
         self._device = device
         self._path = path
-        self._made: dict[str, Tensor] = {}
+        self._made: dict[str, tuple[dict[str, Any], Tensor]] = {}
 
     def read(self, value: Any) -> Any:
         """
@@ -202,19 +203,18 @@ class Reader:
         """
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, list):
-            return [self.read(each) for each in value]
-        if isinstance(value, dict):
-            read = _READERS.get(next(iter(value), ""))
+        try:
+            if isinstance(value, list):
+                return [self.read(each) for each in value]
+            read = _READERS.get(next(iter(value), "")) if isinstance(value, dict) else None
             if read is not None:
-                try:
-                    return read(self, value)
-                except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ImportError) as error:
-                    if isinstance(error, CheckpointError):
-                        raise
-                    raise CheckpointError(
-                        f"{self._path} can't be read: {_shortened(value)} in it is no value: {error}."
-                    ) from error
+                return read(self, value)
+        except CheckpointError:
+            raise
+        except _OF_NONSENSE as error:
+            raise CheckpointError(
+                f"{self._path} can't be read: {_shortened(value)} in it is no value: {str(error)[:200]}."
+            ) from error
         raise CheckpointError(f"{self._path} can't be read: {_shortened(value)} in it is of an unknown kind.")
 
     def mapping(self, values: Any) -> dict[Any, Any]:
@@ -223,11 +223,13 @@ class Reader:
 
     def tensor(self, described: dict[str, Any]) -> Tensor:
         name = described["tensor"]
-        made = self._made.get(name)
+        known, made = self._made.get(name, (described, None))
+        if known != described:
+            raise ValueError(f"tensor {_shortened(name)} is described in two ways")
         if made is None:
             made = self._tensors[name]
             if "dtype" in described:
-                made = made.flatten().view(_dtype(described["dtype"])).reshape(_counts(described["shape"]))
+                made = made.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
             if "stride" in described:
                 shape, stride = _counts(described["shape"]), _counts(described["stride"])
                 # as_strided refuses what reaches out of the memory that there is.
@@ -236,7 +238,7 @@ class Reader:
                 made = made.to(self._device)
             elif self._device.type == described["device"]:
                 made = made.to(described["device"])
-            self._made[name] = made
+            self._made[name] = described, made
         return made
 
     def array(self, described: dict[str, Any]) -> Any:
@@ -266,9 +268,19 @@ class Reader:
         return kind.cls[member]
 
 
+# What Python and torch raise where a text, a number, a shape, a name or a depth is none that they can work with, or
+# NumPy isn't there.
+_OF_NONSENSE = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    # Not the whole of repr first: a stranger's value may be long, and deep.
+    text = _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = 80
 
 
 def _counts(values: Any) -> list[int]:
@@ -279,12 +291,21 @@ def _counts(values: Any) -> list[int]:
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
+# Their bytes are not numbers by themselves: a bool has to be 0 or 1, and a quantized tensor needs its quantizer.
+_NEVER_RAW = frozenset({"bool", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
+
 
 def _dtype(name: Any) -> torch.dtype:
     found = _DTYPES.get(name)
     if found is None:
-        raise ValueError(f"{name!r} is no dtype of this version of torch")
+        raise ValueError(f"{_shortened(name)} is no dtype of this version of torch")
     return found
+
+
+def _raw_dtype(name: Any) -> torch.dtype:
+    if name in _NEVER_RAW:
+        raise ValueError(f"tensors of dtype {name} are not written as bytes")
+    return _dtype(name)
 
 
 Read = Callable[[Reader, Any], Any]
