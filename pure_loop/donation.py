@@ -33,9 +33,18 @@ _set_params = vars(State)["params"].__set__
 _set_opt_state = vars(State)["opt_state"].__set__
 
 
-def protect(state: State) -> None:
-    """See to it that no step takes the memory of this State, with ``donate=True`` either: it is being read."""
-    state.params.protected = True
+def protect(state: State) -> Callable[[], None]:
+    """See to it that no step takes the memory of this State, with ``donate=True`` either: it is being read.
+
+    Returns:
+        What to call when it isn't any more, in any thread.
+    """
+    params = state.params
+    if not hasattr(params, "protected"):
+        params.protected = set()
+    readers, reader = params.protected, object()
+    readers.add(reader)
+    return lambda: readers.discard(reader)
 
 
 class Donation:
@@ -136,7 +145,7 @@ class Donation:
                 _set_opt_state(shown, OVERWRITTEN)
             return held.params, held.trained, memory
         self._held = None
-        if not self._always or hasattr(state.params, "protected"):
+        if not self._always or getattr(state.params, "protected", None):
             return None
         whole = held.trained is held.params
         params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)

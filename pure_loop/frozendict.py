@@ -41,7 +41,7 @@ class FrozenDict(dict[K, V]):
     #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
     # `_tensors`: of a mapping with a layout, its values as a list.
-    # `protected`: of parameters that are being saved.
+    # `protected`: of parameters that are being saved, by whom.
     __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "protected")
 
     holder: Any
@@ -52,7 +52,7 @@ class FrozenDict(dict[K, V]):
 
     origin: FrozenDict[K, V]
 
-    protected: bool
+    protected: set[object]
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise FrozenDictError(

@@ -15,6 +15,7 @@ from pure_loop.checkpoint.files import SUFFIX, found_in, save
 from pure_loop.checkpoint.keeping import Names, Saved, superfluous
 from pure_loop.checkpoint.places import PathLike, join, leftover, place
 from pure_loop.checkpoint.signals import HeldSignals
+from pure_loop.checkpoint.snapshot import snapshot
 from pure_loop.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -173,20 +174,29 @@ class CheckpointSaver(Callback):
     def _save(self, state: State) -> None:
         name = self._names.of(state.timestamp)
         measured = self._measured == state.timestamp.batch
-        protect(state)
+        # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
+        waiting = [(state, protect(state))]
 
-        def job(state: State = state) -> None:
-            notes: dict[str, Any] = {}
-            if measured:
-                score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
-                notes = {"metric": self._metric, "score": score}
+        def job() -> None:
+            state, release = waiting.pop()
             path = join(self.folder, name)
             try:
+                if self._background:
+                    kept, state = state, snapshot(state)
+                    if state is not kept:
+                        release()
+                    del kept
+                notes: dict[str, Any] = {}
+                if measured:
+                    score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
+                    notes = {"metric": self._metric, "score": score}
                 save(state, path, notes=notes)
                 self._keep(Saved(name, notes.get("score")))
             except Exception as error:
                 error.add_note(f"raised while {path} was saved")
                 raise
+            finally:
+                release()
 
         self._writer.submit(job)
         if not self._background:

@@ -1,0 +1,38 @@
+"""Copies of what is being saved, made beside training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from pure_loop._parts import is_part
+from pure_loop._pytree import NAMESPACE
+from pure_loop.state import State, outside_batch
+
+__all__ = ["snapshot"]
+
+
+def snapshot(state: State) -> State:
+    """The State with copies of its tensors, but for what belongs to a batch.
+
+    The forward and the backward after a save only read the parameters. A thread that copies them meanwhile, and lets go
+    of the State, is done before the update, which then writes in place as at every other step. On an accelerator, where
+    memory is scarce, and of tensors in parts nothing is copied.
+    """
+    if state.device.type != "cpu" or any(map(is_part, state.params.values())):
+        return state
+    # A tensor that stands in two places is one in the copy, too.
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone()
+        return copies[id(leaf)]
+
+    durable: Any = outside_batch(state).replace(event=state.event)
+    found: Any = optree.tree_map(copied, durable, namespace=NAMESPACE)
+    return found  # type: ignore[no-any-return]
