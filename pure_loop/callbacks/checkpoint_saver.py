@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
-from pure_loop.checkpoint.files import SUFFIX, found_in, save
+from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_in, in_parts, save
+from pure_loop.checkpoint.index import is_sharded, remove
 from pure_loop.checkpoint.keeping import Names, Saved, superfluous
 from pure_loop.checkpoint.places import PathLike, join, leftover, place
 from pure_loop.checkpoint.signals import HeldSignals
@@ -23,6 +25,9 @@ from pure_loop.loop import reached
 from pure_loop.metrics import Metric
 from pure_loop.state import State
 
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.meeting import Meeting, Vote
+
 __all__ = ["CheckpointSaver"]
 
 
@@ -31,7 +36,8 @@ class CheckpointSaver(Callback):
 
     A State is a value, so a thread writes it while the next steps run; two are under way at most. What goes wrong there
     is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all. Of several
-    ranks the first one saves.
+    ranks the first one saves. Where each holds a part of the State (``parallel="shard"``) all of them do, to a folder
+    ``*.sharded`` in the place of the file; a signal to one of them stops them all, one boundary later.
 
     Args:
         folder: where to, made if it isn't there; a URL is opened by fsspec.
@@ -92,10 +98,19 @@ class CheckpointSaver(Callback):
         self._saved: list[Saved] = []
         # At which batch the metric was measured.
         self._measured: int | None = None
+        # Where each rank holds a part of the State.
+        self._meeting: Meeting | None = None
+        self._vote: Vote | None = None
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        together = in_parts(state)
+        if together:
+            from pure_loop.checkpoint.meeting import Meeting, Vote  # with it comes torch.distributed
+
+            self._vote = Vote()
+            self._meeting = Meeting()
         if self.rank == 0:
-            write_document(state)  # what can't be saved is an error now, and not after the first epoch
+            write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
             self._open()
         self._measured = None
         self._held.listen()
@@ -140,11 +155,23 @@ class CheckpointSaver(Callback):
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         self._writer.wait()
+        if self._vote is not None:
+            self._held.caught = self._vote.settle() or self._held.caught
 
     def close(self) -> None:
+        why = sys.exception()
         try:
             self._writer.finish()
+        except Exception as error:
+            # What ended training on this rank, or on another, ended what was being saved as well.
+            if self._meeting is None or why is None or isinstance(why, GeneratorExit):
+                raise
+            why.add_note(str(error))
         finally:
+            for each in (self._meeting, self._vote):
+                if each is not None:
+                    each.close()
+            self._meeting = self._vote = None
             self._held.act()
 
     def _open(self) -> None:
@@ -155,24 +182,41 @@ class CheckpointSaver(Callback):
         with probe.writing() as file:
             file.write(b"?")
         probe.remove()
+        for name in where.names():
+            path = join(self.folder, name)
+            # Of a run that was killed before the last rank had written its part.
+            if name.endswith(SHARDED) and self._names.match(_as_file(name)) and not is_sharded(path):
+                remove(path)
         # To be deleted are only files of this pattern.
-        known = [(name, document) for name, document in found_in(self.folder) if self._names.match(_name_of(name))]
+        known = [
+            (name, document) for name, document in found_in(self.folder) if self._names.match(_as_file(_name_of(name)))
+        ]
         self._saved = [Saved(_name_of(path), _score_of(document.notes, self._metric)) for path, document in known[::-1]]
 
     def _at(self, state: State, counted: Event) -> None:
         self._writer.check()
-        asked = self._held.caught is not None
+        if self._vote is not None:
+            # All have to save the same State.
+            stop = self._vote.cast(self._held.caught)
+            self._held.caught = self._held.caught or stop
+            asked = stop is not None
+        else:
+            asked = self._held.caught is not None
         due = self._due
         assert due is not None
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
-        if self.rank == 0 and (asked or now or reached(state)):
+        saves = self.rank == 0 or self._meeting is not None
+        if saves and (asked or now or reached(state)):
             self._save(state)
-        if asked and self.rank == 0:
+        if asked and saves:
             self._writer.wait()
             self._held.act()
 
     def _save(self, state: State) -> None:
+        meeting = self._meeting
         name = self._names.of(state.timestamp)
+        if meeting is not None:
+            name = name.removesuffix(SUFFIX) + SHARDED
         measured = self._measured == state.timestamp.batch
         # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
         waiting = [(state, protect(state))]
@@ -190,8 +234,14 @@ class CheckpointSaver(Callback):
                 if measured:
                     score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
                     notes = {"metric": self._metric, "score": score}
-                save(state, path, notes=notes)
-                self._keep(Saved(name, notes.get("score")))
+                if meeting is None:
+                    save(state, path, notes=notes)
+                else:
+                    from pure_loop.checkpoint.sharded import write
+
+                    write(meeting, state, path, notes)
+                if self.rank == 0:
+                    self._keep(Saved(name, notes.get("score")))
             except Exception as error:
                 error.add_note(f"raised while {path} was saved")
                 raise
@@ -207,12 +257,17 @@ class CheckpointSaver(Callback):
         if self._link is not None:
             place(join(self.folder, self._link)).link_to(saved.name)
         for each in superfluous(self._saved, last=self._last, best=self._best, largest=self._largest):
-            place(join(self.folder, each.name)).remove()
+            remove(join(self.folder, each.name))
             self._saved.remove(each)
 
 
 def _name_of(path: str) -> str:
     return path.replace("\\", "/").rpartition("/")[2]
+
+
+def _as_file(name: str) -> str:
+    """The name that a State in one file would have."""
+    return name.removesuffix(SHARDED) + SUFFIX if name.endswith(SHARDED) else name
 
 
 def _score_of(notes: dict[str, Any], metric: str | None) -> float | None:

@@ -15,7 +15,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
 import attrs
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pure_loop.errors import CheckpointError
 
-__all__ = ["CODES", "DIGEST", "Header", "raw", "read", "read_header", "verify", "write"]
+__all__ = ["CODES", "DIGEST", "Header", "bytes_of", "raw", "read", "read_header", "read_some", "verify", "write"]
 
 DIGEST = "pure_loop.blake2b-256"
 """The name of the tensor that holds the digest: uint8, shape (32,)."""
@@ -124,7 +124,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
     for _, tensor in ordered:
         here = tensor.detach().cpu()
-        _put(file, digest, _bytes_of(here))
+        _put(file, digest, bytes_of(here))
     found = digest.digest()
     _put(file, digest, memoryview(found))
     return found.hex()
@@ -139,7 +139,7 @@ def _put(file: BinaryIO, digest: Any, data: memoryview) -> None:
             piece = piece[file.write(piece) :]
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU; it has to live as long."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
@@ -213,39 +213,60 @@ def read(file: BinaryIO, size: int, path: object) -> tuple[Header, dict[str, Ten
         CheckpointError: it is no such file, not a whole one, or damaged.
     """
     header = read_header(file, size, path)
-    digest = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
-    tensors: dict[str, Tensor] = {}
+    return header, dict(read_some(file, header, path, {entry.name for entry in header.entries}))
+
+
+def read_some(
+    file: BinaryIO, header: Header, path: object, names: Container[str], digest: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Some of a file's tensors, one after the other; after the last one the file was held against its digest.
+
+    Args:
+        file: at its first tensor, where :func:`read_header` left it.
+        header: what the file says of itself.
+        path: for errors.
+        names: of the tensors.
+        digest: which one the file has to have, in hexadecimal; None: that which it brings, if it brings one.
+
+    Raises:
+        CheckpointError: it is not whole, or damaged; what was given of it until then may be wrong.
+    """
+    found = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
     for entry in header.entries:
+        if entry.name not in names:
+            for piece in _pieces(entry.stop - entry.start):
+                found.update(_exactly(file, piece, path))
+            continue
         try:
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
         except RuntimeError as error:  # a file with holes may be larger than any memory
             _refuse(
                 path, f"there is no memory for tensor {_short(entry.name)} of {entry.stop - entry.start:,} bytes", error
             )
-        view = _bytes_of(tensor)
+        view = bytes_of(tensor)
         for start in range(0, len(view), _CHUNK):
-            piece = view[start : start + _CHUNK]
-            _fill(file, piece, path)
-            digest.update(piece)
+            part = view[start : start + _CHUNK]
+            _fill(file, part, path)
+            found.update(part)
         # Any other number in a bool is undefined behaviour wherever it is used.
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             _refuse(path, f"tensor {_short(entry.name)} of dtype bool holds other numbers than 0 and 1")
-        tensors[entry.name] = tensor
-    _hold_against(file, header, digest, path)
-    return header, tensors
+        yield entry.name, tensor
+        del tensor, view
+    _hold_against(file, header, found, path)
+    if digest is not None and (not header.digested or found.hexdigest() != digest):
+        _refuse(path, "it is whole, and another file than the one that belongs here")
 
 
-def verify(file: BinaryIO, size: int, path: object) -> Header:
+def verify(file: BinaryIO, size: int, path: object, digest: str | None = None) -> Header:
     """Read a file through and hold it against its digest, keeping nothing of its tensors.
 
     Raises:
         CheckpointError: it is no such file, not a whole one, or damaged.
     """
     header = read_header(file, size, path)
-    digest = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
-    for piece in _pieces(sum(entry.stop - entry.start for entry in header.entries)):
-        digest.update(_exactly(file, piece, path))
-    _hold_against(file, header, digest, path)
+    for _ in read_some(file, header, path, (), digest):
+        pass
     return header
 
 

@@ -114,8 +114,10 @@ class Document:
         return kind.cls(model=model, **public)
 
 
-def write_document(state: State, notes: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Tensor]]:
-    """The document of a State as text, and its tensors by name.
+def write_document(
+    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False
+) -> tuple[str, dict[str, Tensor]]:
+    """The document of a State as text, and its tensors by name; with ``parts`` some of which may be in parts.
 
     Raises:
         ArgumentTypeError: it holds a value that a checkpoint can't hold; names its place.
@@ -125,7 +127,7 @@ def write_document(state: State, notes: Mapping[str, Any] | None = None) -> tupl
     cls = type(state)
     kind = registered(cls)
     assert kind is not None
-    writer = Writer(state.device)
+    writer = Writer(state.device, parts=parts)
     fields = {name: writer.write(getattr(state, name), (name,)) for name in durable_fields(cls)}
     module = type(state.model._skeleton)
     document = {

@@ -10,18 +10,23 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._parts import is_part
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
+from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
 from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
 from pure_loop.checkpoint.weights import saved_weights, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["SUFFIX", "Checkpoint", "found_in", "latest", "load", "save"]
+__all__ = ["SHARDED", "SUFFIX", "Checkpoint", "found_in", "in_parts", "latest", "load", "save"]
 
 SUFFIX = ".safetensors"
 """How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
+
+SHARDED = ".sharded"
+"""How the names of those end that are folders, because every rank held a part of the State."""
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -33,15 +38,19 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
     safetensors format: parameters are in it as ``params.<name>``, for any tool that reads these. It appears whole or
     not at all, and what was at the path before is there until then.
 
+    A State in parts (of training with ``parallel="shard"``) is saved by all ranks, which call this together, to a
+    folder that they share: each writes its own part, and when the last one has, an index completes it.
+
     Args:
         state: kept anywhere; training goes on from one of a boundary.
-        path: of the file, by custom ``*.safetensors``; folders that are missing are made. A URL such as
-            ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
+        path: of the file, by custom ``*.safetensors``, or of the folder, ``*.sharded``; folders that are missing are
+            made. A URL such as ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
         notes: JSON to remember with it.
 
     Raises:
         ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
         CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
+        DistributedError: another rank couldn't write its part, or is gone; names it.
 
     >>> import tempfile, torch, pure_loop as pl
     >>> folder = tempfile.TemporaryDirectory()
@@ -54,9 +63,24 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
     if not isinstance(state, State):
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
     where = place(path)
+    if in_parts(state):
+        from pure_loop.checkpoint.meeting import Meeting  # with it comes torch.distributed
+        from pure_loop.checkpoint.sharded import write
+
+        meeting = Meeting()
+        try:
+            write(meeting, state, where.path, notes)
+        finally:
+            meeting.close()
+        return
     text, tensors = write_document(state, notes)
     with where.writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
+
+
+def in_parts(state: State) -> bool:
+    """Whether several ranks hold parts of the State, and have to save it together."""
+    return any(map(is_part, state.params.values()))
 
 
 def load(
@@ -73,7 +97,8 @@ def load(
     what is damaged, cut off or somebody else's is refused.
 
     Args:
-        path: of the file; a URL is opened by fsspec.
+        path: of the file, or of the folder of a State that was saved in parts, which becomes a whole one here; ``fit``
+            splits it again, over any number of ranks. A URL is opened by fsspec.
         model: the module whose structure the State has; its numbers don't matter (with ``weights_only`` and ``strict``
             off, those that the file lacks stay).
         device: where the tensors go; None: where the model is.
@@ -116,8 +141,13 @@ class Checkpoint:
         """
         where = place(path)
         if where.is_folder():
+            if is_sharded(where.path):
+                from pure_loop.checkpoint.sharded import ShardedCheckpoint  # with it comes torch.distributed
+
+                return ShardedCheckpoint.read(where.path)
             raise CheckpointError(
-                f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest."
+                f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest. (It "
+                f"has no {INDEX}: if it was to be a sharded one, that was not completed.)"
             )
         try:
             with where.open() as file:
@@ -127,6 +157,8 @@ class Checkpoint:
         except OSError as error:
             raise not_read(where.path, error) from error
         document = read_document(header.metadata, where.path)
+        if is_index(header.metadata):
+            raise CheckpointError(f"{where.path} is a piece of a sharded checkpoint: give the folder that it lies in.")
         _refuse_no_digest(header, document, where.path)
         return cls(where.path, document, tensors)
 
@@ -173,15 +205,18 @@ def found_in(folder: PathLike) -> list[tuple[str, Document]]:
     where = place(folder)
     found = []
     for name in where.names():
-        if name.endswith(LEFTOVER) or not name.endswith(SUFFIX):
+        if name.endswith(LEFTOVER) or not name.endswith((SUFFIX, SHARDED)):
             continue
         path = join(folder, name)
         each = place(path)
         try:
-            with each.open() as file:
-                header = container.read_header(file, size_of(file), path)
-            document = read_document(header.metadata, path)
-            _refuse_no_digest(header, document, path)
+            if name.endswith(SHARDED):
+                document: Document | None = Index.read(path)[1]
+            else:
+                with each.open() as file:
+                    header = container.read_header(file, size_of(file), path)
+                document = None if is_index(header.metadata) else read_document(header.metadata, path)
+                _refuse_no_digest(header, document, path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
@@ -207,8 +242,11 @@ def latest(folder: PathLike) -> str | None:
     for path, _ in found_in(folder):
         where = place(path)
         try:
-            with where.open() as file:
-                container.verify(file, size_of(file), path)
+            if path.endswith(SHARDED):
+                Index.read(path)[0].verify(path)
+            else:
+                with where.open() as file:
+                    container.verify(file, size_of(file), path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue

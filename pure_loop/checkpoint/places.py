@@ -56,6 +56,9 @@ class Place(Protocol):
             CheckpointError: it can't be opened.
         """
 
+    def size(self) -> int:
+        """Of the file, in bytes, without opening it."""
+
     def writing(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """A file that takes this name when the ``with`` block ends; after an error it is as if nothing had been.
 
@@ -86,6 +89,12 @@ class Place(Protocol):
 
     def sweep(self) -> None:
         """Remove from the folder what writers that were killed have left there."""
+
+    def flush(self) -> None:
+        """See to it that the folder itself survives a loss of power."""
+
+    def leads_out(self, name: str) -> bool:
+        """Whether a name in the folder is a link to elsewhere."""
 
 
 def place(path: PathLike) -> Place:
@@ -169,6 +178,9 @@ class _Local:
         except OSError as error:
             raise not_read(self.path, error) from error
 
+    def size(self) -> int:
+        return os.stat(self.path).st_size
+
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         target = Path(self.path)
@@ -225,6 +237,12 @@ class _Local:
             path = os.path.join(self.path, name)
             if name.startswith(".") and name.endswith(LEFTOVER) and _is_abandoned(name, path):
                 _Local(path).remove()
+
+    def flush(self) -> None:
+        _flush_folder(Path(self.path).absolute().parent)
+
+    def leads_out(self, name: str) -> bool:
+        return os.path.realpath(os.path.join(self.path, name)) != os.path.join(os.path.realpath(self.path), name)
 
 
 _WRITER = re.compile(r"\..*\.(?P<host>[A-Za-z0-9_-]+)-(?P<pid>[0-9]{1,9})-(?P<process>[0-9a-f]{8})-[0-9]+")
@@ -301,6 +319,9 @@ class _Remote:
         except OSError as error:
             raise not_read(self.path, error) from error
 
+    def size(self) -> int:
+        return int(self.system.size(self.inside))
+
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         folder, _, name = self.inside.rpartition("/")
@@ -343,3 +364,9 @@ class _Remote:
 
     def sweep(self) -> None:
         """Nothing: who else writes there, and when, can't be told."""
+
+    def flush(self) -> None:
+        """Nothing: that is the service's."""
+
+    def leads_out(self, name: str) -> bool:
+        return False

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part
+from pure_loop._parts import is_part, part_of
 from pure_loop.checkpoint.container import CODES, raw
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.errors import ArgumentTypeError, CheckpointError
@@ -31,13 +31,18 @@ _DEEPEST = 100
 class Writer:
     """Turns values into JSON, and gathers their tensors by name.
 
+    Args:
+        home: the device of the parameters.
+        parts: whether tensors may be in parts, of which this rank holds one.
+
     Attributes:
         tensors: by the names under which the JSON knows them: contiguous, of dtypes that the file format has.
     """
 
-    def __init__(self, home: torch.device) -> None:
+    def __init__(self, home: torch.device, *, parts: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._home = home
+        self._parts = parts
         self._names: dict[int, Any] = {}
         # What was named by its identity has to live until the end.
         self._alive: list[Tensor] = []
@@ -87,6 +92,8 @@ class Writer:
         if found is not None:
             return found
         where = f"state.{'.'.join(path)}"
+        if self._parts and is_part(tensor):
+            return self._part(tensor, path)
         # Its type, because what may be written is its own memory, and subclasses keep other things there.
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             advice = (
@@ -113,6 +120,18 @@ class Writer:
             plain = raw(plain)
         if tensor.device != self._home:
             described["device"] = tensor.device.type
+        return self._named(name, plain, tensor, described)
+
+    def _part(self, tensor: Any, path: tuple[str, ...]) -> Any:
+        name = self._free_name(path)
+        described: dict[str, Any] = {"tensor": name}
+        part, shape = part_of(tensor).detach().resolve_conj().resolve_neg().contiguous(), list(tensor.shape)
+        if part.dtype not in CODES:
+            described |= {"dtype": str(part.dtype).removeprefix("torch."), "shape": shape}
+            part = raw(part)
+        return self._named(name, _with_part(tensor, part, [*shape, *part.shape[len(shape) :]]), tensor, described)
+
+    def _named(self, name: str, plain: Tensor, tensor: Tensor, described: dict[str, Any]) -> Any:
         self.tensors[name] = plain
         self._names[id(tensor)] = described
         self._alive.append(tensor)
@@ -138,6 +157,15 @@ class Writer:
             number += 1
             name = f"{'.'.join(path)}#{number}"
         return name
+
+
+def _with_part(like: Any, part: Tensor, shape: list[int]) -> Any:
+    """A tensor of this shape, in parts as ``like`` is, of which this rank holds ``part``."""
+    spec = like._spec
+    stride = torch.empty(shape, device="meta").stride()
+    return type(like).from_local(
+        part, spec.mesh, spec.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -228,12 +256,20 @@ class Reader:
             raise ValueError(f"tensor {_shortened(name)} is described in two ways")
         if made is None:
             made = self._tensors[name]
+            if is_part(made):
+                if "dtype" in described:
+                    part, shape = part_of(made), _counts(described["shape"])
+                    plain = part.flatten().view(_dtype(described["dtype"])).reshape(part.shape[:-1])
+                    made = _with_part(made, plain, shape)
+                self._made[name] = described, made
+                return made
             if "dtype" in described:
                 made = made.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
             if "stride" in described:
                 shape, stride = _counts(described["shape"]), _counts(described["stride"])
                 # as_strided refuses what reaches out of the memory that there is.
-                made = torch.empty(made.numel(), dtype=made.dtype).as_strided(shape, stride).copy_(made.view(shape))
+                there = torch.empty(made.numel(), dtype=made.dtype, device=made.device)
+                made = there.as_strided(shape, stride).copy_(made.view(shape))
             if "device" not in described:
                 made = made.to(self._device)
             elif self._device.type == described["device"]:
@@ -244,7 +280,10 @@ class Reader:
     def array(self, described: dict[str, Any]) -> Any:
         import numpy
 
-        array = numpy.asarray(self.tensor(described["of"]).cpu())
+        tensor = self.tensor(described["of"])
+        if tensor.is_meta:  # of a State that is looked at before its numbers are read
+            return tensor
+        array = numpy.asarray(tensor.cpu())
         return array[()] if described["numpy"] == "number" else array
 
     def record(self, described: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._parts import is_part
 from pure_loop.checkpoint.document import Document
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import CheckpointError, ResumeError
@@ -66,11 +67,19 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
                 f"{type(model).__name__}."
             )
     # Not copy_: a State's tensors are never written to.
-    new = {name: tensor.to(wanted[name]) for name, (_, tensor) in given.items()}
+    new = {name: _as(wanted[name], tensor) for name, (_, tensor) in given.items()}
     return state.replace(
         params={name: new.get(name, old) for name, old in state.params.items()},
         buffers={name: new.get(name, old) for name, old in state.buffers.items()},
     )
+
+
+def _as(like: Tensor, tensor: Tensor) -> Tensor:
+    if not is_part(like):
+        return tensor.to(like)
+    from pure_loop.checkpoint.sharded import split_like  # with it comes torch.distributed
+
+    return split_like(tensor, like)  # type: ignore[no-any-return]
 
 
 def _not_in_state_dict(model: ModelDef) -> set[str]:

@@ -62,6 +62,9 @@ class Ranks:
         patience = timedelta(seconds=self.timeout)
         backend = self.backend
         try:
+            if self.group is not None:  # a checkpoint was loaded, and they start again, from that
+                self.exchange(Event.INIT, 0)
+                return
             if not dist.is_initialized():
                 dist.init_process_group(backend, timeout=patience)
                 self._owns = True

@@ -1,0 +1,273 @@
+"""The index of a sharded checkpoint: what lies in which file of its folder.
+
+The folder holds a file of each rank, ``<save>-<rank>-of-<ranks>.safetensors``, with its parts, a file ``<save>-whole``
+with what is in no parts, and :data:`INDEX`, which is written last: without it the folder is no checkpoint. The index is
+a file of our container without tensors, so it ends with a digest of itself; its metadata have the document, as a file
+of a whole State has it, and under :data:`INDEX_KEY`, in JSON, each file's size and digest, and each tensor's dtype,
+shape and chunks. A save has a number of its own in the names of its files, so one that is saved in the place of another
+leaves that whole until its own index replaces the old.
+
+An index may be a stranger's: it can name files of this pattern in its own folder, and tensors that these files pay for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import attrs
+import torch
+
+from pure_loop.checkpoint import container
+from pure_loop.checkpoint.container import CODES
+from pure_loop.checkpoint.document import Document, read_document
+from pure_loop.checkpoint.places import LEFTOVER, join, place, size_of
+from pure_loop.errors import CheckpointError
+
+__all__ = ["INDEX", "INDEX_KEY", "PART_KEY", "Chunk", "File", "Index", "Stored", "is_index", "is_sharded", "remove"]
+
+INDEX = "index.safetensors"
+"""The name of the file that makes a folder a checkpoint."""
+
+INDEX_KEY = "pure_loop.index"
+PART_KEY = "pure_loop.part"
+
+_FILES = re.compile(r"[0-9a-f]{16}-([0-9]{1,6}-of-[0-9]{1,6}|whole)\.safetensors")
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_LARGEST = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
+# Chunks that are cut along several dimensions are compared pair by pair.
+_MOST_CHUNKS = 1024
+
+
+@attrs.frozen
+class Chunk:
+    """A box of a tensor: where it begins, how large it is, and the number of the file that it is in."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+
+    def name(self, tensor: str) -> str:
+        """What the chunk is called in its file: ``params.weight[0:4,0:2]``."""
+        return chunk_name(tensor, self.offsets, self.sizes)
+
+
+@attrs.frozen
+class Stored:
+    """A tensor: its dtype and shape, whether it was in parts, and its chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: bool
+    chunks: tuple[Chunk, ...]
+
+
+@attrs.frozen
+class File:
+    """A file of the folder, as it was written."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@attrs.frozen
+class Index:
+    """What lies where.
+
+    Attributes:
+        files: of the folder.
+        tensors: by the names under which the document knows them.
+    """
+
+    files: tuple[File, ...]
+    tensors: dict[str, Stored]
+
+    def as_text(self) -> str:
+        """As JSON."""
+        files = [[each.name, each.size, each.digest] for each in self.files]
+        tensors = {
+            name: [CODES[each.dtype], each.shape, each.part, [[c.file, c.offsets, c.sizes] for c in each.chunks]]
+            for name, each in self.tensors.items()
+        }
+        return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
+
+    @classmethod
+    def of_text(cls, text: str, path: object) -> Index:
+        """
+        Raises:
+            CheckpointError: it is no index, or says what can't be.
+        """
+        try:
+            given = json.loads(text)
+            files = tuple(_file(path, *each) for each in given["files"])
+            tensors = {name: _stored(path, name, *each) for name, each in given["tensors"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} can't be read: its index is none: {error!r}.") from error
+        if len({each.name for each in files}) != len(files):
+            _refuse(path, "its index names a file twice")
+        _refuse_unpaid(files, tensors, path)
+        return cls(files, tensors)
+
+    @classmethod
+    def read(cls, folder: str) -> tuple[Index, Document]:
+        """The index of a folder and its document. Its files are looked at, and not read.
+
+        Raises:
+            CheckpointNotFoundError: there is none: it is no checkpoint.
+            CheckpointError: it is damaged, or a file of it is missing, cut off or outside the folder.
+        """
+        where = place(join(folder, INDEX))
+        with where.open() as file:
+            header, _ = container.read(file, size_of(file), where.path)
+        text, document = header.metadata.get(INDEX_KEY), read_document(header.metadata, where.path)
+        if text is None or document is None or not header.digested:
+            _refuse(where.path, "it is no index of a sharded checkpoint")
+        index = cls.of_text(text, where.path)
+        index._look(folder)
+        return index, document
+
+    def _look(self, folder: str) -> None:
+        for each in self.files:
+            where = place(join(folder, each.name))
+            if not where.exists():
+                raise CheckpointError(
+                    f"{where.path} is missing, a part of a sharded checkpoint: {folder} was copied without it, or it "
+                    "was deleted. Go on from another one: pl.latest(folder) finds the newest one that is whole."
+                )
+            if place(folder).leads_out(each.name):
+                _refuse(where.path, "it is a link to outside of its folder")
+            if where.is_folder() or where.size() != each.size:
+                _refuse(where.path, f"it was written with {each.size:,} bytes, and is another by now: it was cut off")
+
+    def verify(self, folder: str) -> None:
+        """Read all files through, and hold them against their digests.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for each in self.files:
+            where = place(join(folder, each.name))
+            with where.open() as file:
+                container.verify(file, each.size, where.path, each.digest)
+
+
+def chunk_name(tensor: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    ranges = ",".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
+    return f"{tensor}[{ranges}]"
+
+
+def is_sharded(path: str) -> bool:
+    """Whether the folder is a sharded checkpoint, whole or not."""
+    return place(join(path, INDEX)).exists()
+
+
+def is_index(metadata: Mapping[str, str]) -> bool:
+    """Whether a file is a piece of a sharded checkpoint, by its metadata."""
+    return INDEX_KEY in metadata or PART_KEY in metadata
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint, of one file or a folder; of a folder the index first, so that it is never half a one."""
+    where = place(path)
+    if where.is_folder():
+        place(join(path, INDEX)).remove()
+    where.remove()
+
+
+def leftovers(names: Iterable[str], index: Index) -> list[str]:
+    """The files of a folder that are of earlier saves."""
+    current = {each.name for each in index.files}
+    return [name for name in names if name not in current and (_FILES.fullmatch(name) or name.endswith(LEFTOVER))]
+
+
+def _file(path: object, name: Any, size: Any, digest: Any) -> File:
+    if not isinstance(name, str) or not _FILES.fullmatch(name):
+        _refuse(
+            path,
+            f"its index names the file {str(name)[:80]!r}, and files of a sharded checkpoint lie in its folder, by "
+            "the names that pl.save gives them",
+        )
+    if type(size) is not int or not 0 <= size <= _LARGEST or not isinstance(digest, str):
+        _refuse(path, f"its index describes {name} in another way than pl.save does")
+    return File(name, size, digest)
+
+
+def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: Any) -> Stored:
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None or not _are_counts(shape) or type(part) is not bool:
+        _refuse(path, f"its index says of tensor {name[:80]!r} that it has dtype {code!r} and shape {str(shape)[:60]}")
+    boxes = tuple(_chunk(path, name, tuple(shape), *each) for each in chunks)
+    _refuse_holes(name, tuple(shape), boxes, path)
+    return Stored(dtype, tuple(shape), part, boxes)
+
+
+def _chunk(path: object, name: str, shape: tuple[int, ...], file: Any, offsets: Any, sizes: Any) -> Chunk:
+    fits = _are_counts(offsets) and _are_counts(sizes) and len(offsets) == len(sizes) == len(shape)
+    if type(file) is not int or file < 0 or not fits:
+        _refuse(path, f"its index describes a chunk of tensor {name[:80]!r} in another way than pl.save does")
+    if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
+        _refuse(path, f"its index has a chunk of tensor {name[:80]!r} outside of its shape {shape}")
+    return Chunk(tuple(offsets), tuple(sizes), file)
+
+
+def _refuse_holes(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...], path: object) -> None:
+    """Refuse chunks that are not each number of the tensor once: the others would be whatever was in memory."""
+    if sum(math.prod(each.sizes) for each in chunks) != math.prod(shape) or _overlap(shape, chunks):
+        _refuse(path, f"in its index the chunks of tensor {name[:80]!r} are not all of it, once")
+
+
+def _overlap(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
+    if not all(math.prod(each.sizes) for each in chunks):
+        return True
+    cut = [dim for dim in range(len(shape)) if any(each.sizes[dim] != shape[dim] for each in chunks)]
+    if len(cut) <= 1:
+        spans = sorted((each.offsets[cut[0]], each.sizes[cut[0]]) if cut else (0, 1) for each in chunks)
+        return any(a + size > b for (a, size), (b, _) in pairwise(spans))
+    if len(chunks) > _MOST_CHUNKS:
+        return True
+    return any(
+        all(
+            one.offsets[dim] < other.offsets[dim] + other.sizes[dim]
+            and other.offsets[dim] < one.offsets[dim] + one.sizes[dim]
+            for dim in cut
+        )
+        for number, one in enumerate(chunks)
+        for other in chunks[:number]
+    )
+
+
+def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: object) -> None:
+    """Refuse tensors for which there are not as many bytes, before memory is asked for."""
+    claimed = [0] * len(files)
+    for name, each in tensors.items():
+        for chunk in each.chunks:
+            if chunk.file >= len(files):
+                _refuse(path, f"its index has tensor {name[:80]!r} in file {chunk.file}, and names {len(files)}")
+            claimed[chunk.file] += math.prod(chunk.sizes) * each.dtype.itemsize
+    for file, size in zip(files, claimed, strict=True):
+        if size > file.size:
+            _refuse(path, f"its index has {size:,} bytes of tensors in {file.name}, which has {file.size:,}")
+
+
+def _are_counts(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= _MOST_DIMENSIONS
+        and all(type(each) is int and 0 <= each <= _LARGEST for each in values)
+        and math.prod(each or 1 for each in values) <= _LARGEST
+    )
+
+
+def _refuse(path: object, reason: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path} can't be read: {reason}. Go on from another checkpoint: pl.latest(folder) finds the newest one that "
+        "is whole."
+    )
