@@ -56,7 +56,7 @@ def files(folder: Path) -> list[str]:
         (lambda state: state.timestamp.batch == 7, [7, 12]),
         (0, [12]),
     ],
-    ids=str,
+    ids=["1ep", "2ep", "5ba", "20sp", "0.25dur", "a function", "never"],
 )
 def test_it_saves_at_its_interval_and_at_the_end(tmp_path: Path, interval: Any, batches: list[int]) -> None:
     saver = CheckpointSaver(tmp_path, interval=interval, filename="{batch:02}.safetensors")
