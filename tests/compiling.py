@@ -1,0 +1,72 @@
+"""What tests of ``compile=`` share: a model with everything, its runs, and how near the eager numbers have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.algorithms import ema, gradient_clipping, label_smoothing
+from tests.models import CLASSES, FEATURES, batches, plain
+from tests.sameness import leaves
+
+EPOCHS = {Event.EPOCH_END}
+BATCHES = {Event.BATCH_END}
+SHORT: dict[str, Any] = {"model": plain, "data": batches((8,) * 5, 1)}
+WITH_NAN = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(batches((8, 8, 8), 1))]
+
+
+def mlp() -> nn.Module:
+    # No bias before the BatchNorm: its gradient is rounding error, which Adam makes into whole steps.
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, CLASSES)
+    )
+
+
+def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tuple[Event, pl.State]]:
+    with pl.random.seeded(3):
+        module = model()
+    given: dict[str, Any] = {
+        "loss": cross_entropy,
+        "optimizer": pl.optim.adamw(lr=pl.schedules.linear(1e-2, 1e-3, "2ep")),
+        "max_duration": "2ep",
+        "watch": EPOCHS,
+    }
+    data = settings.pop("data", None)
+    return pl.fit(module, batches((8, 8, 5), 1) if data is None else data, **(given | settings))
+
+
+def fit(model: Callable[[], nn.Module] = mlp, **settings: Any) -> list[tuple[Event, pl.State]]:
+    return list(stream(model, **settings))
+
+
+def assert_close(given: Any, wanted: Any, tolerance: float = 2e-6) -> None:
+    """Equal but for rounding, which is measured against the size of numbers of order 1."""
+    assert [event for event, _ in given] == [event for event, _ in wanted]
+    for (event, one), (_, other) in zip(given, wanted, strict=True):
+        a, b = leaves(one), leaves(other)
+        assert a.keys() == b.keys(), event
+        for path, value in a.items():
+            where = f"{path} at {event.name}, batch {one.timestamp.batch}"
+            if isinstance(value, Tensor):
+                assert (value.shape, value.dtype) == (b[path].shape, b[path].dtype), where
+                torch.testing.assert_close(
+                    value.double(), b[path].double(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=where
+                )
+            else:
+                assert value == b[path] or value == pytest.approx(b[path]), where
+
+
+def several() -> list[Any]:
+    return [label_smoothing(0.1), ema(half_life="4ba"), gradient_clipping("norm", 1.0)]
+
+
+@pl.algorithm(Event.AFTER_LOSS, when="3ba")
+def every_third(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * 2)

@@ -1,0 +1,65 @@
+"""Compiled steps through the compiler itself, and that nothing imports it before it is asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile import record
+from pure_loop.errors import NonFiniteError
+from tests.compiling import assert_close, fit, several
+from tests.models import batches, plain
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+@pytest.mark.thorough
+def test_compiled_steps() -> None:
+    settings: dict[str, Any] = {
+        "data": batches((8, 8), 1),
+        "algorithms": several(),
+        "evaluators": batches((8,), 2),
+        "watch": {Event.EPOCH_END, Event.EVAL_END},
+    }
+    with record() as made:
+        compiled = fit(compile=True, **settings)
+    assert_close(compiled, fit(**settings), 1e-5)
+    assert all(each.seconds > 0 and each.operations > 10 for each in made)
+
+
+def test_a_compiler_that_forgets_factors() -> None:
+    # torch 2.13 merges `a + 0.01 * b` with a matrix product, and leaves out the 0.01.
+    settings: dict[str, Any] = {
+        "model": plain,
+        "data": batches((8, 8), 1),
+        "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9, weight_decay=0.01),
+        "watch": {Event.FIT_END},
+    }
+    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+
+
+@pytest.mark.thorough
+def test_a_compiler_that_believes_in_zero() -> None:
+    with pytest.raises(NonFiniteError, match=r"batch 0 .*optimizer's step"):
+        fit(plain, compile=True, optimizer=pl.optim.sgd(lr=1e38), loss=lambda o, t: 1e10 * cross_entropy(o, t))
+
+
+def test_importing_pure_loop_imports_no_compiler() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch; before = set(sys.modules); import pure_loop; new = set(sys.modules) - before; "
+        "compilers = ('pure_loop.compile', 'torch._inductor', 'torch._dynamo', 'torch.fx'); "
+        "bad = [name for name in new if name.startswith(compilers)]; "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

@@ -1,0 +1,110 @@
+"""States of compiled steps that were kept stay what they were, on every combination of fast paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pure_loop.compile
+from pure_loop import Event
+from pure_loop.algorithms import ema, gradient_clipping
+from tests.compiling import BATCHES, EPOCHS, fit, stream
+from tests.models import batches
+from tests.sameness import assert_same, frozen_copy, leaves
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """Graphs are run as they are, and not compiled."""
+    with pure_loop.compile.interpreted():
+        yield
+
+
+def test_states_stay_what_they_were() -> None:
+    kept = []
+    for _, state in stream(compile=True, watch=BATCHES, algorithms=[ema(half_life="2ba")]):
+        kept.append((state, frozen_copy(state)))
+    for state, before in kept:
+        assert_same(state, before, "a State that was kept")
+
+
+ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1.0))
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [None, BATCHES, EPOCHS, {Event.AFTER_BACKWARD}, {Event.AFTER_FORWARD, Event.EPOCH_END}, {Event.AFTER_TRAIN_BATCH}],
+    ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch"],
+)
+@pytest.mark.parametrize("donate", [False, "auto", True], ids=str)
+@pytest.mark.parametrize("compile", [False, True, "where possible"], ids=str)
+def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donate: Any, compile: Any) -> None:
+    """Law 9. Copies are compared, so that memory may be reused; and what was kept stays what it was."""
+    settings: dict[str, Any] = {"watch": watch, "algorithms": ALGORITHMS, "microbatch_size": 3}
+    settings["evaluators"] = batches((4,), 2)
+    wanted = fit(**settings, donate=False)
+    given, kept = [], []
+    for _, state in stream(**settings, donate=donate, compile=compile):
+        given.append(frozen_copy(state))
+        if donate is not True:
+            kept.append((state, given[-1]))
+    assert len(given) == len(wanted)
+    for index, (one, (event, other)) in enumerate(zip(given, wanted, strict=True)):
+        for path, value in leaves(other).items():
+            where = f"{path} at {event.name}, position {index}"
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(one[path], value, rtol=2e-6, atol=2e-6, equal_nan=True, msg=where)
+            else:
+                assert one[path] == value or one[path] == pytest.approx(value), where
+    for state, numbers in kept:
+        assert_same(leaves(state), numbers, "kept")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    from pure_loop.donation import Donation
+
+    asked: list[bool] = []
+    real = Donation.own
+
+    def own(self: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        given = real(self, tensors, alone)
+        asked.append(given is not tensors)
+        return given
+
+    monkeypatch.setattr(Donation, "own", own)
+    fit(compile=True, steps_per_call=steps, max_duration="3ep")
+    # The first step is given the memory of the model, which is copied without asking.
+    assert asked == [True, False, True, False, False, True, False, False]
+    asked.clear()
+    fit(compile=True, steps_per_call=steps, watch=BATCHES)
+    assert asked
+    assert all(asked)
+    asked.clear()
+    fit(compile=True, steps_per_call=steps, donate=False)
+    assert not asked
+
+
+def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pure_loop.donation import Donation
+
+    monkeypatch.setattr(Donation, "own", lambda self, tensors, alone: tensors)
+    kept = [(state, frozen_copy(state)) for _, state in stream(compile=True, max_duration="3ep")]
+    assert not all(
+        torch.equal(state.params[name], numbers[f"params.{name}"]) for state, numbers in kept for name in state.params
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("watch", [EPOCHS, {Event.EPOCH_START, Event.EVAL_END}], ids=["epochs", "evaluations"])
+def test_what_was_kept_never_changes_whatever_goes_through_in_one_call(steps: int, watch: Any) -> None:
+    settings: dict[str, Any] = {"watch": watch, "max_duration": "5ep", "evaluators": batches((4,), 2)}
+    kept = [(state, frozen_copy(state)) for _, state in stream(**settings, compile=True, steps_per_call=steps)]
+    for state, numbers in kept:
+        assert_same(leaves(state), numbers, "kept")

@@ -1,0 +1,150 @@
+"""What is decided in Python while a step is traced: another graph, an error, or eager steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import pure_loop as pl
+import pure_loop.compile
+from pure_loop import Event
+from pure_loop.algorithms import ema
+from pure_loop.compile import record
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, NonFiniteError
+from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several
+from tests.models import CLASSES, FEATURES, batches, plain
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """Graphs are run as they are, and not compiled."""
+    with pure_loop.compile.interpreted():
+        yield
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def anneal(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * (1 - 0.5 * state.timestamp.elapsed))
+
+
+@pl.algorithm(Event.BATCH_END, init=lambda state: 0)
+def count(state: pl.State) -> pl.State:
+    return state.remember("count", state.algorithm_state["count"] + 1)
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def by_the_batch(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * float(1 + state.timestamp.batch))
+
+
+@pl.algorithm(Event.AFTER_TRAIN_BATCH)
+def on_large_losses(state: pl.State) -> pl.State:
+    if state.loss > 0.5:
+        return state.replace(grads={name: grad / 2 for name, grad in state.grads.items()})
+    return state
+
+
+@pl.algorithm(Event.BATCH_END)
+def noise(state: pl.State) -> pl.State:
+    generator = pl.random.generator(state.seed, "noise", state.timestamp.batch)
+    return state.replace(
+        params={k: v + 0.01 * torch.randn(v.shape, generator=generator) for k, v in state.params.items()}
+    )
+
+
+def test_numbers_that_change_need_no_other_graph() -> None:
+    settings = SHORT | {"algorithms": [anneal, count, ema(half_life="3ba")]}
+    with record() as made:
+        compiled = fit(compile=True, **settings)
+    assert_close(compiled, fit(**settings))
+    assert [(each.stretch, each.number) for each in made] == [("step", 1)]
+    assert compiled[-1][1].algorithm_state["count"] == 10
+
+
+def test_another_shape_and_another_decision_are_another_graph() -> None:
+    with record() as made:
+        fit(compile=True, model=plain, algorithms=[every_third], data=batches((8, 8, 8, 8, 5), 1))
+    assert [each.number for each in made] == [1, 2, 3, 4]
+    assert "every_third" in made[1].reason
+    assert "shapes" in made[2].reason
+
+
+def test_an_evaluation_makes_no_other_graph_of_the_step() -> None:
+    with record() as made:
+        fit(compile=True, evaluators=batches((8,), 2), eval_interval="1ba", **SHORT)
+    assert sorted(each.stretch for each in made) == ["evaluation", "step"]
+
+
+def test_a_number_baked_into_every_graph_is_an_error() -> None:
+    with pytest.raises(CompileError, match=r"by_the_batch.*AFTER_LOSS.*state\.timestamp\.batch") as caught:
+        fit(compile=True, algorithms=[by_the_batch], **SHORT)
+    assert "where possible" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (on_large_losses, r"on_large_losses.*AFTER_TRAIN_BATCH.*state\.loss > 0\.5.*torch\.where"),
+        (noise, "noise.*BATCH_END"),
+    ],
+)
+def test_what_cannot_be_traced(algorithm: Any, says: str) -> None:
+    with pytest.raises(CompileError, match=says):
+        fit(compile=True, algorithms=[algorithm], **SHORT)
+    settings = SHORT | {"algorithms": [ema(half_life="3ba"), algorithm]}
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+class Reads(nn.Module):
+    """A forward that looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if out.abs().max().item() < 100 else out.clamp(-100, 100)
+
+
+def test_a_model_that_cannot_be_traced() -> None:
+    with pytest.raises(CompileError, match=r"forward of Reads.*out\.abs\(\)\.max\(\)\.item\(\)"):
+        fit(Reads, compile=True)
+    settings: dict[str, Any] = {"evaluators": batches((8,), 2), "watch": BATCHES}
+    assert_close(fit(Reads, compile="where possible", **settings), fit(Reads, **settings))
+
+
+def test_where_possible_with_every_event() -> None:
+    settings: dict[str, Any] = {"watch": None, "algorithms": several(), "max_duration": "2ba"}
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    with pytest.raises(NonFiniteError, match=r"batch 1 .*the loss is not finite"):
+        fit(compile=True, data=WITH_NAN)
+
+
+def test_an_update_that_is_not_finite() -> None:
+    with pytest.raises(NonFiniteError, match=r"batch 0 .*optimizer's step"):
+        fit(plain, compile=True, optimizer=pl.optim.sgd(lr=1e38), loss=lambda o, t: 1e10 * cross_entropy(o, t))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"compile": "always"}, ArgumentError, "where possible"),
+        ({"compile": 1}, ArgumentError, "compile=1"),
+        ({"compile": True, "steps_per_call": 0}, ArgumentError, "at least 1"),
+        ({"compile": True, "steps_per_call": 2.5}, ArgumentTypeError, "whole number"),
+        ({"steps_per_call": 2}, ArgumentError, "compile=True"),
+        ({"compile": True, "steps_per_call": 2, "order": "2021"}, ArgumentError, "2021"),
+    ],
+)
+def test_the_door(settings: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        fit(**settings)

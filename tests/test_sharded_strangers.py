@@ -1,0 +1,212 @@
+"""Folders of strangers: what an index may say, and what is no folder of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop.checkpoint import container
+from pure_loop.checkpoint.document import METADATA_KEY
+from pure_loop.checkpoint.index import INDEX, INDEX_KEY
+from tests.conftest import THOROUGH
+from tests.sameness import assert_same
+from tests.sharding import network, parts, small, train
+
+
+def rewrite(path, change, document=None):
+    """Write the index anew, with a digest that is right, as a stranger would."""
+    file = os.path.join(path, INDEX)
+    with open(file, "rb") as opened:
+        header, _ = container.read(opened, os.path.getsize(file), file)
+    metadata = dict(header.metadata)
+    index = json.loads(metadata[INDEX_KEY])
+    change(index)
+    metadata[INDEX_KEY] = json.dumps(index)
+    if document is not None:
+        text = json.loads(metadata[METADATA_KEY])
+        document(text)
+        metadata[METADATA_KEY] = json.dumps(text)
+    with open(file, "wb") as opened:
+        container.write(opened, {}, metadata)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("original"))
+    small(os.path.join(folder, "older.sharded"), batch=1)
+    small(os.path.join(folder, "newer.sharded"), batch=2)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    shutil.copytree(original, tmp_path / "run")
+    return str(tmp_path / "run")
+
+
+def _of(change):
+    return lambda path: rewrite(path, change)
+
+
+def _first(index):
+    return next(each for each in index["tensors"].values() if each[3] and len(each[3]) > 1)
+
+
+def _name(name):
+    def change(index):
+        index["files"][0][0] = name
+
+    return change
+
+
+def _bigger(index):
+    tensor = _first(index)
+    tensor[1] = [1 << 40, *tensor[1][1:]]
+    tensor[3] = [[0, [0] * len(tensor[1]), tensor[1]]]
+
+
+def _hole(index):
+    _first(index)[3].pop()
+
+
+def _twice(index):
+    tensor = _first(index)
+    tensor[3][1][1:] = tensor[3][0][1:]
+
+
+def _outside(index):
+    _first(index)[3][0][1][0] += 1 << 20
+
+
+def _another_file(index):
+    _first(index)[3][0][0] = 7
+
+
+def _another_dtype(index):
+    index["tensors"]["opt_state.memory.0.bias"][0] = "I64"
+
+
+def _nested(index):
+    index["files"] = [[[[]]]]
+
+
+STRANGE = {
+    **{
+        f"a file named {name}": (_of(_name(name)), "names the file")
+        for name in (
+            *("../older.sharded/x.safetensors", "/etc/passwd", "..", "", ".", "a/b.safetensors", "x\0y"),
+            *("file:///etc/passwd", "C:\\x.safetensors", 7, None, "0123456789abcdef-0-of-2.safetensors/../../x"),
+        )
+    },
+    "a file twice": (_of(lambda index: index["files"].append(index["files"][0])), "twice"),
+    "more than the files hold": (_of(_bigger), "bytes of tensors in"),
+    "a hole": (_of(_hole), "not all of it, once"),
+    "an overlap": (_of(_twice), "not all of it, once"),
+    "a chunk outside": (_of(_outside), "outside of its shape"),
+    "a chunk in a file that isn't there": (_of(_another_file), "in file 7"),
+    "another structure": (_of(_nested), "can't be read"),
+    "no tensors": (_of(lambda index: index.pop("tensors")), "its index is none"),
+    "a tensor that is missing": (
+        _of(lambda index: index["tensors"].pop("opt_state.memory.0.weight")),
+        "opt_state.memory",
+    ),
+    "a tensor of nobody": (
+        _of(lambda index: index["tensors"].update(nobody=["F32", [0], False, []])),
+        "are nobody's: .'nobody'",
+    ),
+    "another dtype": (
+        _of(lambda index: index["tensors"]["opt_state.memory.0.bias"].__setitem__(0, "I64")),
+        "lacks 'opt",
+    ),
+    "an unknown dtype": (_of(lambda index: _first(index).__setitem__(0, "F1")), "dtype 'F1'"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_an_index_of_a_stranger_is_refused(name, folder):
+    path = os.path.join(folder, "newer.sharded")
+    change, says = STRANGE[name]
+    change(path)
+    with pytest.raises(pl.CheckpointError, match=says):
+        pl.load(path, model=network())
+
+
+NASTY = st.one_of(
+    st.sampled_from([None, True, "", "F64", "I64", "BOOL", [], {}, [[]], -1, 0, 1, 7, 1 << 31, (1 << 63) - 1, 1 << 70]),
+    st.floats(),
+    st.text(max_size=5),
+)
+
+
+@given(st.data())
+@settings(max_examples=5000 if THOROUGH else 60)
+def test_any_change_to_an_index_is_refused_or_none(original, tmp_path_factory, data):
+    path = str(tmp_path_factory.mktemp("run") / "a.sharded")
+    shutil.copytree(os.path.join(original, "newer.sharded"), path)
+
+    def change(index):
+        owner, key = None, None
+        value = index
+        while isinstance(value, list | dict) and value and (owner is None or data.draw(st.integers(0, 9))):
+            keys = list(value) if isinstance(value, dict) else range(len(value))
+            owner, key = value, data.draw(st.sampled_from(keys))
+            value = owner[key]
+        if data.draw(st.booleans()):
+            owner[key] = data.draw(NASTY)
+        else:
+            del owner[key]
+
+    rewrite(path, change)
+    try:
+        found = pl.load(path, model=network())
+    except (pl.CheckpointError, pl.ResumeError):
+        return
+    finally:
+        shutil.rmtree(path)
+    wanted = pl.load(os.path.join(original, "newer.sharded"), model=network())
+    assert_same(found, wanted, "after a change that was taken")
+
+
+def test_what_is_no_folder_of_ours(folder, tmp_path):
+    newer = os.path.join(folder, "newer.sharded")
+    for name in (INDEX, parts(newer)[0]):
+        with pytest.raises(pl.CheckpointError, match="give the folder that it lies in"):
+            pl.load(os.path.join(newer, name), model=network())
+    assert pl.latest(newer) is None
+    with pytest.raises(pl.ResumeError, match=r"params\['0.weight'\] is \(5, 3\) float64 in the file and \(4, 3\)"):
+        pl.load(newer, model=network(width=4))
+    with pytest.raises(pl.ResumeError, match="another optimizer"):
+        train(network(), load_path=newer)
+    with pytest.raises(pl.CheckpointError, match="is a folder"):
+        pl.load(folder, model=network())
+
+
+def test_nothing_of_a_folder_is_unpickled(folder):
+    path = os.path.join(folder, "newer.sharded")
+    # What torch's own storage would read.
+    with open(os.path.join(path, ".metadata"), "wb") as file:
+        file.write(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
+    with (
+        patch("pickle.loads", side_effect=AssertionError),
+        patch("pickle.load", side_effect=AssertionError),
+        patch("torch.load", side_effect=AssertionError),
+    ):
+        assert pl.load(path, model=network()).timestamp.batch == 2
+
+
+def test_a_remote_folder():
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    state = small("memory://run/a.sharded", batch=1)
+    assert pl.latest("memory://run").endswith("run/a.sharded")
+    found = pl.load("memory://run/a.sharded", model=network())
+    assert torch.equal(found.params["0.weight"], state.params["0.weight"])
+    memory.rm("/run", recursive=True)
