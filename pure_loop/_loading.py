@@ -6,15 +6,18 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pure_loop._start import goes_on_from
+from pure_loop.cadence import Cadence
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.model import ModelDef
 from pure_loop.state import State, outside_batch
+from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.files import Checkpoint
 
-__all__ = ["loading", "read_start", "refuse_savers", "saving", "seed_of"]
+__all__ = ["loading", "read_start", "refuse_idle_savers", "refuse_savers", "saving", "seed_of"]
 
 
 def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[Any, Checkpoint | None]:
@@ -30,29 +33,39 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[An
     if load_path is None and autoresume is None:
         return model_or_state, None
     # Not before: a plain fit doesn't need it.
-    from pure_loop.checkpoint.files import Checkpoint, latest
-    from pure_loop.checkpoint.places import place
+    from pure_loop.checkpoint.files import Checkpoint, newest
 
     if load_path is not None and isinstance(model_or_state, State):
         raise ArgumentError(
             f"load_path={load_path!r} and a State: each is a place to start from. Give the module, fit(model, ..., "
             "load_path=path), or the State alone."
         )
-    newest = None
+    checkpoint = None
     if autoresume is not None:
         if isinstance(autoresume, bool):
             raise ArgumentTypeError(
                 f'autoresume={autoresume!r}: give the folder of the checkpoints, autoresume="runs/1".'
             )
-        place(autoresume)
-        newest = latest(autoresume)
-    path = load_path if newest is None else newest
-    if path is None:
-        return model_or_state, None
-    checkpoint = Checkpoint.read(path)
-    if isinstance(model_or_state, State):
-        return checkpoint.into(model_or_state), None
-    return model_or_state, checkpoint
+        checkpoint = newest(autoresume, goes_on_from)
+    if checkpoint is None and load_path is not None:
+        checkpoint = Checkpoint.read(load_path)
+    if checkpoint is None or not isinstance(model_or_state, State):
+        return model_or_state, checkpoint
+    if model_or_state.position is None and model_or_state.event is None:
+        return model_or_state, checkpoint  # a fresh start, with INIT before the numbers are read
+    return _in_the_place_of(model_or_state, checkpoint), None
+
+
+def _in_the_place_of(start: State, checkpoint: Checkpoint) -> State:
+    """The State of a checkpoint of the run that began with this State."""
+    document = checkpoint.document
+    if document is None or document.seed != start.seed or document.batch < start.timestamp.batch:
+        said = "no State" if document is None else f"seed {document.seed}, batch {document.batch}"
+        raise ArgumentError(
+            f"autoresume: {checkpoint.path} ({said}) is not of a run that began with the State given (seed "
+            f"{start.seed}, batch {start.timestamp.batch}). Give a folder of its own to each run."
+        )
+    return checkpoint.into(start)
 
 
 def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
@@ -129,18 +142,45 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
     return [*listed, CheckpointSaver(autoresume)]
 
 
-def refuse_savers(callbacks: Iterable[Any], evaluators: Iterable[BoundEvaluator], order: str) -> None:
+def savers_among(callbacks: Iterable[Any]) -> list[Any]:
+    """The CheckpointSavers among callbacks."""
+    module: Any = sys.modules.get("pure_loop.callbacks.checkpoint_saver")
+    return [] if module is None else [each for each in callbacks if isinstance(each, module.CheckpointSaver)]
+
+
+def refuse_savers(
+    callbacks: Iterable[Any], evaluators: Iterable[BoundEvaluator], order: str, iteration_length: Time | None
+) -> None:
     """
     Raises:
-        ArgumentError: a saver that would never save, or whose metric nobody measures.
+        ArgumentError: a saver that would never save, whose metric nobody measures, or two that would save to one file.
     """
-    module: Any = sys.modules.get("pure_loop.callbacks.checkpoint_saver")
-    for saver in () if module is None else callbacks:
-        if not isinstance(saver, module.CheckpointSaver):
-            continue
+    savers = savers_among(callbacks)
+    metrics = {each.label: each.metrics for each in evaluators}
+    for number, saver in enumerate(savers):
         if order == "2021":
             raise ArgumentError(
                 "order='2021' has no checkpoint events, so CheckpointSaver would never save: take the current order, "
                 "or save in the loop's body, pl.save(state, path), at BATCH_END or EPOCH_END."
             )
-        saver.refuse_unmeasured({each.label: each.metrics for each in evaluators})
+        interval = saver.interval
+        if isinstance(interval, Cadence) and interval.interval.unit is TimeUnit.ITERATION and iteration_length is None:
+            raise ArgumentError(
+                f"CheckpointSaver(interval={str(interval.interval)!r}) counts iterations, and iteration_length is not "
+                "given, so it would never save."
+            )
+        saver.refuse_unmeasured(metrics)
+        for other in savers[:number]:
+            saver.refuse_same_files(other)
+
+
+def refuse_idle_savers(callbacks: Iterable[Any], function: str) -> None:
+    """
+    Raises:
+        ArgumentError: there is a saver, and nothing that it could save.
+    """
+    if savers_among(callbacks):
+        raise ArgumentError(
+            f"{function} has no checkpoint events, so CheckpointSaver would never save: leave it out, or save what it "
+            "comes to, pl.save(state, path)."
+        )

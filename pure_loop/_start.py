@@ -21,13 +21,22 @@ from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
 from pure_loop.state import State, refuse_misfit
 
-__all__ = ["any_state", "first_memory", "first_state", "preparation", "refuse_no_boundary", "refuse_other_optimizer"]
+__all__ = [
+    "any_state",
+    "first_memory",
+    "first_state",
+    "goes_on_from",
+    "preparation",
+    "read_device",
+    "refuse_no_boundary",
+    "refuse_other_optimizer",
+]
 
 
 def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
     _refuse_no_seed(seed)
-    wanted = _device(device)
+    wanted = read_device(device)
     if not isinstance(model_or_state, State):
         refuse_untrainable(model_or_state)
         return State.create(model_or_state, seed=seed, device=wanted), True
@@ -52,10 +61,10 @@ def any_state(model_or_state: Any, seed: Any, device: Any) -> State:
     if isinstance(model_or_state, State):
         state = model_or_state
         refuse_misfit(state)
-        wanted = _device(device)
+        wanted = read_device(device)
         return state if wanted is None else _moved(state, wanted)
     refuse_untrainable(model_or_state)
-    return State.create(model_or_state, seed=seed, device=_device(device))
+    return State.create(model_or_state, seed=seed, device=read_device(device))
 
 
 def _refuse_no_seed(seed: Any) -> None:
@@ -63,7 +72,11 @@ def _refuse_no_seed(seed: Any) -> None:
         raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
 
 
-def _device(given: Any) -> torch.device | None:
+def read_device(given: Any) -> torch.device | None:
+    """
+    Raises:
+        ArgumentTypeError, ArgumentError: there is no such device here.
+    """
     if given is None:
         return None
     if not isinstance(given, str | torch.device):
@@ -88,6 +101,11 @@ def _moved(state: State, device: torch.device) -> State:
 _KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
 
 
+def goes_on_from(event: Event | None) -> bool:
+    """Whether training goes on from a State that was kept at this event."""
+    return event in _KEEPABLE
+
+
 # Where training ended, the evaluation before FIT_END has no boundary after it.
 _AFTER_EVALUATION: dict[Event | None, Event] = {
     Event.BATCH_END: Event.BATCH_CHECKPOINT,
@@ -104,7 +122,7 @@ def refuse_no_boundary(state: State) -> None:
         ResumeError: the State was kept where training can't go on.
     """
     event = state.event
-    if event in _KEEPABLE:
+    if goes_on_from(event):
         return
     from pure_loop.order import BOUNDARIES, nearest_boundary  # only on the way to an error
 
@@ -132,8 +150,8 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
     given_spec = optree.tree_structure(state.opt_state, namespace=NAMESPACE)
     wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
     afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
-    # An optimizer of somebody's own may fill an empty memory as it goes; ours never do.
-    if given_spec != wanted_spec and wanted_spec.num_leaves:
+    # An optimizer of somebody's own may fill an empty memory as it goes; ours, which can overwrite it, never do.
+    if given_spec != wanted_spec and (wanted_spec.num_leaves or optimizer.overwrite is not None):
         if _keys(state.opt_state) == _keys(wanted):
             raise ResumeError(
                 f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "

@@ -26,7 +26,7 @@ from pure_loop._arguments import (
     refuse_no_optimizer,
 )
 from pure_loop._compiling import compiler, evaluating
-from pure_loop._loading import loading, read_start, refuse_savers, saving, seed_of
+from pure_loop._loading import loading, read_start, refuse_idle_savers, refuse_savers, saving, seed_of
 from pure_loop._start import (
     any_state,
     first_memory,
@@ -289,7 +289,7 @@ def prepare(
 
     state = known(state)
     bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
-    refuse_savers(objects, bound, order)
+    refuse_savers(objects, bound, order, length)
     settings = {
         "seed": state.seed,
         "max_duration": str(duration),
@@ -464,6 +464,7 @@ def _outside_fit(
     listed = flatten(algorithms)
     handlers = bind(listed)
     observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
+    refuse_idle_savers(objects, "evaluate" if evaluators else "predict")
     engine = together.engine(state)
     stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
     stages = evaluating(compile, stages, evaluators)

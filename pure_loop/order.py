@@ -211,7 +211,8 @@ def _automaton(order: Order) -> Automaton:
     trees = _trees(order)
     automaton = Automaton(trees, [stream for stream in _STREAMS if stream in trees])
     # Going on: FIT_START, and then whatever comes after the boundary at which the State was kept.
-    kept = set(automaton.at(BOUNDARIES - {Event.AFTER_LOAD}))
+    iterations = {event for event in Event if event.name.startswith("ITERATION")}
+    kept = set(automaton.at(frozenset(BOUNDARIES - {Event.AFTER_LOAD} | iterations)))
     automaton.add(Event.FIT_START, set().union(*(automaton.follow[position] for position in kept)))
     return automaton
 

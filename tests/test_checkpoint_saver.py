@@ -83,8 +83,8 @@ def test_what_it_keeps(tmp_path: Path) -> None:
     # A file of somebody else's stays, whatever it is.
     tmp_path.joinpath("mine.safetensors").write_bytes(b"mine")
     pl.run(stream(CheckpointSaver(tmp_path, interval="1ba", keep_last=2)))
-    # The end of the last batch, and of its epoch.
-    assert files(tmp_path) == ["ep2-ba12.safetensors", "ep3-ba12.safetensors", "mine.safetensors"]
+    # Of the last batch, the end of its epoch.
+    assert files(tmp_path) == ["ep2-ba11.safetensors", "ep3-ba12.safetensors", "mine.safetensors"]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -111,7 +111,7 @@ def test_it_goes_on_keeping_what_an_earlier_run_left(tmp_path: Path) -> None:
 
 
 SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
-    lambda scores: [Saved(str(index), score) for index, score in enumerate(scores)]
+    lambda scores: [Saved(str(index), index, score) for index, score in enumerate(scores)]
 )
 
 
@@ -155,13 +155,13 @@ def test_memory_that_is_being_written_is_not_reused(tmp_path: Path, monkeypatch:
     """With donate=True, and a disk so slow that the next steps are over before it has begun."""
     from pure_loop.callbacks import checkpoint_saver
 
-    go, real = threading.Event(), checkpoint_saver.save
+    go, real = threading.Event(), checkpoint_saver.write_state
 
     def slow(*args: Any, **kwargs: Any) -> None:
         go.wait(20)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_saver, "save", slow)
+    monkeypatch.setattr(checkpoint_saver, "write_state", slow)
     whole = {s.timestamp.batch: s for e, s in stream(donate=False) if e is Event.BATCH_CHECKPOINT}
     saver = CheckpointSaver(tmp_path, interval="2ba", filename="{batch}.safetensors")
     for event, state in stream(saver, donate=True):
@@ -198,6 +198,9 @@ def test_autoresume_brings_a_saver_where_there_is_none(tmp_path: Path) -> None:
         ({"latest": "a/b"}, pl.ArgumentError, "name of a link"),
         ({"latest": "x.safetensors"}, pl.ArgumentError, "those of checkpoints"),
         ({"signals": [signal.SIGKILL]}, pl.ArgumentError, "can't be caught"),
+        ({"signals": 15}, pl.ArgumentTypeError, "signals=15: write a list"),
+        ({"filename": "{epoch:,}.safetensors"}, pl.ArgumentError, "in digits alone"),
+        ({"folder": ""}, pl.ArgumentError, "the path is empty"),
     ],
     ids=str,
 )
@@ -228,3 +231,75 @@ def test_what_can_not_be_saved_is_an_error_before_training(tmp_path: Path) -> No
 def test_the_order_of_2021_has_no_events_for_it(tmp_path: Path) -> None:
     with pytest.raises(pl.ArgumentError, match="order='2021' has no checkpoint events"):
         stream(CheckpointSaver(tmp_path), order="2021")
+
+
+def test_another_runs_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pl.run(stream(CheckpointSaver(tmp_path, keep_last=2), max_duration="5ep"))
+    assert files(tmp_path) == ["ep4-ba16.safetensors", "ep5-ba20.safetensors"]
+    # The same again, and nobody thought of autoresume.
+    pl.run(stream(CheckpointSaver(tmp_path, keep_last=2), max_duration="3ep"))
+    assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (2, 3, 4, 5)]
+    assert "holds checkpoints of another run" in caplog.text
+    # What was saved last is the newest, not what is further on.
+    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    data = [(torch.full((4, 3), float("nan")), torch.zeros(4, 1))]
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=1, metric="val/loss", mode="min")
+    pl.run(stream(saver, evaluators={"val": data}, eval_interval="1ba"))
+    assert files(tmp_path) == ["ep3-ba12.safetensors"]
+    assert pl.checkpoint.describe(tmp_path / "ep3-ba12.safetensors")["notes"] == {"metric": "val/loss", "score": None}
+
+
+def test_two_savers_of_one_folder_need_names_of_their_own(tmp_path: Path) -> None:
+    often = CheckpointSaver(tmp_path, interval="1ba", keep_last=1)
+    with pytest.raises(pl.ArgumentError, match="under the same names"):
+        stream(often, CheckpointSaver(str(tmp_path) + "/", interval="4ba"))
+    pl.run(stream(often, CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")))
+    assert files(tmp_path) == ["ep3-ba12.safetensors", *(f"milestone-{n}.safetensors" for n in (12, 4, 8))]
+
+
+def test_a_folder_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    pl.run(stream(CheckpointSaver(tmp_path)))
+    assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (1, 2, 3)]
+    assert "can't have links" in caplog.text
+
+
+def test_the_link_takes_nobodys_place(tmp_path: Path) -> None:
+    tmp_path.joinpath("latest").write_text("precious")
+    with pytest.raises(pl.ArgumentError, match="is no link, and stays as it is"):
+        pl.run(stream(CheckpointSaver(tmp_path)))
+    assert tmp_path.joinpath("latest").read_text() == "precious"
+
+
+def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl.run(stream(CheckpointSaver(tmp_path), max_duration="2ep"))
+    monkeypatch.setattr("pure_loop.checkpoint.document.time.time_ns", lambda: 1)
+    pl.run(stream(CheckpointSaver(tmp_path), autoresume=tmp_path))
+    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
+
+
+def test_an_interval_that_never_comes(tmp_path: Path) -> None:
+    with pytest.raises(pl.ArgumentError, match="counts iterations, and iteration_length is not given"):
+        stream(CheckpointSaver(tmp_path, interval="1iter"))
+    with pytest.raises(pl.ArgumentError, match="evaluate has no checkpoint events"):
+        pl.evaluate(model(), {"val": DATA}, loss=nn.functional.mse_loss, callbacks=[CheckpointSaver(tmp_path)])
+
+
+def test_a_forked_process_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    for event, _ in stream(CheckpointSaver(tmp_path)):
+        if event is Event.BATCH_END:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)  # not reached: nothing holds the signal back here
+            os.kill(child, signal.SIGTERM)
+            assert os.waitpid(child, 0)[1] == signal.SIGTERM
+            break

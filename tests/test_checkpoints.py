@@ -352,6 +352,38 @@ def test_only_states_are_saved(tmp_path: Path) -> None:
         pl.save(trained(), 3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("notes", [5, {1: 2}, {"a": torch.ones(1)}, {"a": float("nan")}, {"a": (1, 2)}], ids=str)
+def test_notes_are_json(tmp_path: Path, notes: Any) -> None:
+    with pytest.raises(pl.ArgumentTypeError, match="a dict of what JSON has"):
+        pl.save(pl.State.create(nn.Linear(1, 1)), tmp_path / "x.safetensors", notes=notes)
+
+
+def test_what_a_file_says_without_its_tensors(tmp_path: Path) -> None:
+    pl.save(trained(seed=4), tmp_path / "x.safetensors", notes={"why": "a test"})
+    said = pl.checkpoint.describe(tmp_path / "x.safetensors")
+    assert (said["epoch"], said["batch"], said["seed"], said["event"]) == (1, 3, 4, Event.FIT_END)
+    assert said["model"] == "torch.nn.modules.container.Sequential"
+    assert said["notes"] == {"why": "a test"}
+    save_file({"weight": torch.ones(1)}, tmp_path / "plain.safetensors")
+    with pytest.raises(pl.CheckpointError, match="weights alone"):
+        pl.checkpoint.describe(tmp_path / "plain.safetensors")
+
+
+def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"weight": torch.ones(1, 1, dtype=torch.int8), "bias": torch.ones(1)}, path)
+    with pytest.raises(pl.ResumeError, match=r"'weight' has dtype torch.int8 in the file and torch.float32"):
+        pl.load(path, model=nn.Linear(1, 1))
+    save_file({"weight": torch.ones(1, 1, dtype=torch.bfloat16), "bias": torch.ones(1)}, path)
+    assert pl.load(path, model=nn.Linear(1, 1)).params["weight"].dtype is torch.float32
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    pl.save(trained(), tmp_path / "x.safetensors")
+    with pytest.raises(pl.ArgumentError, match="device='cud' can't be used here"):
+        pl.load(tmp_path / "x.safetensors", model=model(), device="cud")
+
+
 def test_a_class_that_this_program_does_not_know(tmp_path: Path) -> None:
     class Local(NamedTuple):
         x: int

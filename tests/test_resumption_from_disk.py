@@ -182,3 +182,58 @@ def test_the_checker_wants_to_be_told_of_a_checkpoint() -> None:
     pl.order.check(events, loaded=True)
     with pytest.raises(pl.OrderError, match=r"event 4 of the stream is Event.BEFORE_DATALOADER"):
         pl.order.check(events)
+
+
+SMALL: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "3ep"}
+ROWS = [(torch.ones(2, 2), torch.ones(2, 1))] * 2
+
+
+def test_autoresume_passes_over_what_training_can_not_go_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = pl.fit(nn.Linear(2, 1), ROWS, autoresume=tmp_path, **{**SMALL, "max_duration": "2ep"})
+    middle = next(s for e, s in stream if e is Event.BEFORE_FORWARD)
+    pl.run(stream)
+    pl.save(middle, tmp_path / "debug.safetensors")
+    again = pl.fit(nn.Linear(2, 1), ROWS, autoresume=tmp_path, **SMALL)
+    assert next(s for e, s in again if e is Event.AFTER_LOAD).timestamp.epoch == 2
+    again.close()
+    assert "debug.safetensors is passed over: it is from before_forward" in caplog.text
+
+
+def test_a_state_and_a_folder_of_another_run(tmp_path: Path) -> None:
+    one = pl.run(pl.fit(nn.Linear(2, 1), ROWS, autoresume=tmp_path, **{**SMALL, "max_duration": "1ep"}))
+    with pytest.raises(
+        pl.ArgumentError, match=r"seed 0, batch 2\) is not of a run that began with the State given \(seed 9"
+    ):
+        pl.fit(one.replace(seed=9), ROWS, autoresume=tmp_path, **SMALL)
+    further = pl.run(pl.fit(one, ROWS, **SMALL))
+    with pytest.raises(pl.ArgumentError, match="Give a folder of its own to each run"):
+        pl.fit(further, ROWS, autoresume=tmp_path, **SMALL)
+
+
+def test_a_fresh_state_with_autoresume_starts_as_a_module_does(tmp_path: Path) -> None:
+    def widen(state: pl.State) -> pl.State:
+        return state.with_module(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+
+    surgery = pl.Algorithm("widen", {Event.INIT: widen})
+    for epochs in (1, 2):
+        start = pl.State.create(nn.Linear(2, 1))
+        settings = {**SMALL, "max_duration": f"{epochs}ep", "algorithms": [surgery]}
+        last = pl.run(pl.fit(start, ROWS, autoresume=tmp_path, **settings))
+        assert last.timestamp.epoch == epochs
+
+
+def test_an_optimizer_without_memory_is_another_one_too(tmp_path: Path) -> None:
+    pl.save(pl.run(pl.fit(nn.Linear(2, 1), ROWS, **{**SMALL, "optimizer": pl.optim.adamw(lr=0.1)})), tmp_path / "x")
+    with pytest.raises(pl.ResumeError, match="made by another optimizer than sgd"):
+        pl.fit(nn.Linear(2, 1), ROWS, load_path=tmp_path / "x", **{**SMALL, "max_duration": "4ep"})
+
+
+@pytest.mark.parametrize("event", [Event.ITERATION_START, Event.ITERATION_END, Event.ITERATION_CHECKPOINT])
+def test_strictly_from_the_end_of_an_iteration(event: Event) -> None:
+    settings = {**SMALL, "max_duration": "4ep", "iteration_length": "2ep"}
+    whole = list(pl.fit(nn.Linear(2, 1), ROWS, donate=False, **settings))
+    kept = next(s for e, s in whole if e is event and s.timestamp.epoch == 2)
+    again = pl.run(pl.fit(kept, ROWS, strict=True, **settings))
+    sameness.assert_same(again, whole[-1][1], event.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import signal
 import sys
@@ -12,23 +14,26 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
-from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_in, in_parts, save
+from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_in, in_parts, write_state
 from pure_loop.checkpoint.index import is_sharded, remove
 from pure_loop.checkpoint.keeping import Names, Saved, superfluous
-from pure_loop.checkpoint.places import PathLike, join, leftover, place
+from pure_loop.checkpoint.places import PathLike, join, leftover, place, same_place
 from pure_loop.checkpoint.signals import HeldSignals
 from pure_loop.checkpoint.snapshot import snapshot
 from pure_loop.donation import protect
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError
 from pure_loop.event import Event
 from pure_loop.loop import reached
 from pure_loop.metrics import Metric
 from pure_loop.state import State
+from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.meeting import Meeting, Vote
 
 __all__ = ["CheckpointSaver"]
+
+_log = logging.getLogger("pure_loop.checkpoint")
 
 
 class CheckpointSaver(Callback):
@@ -41,7 +46,8 @@ class CheckpointSaver(Callback):
 
     Args:
         folder: where to, made if it isn't there; a URL is opened by fsspec.
-        interval: how often: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"0.1dur"``, or a pure function of the State.
+        interval: how often: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"0.1dur"``, or a pure function of the State; 0: only
+            where training ends.
         filename: a pattern of counts of the timestamp: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``.
         keep_last: how many of the newest stay; None: all, or with ``keep_best`` one.
         keep_best: how many stay of those at which ``metric`` was measured and best.
@@ -80,9 +86,10 @@ class CheckpointSaver(Callback):
     ) -> None:
         place(folder)
         self.folder = os.fspath(folder)
-        self._due = as_predicate(interval, "interval")
-        if self._due is None:
+        due = as_predicate(interval, "interval")
+        if due is None:
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
+        self.interval = due
         self._names = Names(filename, SUFFIX)
         self._last, self._best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
         self._metric, self._largest = _read_metric(keep_best, metric, mode), mode == "max"
@@ -96,6 +103,9 @@ class CheckpointSaver(Callback):
         self._held = HeldSignals(signals)
         self._writer = Background()
         self._saved: list[Saved] = []
+        # When the newest file of the folder was saved: what this one saves is newer, whatever the clock says.
+        self._newest = 0
+        self._links = True
         # At which batch the metric was measured.
         self._measured: int | None = None
         # Where each rank holds a part of the State.
@@ -111,7 +121,7 @@ class CheckpointSaver(Callback):
             self._meeting = Meeting()
         if self.rank == 0:
             write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
-            self._open()
+            self._open(state)
         self._measured = None
         self._held.listen()
 
@@ -139,6 +149,19 @@ class CheckpointSaver(Callback):
         metrics = evaluators[self._label]
         if metrics is not None:
             self._refuse_metric(self._metric, [f"{self._label}/{metric.name}" for metric in metrics])
+
+    def refuse_same_files(self, other: CheckpointSaver) -> None:
+        """
+        Raises:
+            ArgumentError: both would save to files of the same names, and remove each other's.
+        """
+        now = Timestamp()
+        alike = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
+        if alike and same_place(self.folder, other.folder):
+            raise ArgumentError(
+                f"two CheckpointSavers save to {self.folder} under the same names: give each a folder, or a filename "
+                f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
+            )
 
     def _refuse_metric(self, metric: str, measured: Sequence[str]) -> None:
         if metric not in measured:
@@ -174,7 +197,7 @@ class CheckpointSaver(Callback):
             self._meeting = self._vote = None
             self._held.act()
 
-    def _open(self) -> None:
+    def _open(self, state: State) -> None:
         where = place(self.folder)
         where.sweep()
         # Whether it can be written to.
@@ -182,16 +205,45 @@ class CheckpointSaver(Callback):
         with probe.writing() as file:
             file.write(b"?")
         probe.remove()
+        self._links = self._link is not None and self._can_link(self._link)
         for name in where.names():
             path = join(self.folder, name)
             # Of a run that was killed before the last rank had written its part.
             if name.endswith(SHARDED) and self._names.match(_as_file(name)) and not is_sharded(path):
                 remove(path)
-        # To be deleted are only files of this pattern.
-        known = [
-            (name, document) for name, document in found_in(self.folder) if self._names.match(_as_file(_name_of(name)))
+        found = found_in(self.folder)
+        self._newest = max((document.saved_at for _, document in found), default=0)
+        # To be deleted are only files of this pattern, and of the run that goes on here.
+        known = [(_name_of(path), document) for path, document in found if self._names.match(_as_file(_name_of(path)))]
+        mine = [
+            Saved(name, document.batch, _score_of(document.notes, self._metric))
+            for name, document in reversed(known)
+            if document.seed == state.seed and document.batch <= state.timestamp.batch
         ]
-        self._saved = [Saved(_name_of(path), _score_of(document.notes, self._metric)) for path, document in known[::-1]]
+        if len(mine) < len(known):
+            _log.warning(
+                "%s holds checkpoints of another run, which was further on or had another seed: they stay, but for "
+                "those in whose place this run saves. A folder for each run, or autoresume=, keeps them apart.",
+                self.folder,
+            )
+        self._saved = mine
+
+    def _can_link(self, name: str) -> bool:
+        link = place(join(self.folder, name))
+        if link.exists() and not link.is_link():
+            raise ArgumentError(
+                f"latest={name!r}: {link.path} is no link, and stays as it is; give another name, or None for no link."
+            )
+        try:
+            probe = place(join(self.folder, leftover("link")))
+            probe.link_to(name)
+            probe.remove()
+        except CheckpointWriteError as error:
+            _log.warning(
+                "there is no link to the newest checkpoint in %s, for it can't have links: %s", self.folder, error
+            )
+            return False
+        return True
 
     def _at(self, state: State, counted: Event) -> None:
         self._writer.check()
@@ -202,8 +254,7 @@ class CheckpointSaver(Callback):
             asked = stop is not None
         else:
             asked = self._held.caught is not None
-        due = self._due
-        assert due is not None
+        due = self.interval
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
         saves = self.rank == 0 or self._meeting is not None
         if saves and (asked or now or reached(state)):
@@ -233,15 +284,16 @@ class CheckpointSaver(Callback):
                 notes: dict[str, Any] = {}
                 if measured:
                     score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
-                    notes = {"metric": self._metric, "score": score}
+                    # NaN and infinity are never the best, and JSON doesn't have them.
+                    notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
                 if meeting is None:
-                    save(state, path, notes=notes)
+                    write_state(state, path, notes, after=self._newest)
                 else:
                     from pure_loop.checkpoint.sharded import write
 
                     write(meeting, state, path, notes)
                 if self.rank == 0:
-                    self._keep(Saved(name, notes.get("score")))
+                    self._keep(Saved(name, state.timestamp.batch, notes.get("score")))
             except Exception as error:
                 error.add_note(f"raised while {path} was saved")
                 raise
@@ -254,7 +306,7 @@ class CheckpointSaver(Callback):
 
     def _keep(self, saved: Saved) -> None:
         self._saved = [*(each for each in self._saved if each.name != saved.name), saved]
-        if self._link is not None:
+        if self._link is not None and self._links:
             place(join(self.folder, self._link)).link_to(saved.name)
         for each in superfluous(self._saved, last=self._last, best=self._best, largest=self._largest):
             remove(join(self.folder, each.name))

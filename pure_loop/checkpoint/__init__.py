@@ -5,7 +5,7 @@
 True
 """
 
-from pure_loop.checkpoint.files import latest, load, save
+from pure_loop.checkpoint.files import describe, latest, load, save
 from pure_loop.checkpoint.registry import register
 
-__all__ = ["latest", "load", "register", "save"]
+__all__ = ["describe", "latest", "load", "register", "save"]

@@ -78,6 +78,12 @@ class Document:
         return int(self.fields["seed"])
 
     @property
+    def event(self) -> Event | None:
+        """Where the State was kept."""
+        saved = self.fields["event"]
+        return None if saved is None else Event[saved["enum"][1]]
+
+    @property
     def batch(self) -> int:
         """How many batches were finished."""
         return int(self.fields["timestamp"]["fields"]["batch"])
@@ -115,13 +121,19 @@ class Document:
 
 
 def write_document(
-    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False
+    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False, after: int = 0
 ) -> tuple[str, dict[str, Tensor]]:
-    """The document of a State as text, and its tensors by name; with ``parts`` some of which may be in parts.
+    """The document of a State as text, and its tensors by name.
+
+    Args:
+        notes: JSON to remember with it.
+        parts: whether some of the tensors may be in parts.
+        after: the time of another one that this one is newer than, whatever the clock says.
 
     Raises:
         ArgumentTypeError: it holds a value that a checkpoint can't hold; names its place.
     """
+    _refuse_no_notes(notes)
     from pure_loop import __version__
 
     cls = type(state)
@@ -133,13 +145,27 @@ def write_document(
     document = {
         "format": FORMAT,
         "made_by": {"pure_loop": __version__, "torch": str(torch.__version__)},
-        "saved_at": time.time_ns(),
+        "saved_at": max(time.time_ns(), after + 1),
         "state": kind.name,
         "model": f"{module.__module__}.{module.__qualname__}",
         "fields": fields,
         "notes": dict(notes or {}),
     }
     return json.dumps(document, allow_nan=False, separators=(",", ":")), writer.tensors
+
+
+def _refuse_no_notes(notes: Any) -> None:
+    if notes is None:
+        return
+    try:
+        same = isinstance(notes, Mapping) and json.loads(json.dumps(dict(notes), allow_nan=False)) == notes
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ArgumentTypeError(
+            f"notes={str(notes)[:80]}: a dict of what JSON has: texts as keys; None, bools, finite numbers, texts, "
+            "lists and such dicts as values."
+        )
 
 
 def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
@@ -175,9 +201,10 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         mappings = (found.made_by, found.fields, found.notes)
         if not all(isinstance(each, str) for each in texts) or not all(isinstance(each, dict) for each in mappings):
             raise ValueError("a part of it is of another kind than it should be")
+        _ = found.event  # which has to be one
         if type(found.saved_at) is not int or type(found.fields["seed"]) is not int or type(found.batch) is not int:
             raise ValueError("its counts are no whole numbers")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from pure_loop._parts import is_part
+from pure_loop._start import read_device
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
 from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
 from pure_loop.checkpoint.weights import saved_weights, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
+from pure_loop.event import Event
 from pure_loop.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["SHARDED", "SUFFIX", "Checkpoint", "found_in", "in_parts", "latest", "load", "save"]
+__all__ = [
+    "SHARDED",
+    "SUFFIX",
+    "Checkpoint",
+    "describe",
+    "found_in",
+    "in_parts",
+    "latest",
+    "load",
+    "newest",
+    "save",
+    "write_state",
+]
+
+T = TypeVar("T")
 
 SUFFIX = ".safetensors"
 """How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
 
 SHARDED = ".sharded"
 """How the names of those end that are folders, because every rank held a part of the State."""
+
+_NOT_STRICT = "strict=False is for weights alone: a run goes on exactly or not at all; weights_only=True."
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -73,8 +91,13 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
         finally:
             meeting.close()
         return
-    text, tensors = write_document(state, notes)
-    with where.writing() as file:
+    write_state(state, where.path, notes)
+
+
+def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None, *, after: int = 0) -> None:
+    """What :func:`save` does with a State of whole tensors; ``after`` as in :func:`write_document`."""
+    text, tensors = write_document(state, notes, after=after)
+    with place(path).writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
 
 
@@ -117,7 +140,53 @@ def load(
             f"load(path, model={model!r}): give the module that was trained, built as it was then; a checkpoint holds "
             "its numbers and not its code."
         )
-    return Checkpoint.read(path).state(model, device, weights_only=weights_only, strict=strict)
+    if not strict and not weights_only and place(path).is_folder():
+        raise ArgumentError(_NOT_STRICT)
+    return Checkpoint.read(path).state(model, read_device(device), weights_only=weights_only, strict=strict)
+
+
+def describe(path: PathLike) -> dict[str, Any]:
+    """What a checkpoint says of itself, without reading its tensors.
+
+    Returns:
+        ``made_by``: versions by package; ``saved_at``: seconds since 1970; ``epoch``, ``batch``, ``event``,
+        ``seed``: where the run was; ``model``: the class of the module; ``notes``: what :func:`save` was given.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: there is none, or none that can be read.
+
+    >>> import tempfile, torch, pure_loop as pl
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pl.save(pl.State.create(torch.nn.Linear(2, 1), seed=3), folder + "/x.safetensors", notes={"why": "a test"})
+    ...     said = pl.checkpoint.describe(folder + "/x.safetensors")
+    >>> said["seed"], said["batch"], said["notes"]
+    (3, 0, {'why': 'a test'})
+    """
+    where = place(path)
+    document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path)
+    if document is None:
+        raise CheckpointError(f"{where.path} has weights alone: load_file of the safetensors package lists them.")
+    timestamp = document.fields["timestamp"]["fields"]
+    return {
+        "made_by": document.made_by,
+        "saved_at": document.saved_at / 1e9,
+        "epoch": timestamp.get("epoch"),
+        "batch": document.batch,
+        "event": document.event,
+        "seed": document.seed,
+        "model": document.model,
+        "notes": document.notes,
+    }
+
+
+def _document_of(path: str) -> Document | None:
+    with place(path).open() as file:
+        header = container.read_header(file, size_of(file), path)
+    document = None if is_index(header.metadata) else read_document(header.metadata, path)
+    _refuse_no_digest(header, document, path)
+    if document is None and header.digested:  # plain weights have none
+        raise CheckpointError(f"{path} can't be read: it has a digest and no description of a State: it is damaged.")
+    return document
 
 
 @attrs.frozen(eq=False)
@@ -170,9 +239,7 @@ class Checkpoint:
         if self.document is None or weights_only:
             return self.weights_into(fresh, strict=strict)
         if not strict:
-            raise ArgumentError(
-                "strict=False is for weights alone: a run goes on exactly or not at all; weights_only=True."
-            )
+            raise ArgumentError(_NOT_STRICT)
         return self.into(fresh)
 
     def into(self, state: State) -> State:
@@ -208,22 +275,13 @@ def found_in(folder: PathLike) -> list[tuple[str, Document]]:
         if name.endswith(LEFTOVER) or not name.endswith((SUFFIX, SHARDED)):
             continue
         path = join(folder, name)
-        each = place(path)
         try:
-            if name.endswith(SHARDED):
-                document: Document | None = Index.read(path)[1]
-            else:
-                with each.open() as file:
-                    header = container.read_header(file, size_of(file), path)
-                document = None if is_index(header.metadata) else read_document(header.metadata, path)
-                _refuse_no_digest(header, document, path)
+            document = Index.read(path)[1] if name.endswith(SHARDED) else _document_of(path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
         if document is not None:
             found.append((path, document))
-        elif header.digested:  # plain weights have none
-            _log.warning("%s is passed over: it has a digest and no description of a State: it is damaged", path)
     return sorted(found, key=lambda item: (item[1].saved_at, item[1].batch, item[0]), reverse=True)
 
 
@@ -235,20 +293,56 @@ def latest(folder: PathLike) -> str | None:
 
     Raises:
         ArgumentTypeError: it is no path.
+        ArgumentError: it is a file.
 
     >>> latest("a/folder/that/is/not/there") is None
     True
     """
-    for path, _ in found_in(folder):
-        where = place(path)
+    _refuse_file(folder)
+    return _first_whole(found_in(folder), _verified)
+
+
+def newest(folder: PathLike, goes_on: Callable[[Event | None], bool]) -> Checkpoint | None:
+    """The newest checkpoint in a folder that is whole and was saved where training can go on, read."""
+    _refuse_file(folder)
+    found = []
+    for path, document in found_in(folder):
+        if goes_on(document.event):
+            found.append((path, document))
+        else:
+            _log.warning("%s is passed over: it is from %s, where training can't go on", path, document.event)
+    checkpoint = _first_whole(found, _read_whole)
+    if checkpoint is not None and checkpoint.document is not None:
+        _log.info("going on from %s, batch %d", checkpoint.path, checkpoint.document.batch)
+    return checkpoint
+
+
+def _first_whole(found: Iterable[tuple[str, Document]], read: Callable[[str], T]) -> T | None:
+    for path, _ in found:
         try:
-            if path.endswith(SHARDED):
-                Index.read(path)[0].verify(path)
-            else:
-                with where.open() as file:
-                    container.verify(file, size_of(file), path)
+            return read(path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
-            continue
-        return path
     return None
+
+
+def _verified(path: str) -> str:
+    if path.endswith(SHARDED):
+        Index.read(path)[0].verify(path)
+    else:
+        with place(path).open() as file:
+            container.verify(file, size_of(file), path)
+    return path
+
+
+def _read_whole(path: str) -> Checkpoint:
+    # Of a sharded one the tensors are read when it is known which of them are needed.
+    return Checkpoint.read(_verified(path) if path.endswith(SHARDED) else path)
+
+
+def _refuse_file(folder: PathLike) -> None:
+    where = place(folder)
+    if where.exists() and not where.is_folder():
+        raise ArgumentError(
+            f"{where.path} is a file: give the folder that it lies in; to start from this very file, load_path=."
+        )

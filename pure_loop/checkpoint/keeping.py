@@ -19,10 +19,12 @@ class Saved:
 
     Attributes:
         name: of the file.
+        batch: how many were finished.
         score: what the metric was there; None if it wasn't measured there.
     """
 
     name: str
+    batch: int
     score: float | None
 
 
@@ -35,14 +37,16 @@ def superfluous(saved: list[Saved], *, last: int | None, best: int | None, large
         best: how many of the best stay, older ones first where they are as good.
         largest: whether a larger score is better.
 
-    >>> files = [Saved("a", 0.1), Saved("b", 0.9), Saved("c", 0.5), Saved("d", None)]
+    >>> files = [Saved("a", 1, 0.1), Saved("b", 2, 0.9), Saved("c", 3, 0.5), Saved("d", 4, None)]
     >>> [each.name for each in superfluous(files, last=1, best=1, largest=True)]
     ['a', 'c']
     """
     if last is None and best is None:
         return []
-    kept = set(saved[-(last or 1) :])
-    scored = [each for each in saved if each.score is not None and each.score == each.score]
+    # Of one batch, the end of it and that of its epoch, the later is enough.
+    latest = list({each.batch: each for each in saved}.values())
+    kept = set(latest[-(last or 1) :])
+    scored = [each for each in latest if each.score is not None and each.score == each.score]
     kept |= set(sorted(scored, key=lambda each: -_score(each) if largest else _score(each))[: best or 0])
     return [each for each in saved if each not in kept]
 
@@ -82,6 +86,10 @@ class Names:
             )
         parts = re.split(r"\{[^{}]*\}", pattern)
         self._known = re.compile(r"[0-9]+".join(map(re.escape, parts)))
+        if not self.match(self.of(_LARGE)):
+            raise ArgumentError(
+                f"filename={pattern!r}: counts are written in digits alone, as {{batch}} or {{batch:06}}."
+            )
 
     def of(self, timestamp: Timestamp) -> str:
         return self._pattern.format(**_counts(timestamp))  # type: ignore[no-any-return]
@@ -96,4 +104,5 @@ def _counts(timestamp: Timestamp) -> dict[str, int]:
     return {name: getattr(timestamp, name) for name in names if name in _NAMED}
 
 
+_LARGE = Timestamp(epoch=1234567, batch=1234567, sample=1234567, token=1234567, iteration=1234567)
 _NAMED = frozenset({"epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration"})

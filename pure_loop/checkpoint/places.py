@@ -87,6 +87,8 @@ class Place(Protocol):
             CheckpointWriteError: it can't be made.
         """
 
+    def is_link(self) -> bool: ...
+
     def sweep(self) -> None:
         """Remove from the folder what writers that were killed have left there."""
 
@@ -111,6 +113,8 @@ def place(path: PathLike) -> Place:
         raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.") from None
     if not isinstance(text, str):
         raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.")
+    if not text:
+        raise ArgumentError("the path is empty: write the name of a file or a folder.")
     if "://" not in text:
         return _Local(text)
     try:
@@ -131,7 +135,9 @@ def place(path: PathLike) -> Place:
 def join(folder: PathLike, *names: str) -> str:
     """A path inside a folder, local or remote."""
     text = os.fspath(folder)
-    return "/".join((text.rstrip("/"), *names)) if "://" in text else os.path.join(text, *names)
+    if "://" not in text:
+        return os.path.join(text, *names)
+    return text + "/".join(names) if text.endswith("://") else "/".join((text.rstrip("/"), *names))
 
 
 def size_of(file: BinaryIO) -> int:
@@ -184,6 +190,8 @@ class _Local:
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         target = Path(self.path)
+        if not target.name:  # "." and such
+            raise _not_written(self.path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
         beside = target.with_name(leftover(target.name))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -231,6 +239,9 @@ class _Local:
             os.replace(beside, target)
         except OSError as error:
             raise _not_written(self.path, error) from error
+
+    def is_link(self) -> bool:
+        return os.path.islink(self.path)
 
     def sweep(self) -> None:
         for name in self.names():
@@ -361,6 +372,9 @@ class _Remote:
 
     def link_to(self, name: str) -> None:
         """Nothing: there are no links."""
+
+    def is_link(self) -> bool:
+        return False
 
     def sweep(self) -> None:
         """Nothing: who else writes there, and when, can't be told."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -12,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["HeldSignals"]
+
+_log = logging.getLogger("pure_loop.checkpoint")
 
 
 class HeldSignals:
@@ -27,11 +30,15 @@ class HeldSignals:
         caught: the signal that is held back; None: none.
 
     Raises:
+        ArgumentTypeError: these are no numbers of signals.
         ArgumentError: one of them can't be caught.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        self._numbers = tuple(numbers)
+        self._numbers = tuple(numbers) if isinstance(numbers, Iterable) else ()
+        if not isinstance(numbers, Iterable) or not all(isinstance(each, int) for each in self._numbers):
+            raise ArgumentTypeError(f"signals={numbers!r}: write a list, such as [signal.SIGTERM], or [] for none.")
+        self._process = 0
         self._before: dict[int, Any] = {}
         self._over = False
         self.caught: int | None = None
@@ -45,7 +52,7 @@ class HeldSignals:
         """Begin to hold signals back: in the main thread, for Python has signals only there."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._over = False
+        self._over, self._process = False, os.getpid()
         for number in self._numbers:
             handler = signal.getsignal(number)
             # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
@@ -97,9 +104,12 @@ class HeldSignals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         # Over: closed by another thread, which can't change handlers.
-        if self.caught is None and not self._over:
+        if self.caught is None and not self._over and os.getpid() == self._process:
             self.caught = number
+            name = signal.Signals(number).name
+            _log.warning("%s: the State of the next boundary is saved first; a second one acts at once", name)
             return
+        # A second one; or in a process that was forked from this one, which has nothing to save.
         held: Any = self
         while isinstance(held, HeldSignals):
             held.caught = None  # what acts now need not act again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from pure_loop.model import ModelDef
 from pure_loop.state import State
 
 __all__ = ["saved_weights", "with_weights"]
+
+_log = logging.getLogger("pure_loop.checkpoint")
 
 _CPU = torch.device("cpu")
 
@@ -66,6 +69,15 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
                 f"{path}: {theirs!r} has shape {tuple(tensor.shape)} in the file and {tuple(wanted[name].shape)} in "
                 f"{type(model).__name__}."
             )
+        if _kind(tensor) != _kind(wanted[name]):
+            raise ResumeError(
+                f"{path}: {theirs!r} has dtype {tensor.dtype} in the file and {wanted[name].dtype} in "
+                f"{type(model).__name__}: other numbers than these, not other digits of them."
+            )
+    if missing or unknown:
+        _log.warning(
+            "%s: the model's own values stay for %s; nobody takes %s", path, missing or "none", unknown or "none"
+        )
     # Not copy_: a State's tensors are never written to.
     new = {name: _as(wanted[name], tensor) for name, (_, tensor) in given.items()}
     return state.replace(
@@ -80,6 +92,11 @@ def _as(like: Tensor, tensor: Tensor) -> Tensor:
     from pure_loop.checkpoint.sharded import split_like  # with it comes torch.distributed
 
     return split_like(tensor, like)  # type: ignore[no-any-return]
+
+
+def _kind(tensor: Tensor) -> str:
+    """Floating-point numbers of one width become those of another; nothing else does."""
+    return "floating point" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _not_in_state_dict(model: ModelDef) -> set[str]:
