@@ -204,8 +204,8 @@ def test_an_algorithm_that_needs_two_samples_says_so() -> None:
     assert report["order"].result == "expected failure"
     # In microbatches of one sample it raises always, so that law has nothing to say.
     assert report["microbatch_invariance"].reason.startswith("every case that was drawn ended in an error")
-    # Nor has the one about ranks, which rests on it.
-    without = {"order", "microbatch_invariance", "world_size", *laws.UNAVAILABLE}
+    # Nor have those that rest on it.
+    without = {"order", "microbatch_invariance", "world_size", "compile_equality"}
     others = [outcome.result for outcome in report.outcomes if outcome.law not in without]
     assert set(others) == {"passed"}
 
@@ -556,8 +556,9 @@ def test_an_expected_failure_of_all_must_fail_somewhere() -> None:
     checks = [check for _, check in listed if check.name == "microbatch_invariance"]
     with pytest.raises(CheckFailed, match="was expected to fail"):
         checks[0]()
-    skipped = next(check for _, check in listed if check.name == "compile_equality")
-    with pytest.raises(unittest.SkipTest, match="compile="):
+    decorate = testing.parametrize_with_checks([clip()], skip={"closing": "it is a test"}, **FEW)
+    skipped = next(check for _, check in pairs(decorate) if check.name == "closing")
+    with pytest.raises(unittest.SkipTest, match="it is a test"):
         skipped()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,11 +199,11 @@ def test_a_step_whose_sam_loss_is_exactly_zero_is_taken() -> None:
 
 
 SGD = pl.optim.sgd(lr=0.1)
-NEEDS = {"LRMonitor": (SGD,)}
 
 
-def built_in_callbacks() -> list[pl.Callback]:
-    return [getattr(pl.callbacks, name)(*NEEDS.get(name, ())) for name in pl.callbacks.__all__]
+def built_in_callbacks(folder: Path) -> list[pl.Callback]:
+    needs: dict[str, Any] = {"LRMonitor": (SGD,), "CheckpointSaver": (folder,)}
+    return [getattr(pl.callbacks, name)(*needs.get(name, ())) for name in pl.callbacks.__all__]
 
 
 def built_in_loggers() -> list[pl.Logger]:
@@ -210,15 +211,15 @@ def built_in_loggers() -> list[pl.Logger]:
     return [cls() for cls in found if isinstance(cls, type) and issubclass(cls, pl.Logger)]
 
 
-def test_built_in_callbacks_and_loggers_change_no_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_callbacks_and_loggers_change_no_state(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """There, five built-in callbacks change the state."""
     changes: dict[str, Any] = {"evaluators": {"val": DATA}, "microbatch_size": 3, "precision": "amp_fp16"}
     alone = list(fit(module(mlp), **changes))
     observed = list(
-        fit(module(mlp), callbacks=built_in_callbacks(), loggers=built_in_loggers(), strict=True, **changes)
+        fit(module(mlp), callbacks=built_in_callbacks(tmp_path), loggers=built_in_loggers(), strict=True, **changes)
     )
     sameness.assert_same_stream(observed, alone, "with every built-in callback and logger")
-    assert built_in_callbacks()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert built_in_loggers()
 
 

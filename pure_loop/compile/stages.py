@@ -117,6 +117,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
             last = tracing.mark()
             with tracing.host.on_behalf_of(what), naming(what, ("handler", event)):
                 result = function(*args)
+                _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), ("handler", event))
             grouped = {node for _, node in tracing.draws}
             if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
                 raise Untraceable(
@@ -129,6 +130,16 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 
     when = None if handler.when is None else guarded(handler.when)
     return attrs.evolve(handler, function=guarded(handler.function), when=when)
+
+
+def _refuse_arrays(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
+    """NumPy computes at once: what comes of it would be in the graph as the number that it was when that was made."""
+    leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
+    if any(hasattr(leaf, "__array__") and not isinstance(leaf, Tensor) for leaf in leaves):
+        raise Untraceable(
+            f"{what} can't be compiled: its memory is NumPy's, which no graph holds: keep a tensor; {WHERE_POSSIBLE}",
+            part,
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -38,7 +38,7 @@ def measure(saves: int, workload: Workload | None = None) -> dict[str, dict[str,
         for name, ends in {
             "hand-written, torch.save": _by_hand(workload, Path(folder)),
             **{
-                f"pl.fit, CheckpointSaver, donate={d!r}": _ours(workload, Path(folder), d)
+                f"pl.fit, CheckpointSaver, donate={d!r}": _ours(workload, Path(folder) / str(d), d)
                 for d in ("auto", True, False)
             },
         }.items():
