@@ -135,7 +135,8 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 def _refuse_arrays(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
     """NumPy computes at once: what comes of it would be in the graph as the number that it was when that was made."""
     leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
-    if any(hasattr(leaf, "__array__") and not isinstance(leaf, Tensor) for leaf in leaves):
+    # By their types: to ask a number anything is to decide by it.
+    if any(type(leaf).__module__ == "numpy" for leaf in leaves):
         raise Untraceable(
             f"{what} can't be compiled: its memory is NumPy's, which no graph holds: keep a tensor; {WHERE_POSSIBLE}",
             part,
