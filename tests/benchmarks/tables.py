@@ -117,9 +117,10 @@ def _length(results: Results) -> Table:
 
 
 def _saving(results: Results) -> Table:
-    rows = [["", "step after a save, ms", "ordinary step, ms", "ratio"]]
+    rows = [["", "step after a save, ms", "ordinary step, ms", "ratio", "ratio of the thread's CPU time"]]
     for name, cell in results["saving"].items():
-        rows.append([name, f"{cell['after_ms']:.0f}", f"{cell['ordinary_ms']:.0f}", f"{cell['ratio']:.2f}"])
+        rows.append([name, f"{cell['after_ms']:.0f}", f"{cell['ordinary_ms']:.0f}"])
+        rows[-1] += [f"{cell['ratio']:.2f}", f"{cell['thread_ratio']:.2f}"]
     return rows
 
 
