@@ -38,7 +38,6 @@ class HeldSignals:
         self._numbers = tuple(numbers) if isinstance(numbers, Iterable) else ()
         if not isinstance(numbers, Iterable) or not all(isinstance(each, int) for each in self._numbers):
             raise ArgumentTypeError(f"signals={numbers!r}: write a list, such as [signal.SIGTERM], or [] for none.")
-        self._process = 0
         self._before: dict[int, Any] = {}
         self._over = False
         self.caught: int | None = None
@@ -52,7 +51,8 @@ class HeldSignals:
         """Begin to hold signals back: in the main thread, for Python has signals only there."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._over, self._process = False, os.getpid()
+        self._over = False
+        _LISTENING.append(self)
         for number in self._numbers:
             handler = signal.getsignal(number)
             # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
@@ -64,6 +64,8 @@ class HeldSignals:
         """Let signals act again as they did before."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self in _LISTENING:
+            _LISTENING.remove(self)
         while self._before:
             number, handler = self._before.popitem()
             current = signal.getsignal(number)
@@ -104,12 +106,12 @@ class HeldSignals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         # Over: closed by another thread, which can't change handlers.
-        if self.caught is None and not self._over and os.getpid() == self._process:
+        if self.caught is None and not self._over:
             self.caught = number
             name = signal.Signals(number).name
             _log.warning("%s: the State of the next boundary is saved first; a second one acts at once", name)
             return
-        # A second one; or in a process that was forked from this one, which has nothing to save.
+        # A second one.
         held: Any = self
         while isinstance(held, HeldSignals):
             held.caught = None  # what acts now need not act again
@@ -142,3 +144,34 @@ def _run_in_main_thread(frames: list[FrameType]) -> bool:
 
 
 _NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+
+_LISTENING: list[HeldSignals] = []
+
+
+class _Fork(threading.local):
+    """A process forked from this one, such as a loader's worker, has nothing to save: signals act there at once.
+
+    Until its handlers are put back signals wait, for Python forgets those that come to a process that is not ready.
+    """
+
+    mask: set[int] | None = None
+
+    def begin(self) -> None:
+        held = {number for each in _LISTENING for number in each._before}
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held) if held else None
+
+    def in_parent(self) -> None:
+        mask, self.mask = self.mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def in_child(self) -> None:
+        for each in reversed(list(_LISTENING)):
+            each.caught = None
+            each.restore()
+        self.in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    _fork = _Fork()
+    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.in_parent, after_in_child=_fork.in_child)
