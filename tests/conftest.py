@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -44,3 +46,20 @@ def leaves_no_process() -> Iterator[None]:
     yield
     left = multiprocessing.active_children()
     assert not left, f"the test left processes behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def sharded_saves(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with two States in parts, ``older.sharded`` and ``newer.sharded``; not to be changed."""
+    from tests.sharding import small  # with it comes torch.distributed
+
+    folder = str(tmp_path_factory.mktemp("saved"))
+    small(os.path.join(folder, "older.sharded"), batch=1)
+    small(os.path.join(folder, "newer.sharded"), batch=2)
+    return folder
+
+
+@pytest.fixture
+def sharded_copy(sharded_saves: str, tmp_path: Path) -> str:
+    """A copy of that folder, to be damaged."""
+    return shutil.copytree(sharded_saves, str(tmp_path / "run"))

@@ -118,7 +118,9 @@ def small(path, ranks=2, weight=1.0, batch=0):
     torch.manual_seed(0)
     module = network()
     state = pl.State.create(module, seed=3)
-    params = FrozenDict((name, weight * tensor) for name, tensor in state.params.items())
+    # Not the module's own: how torch initializes it may change.
+    numbers = {name: torch.arange(tensor.numel()).reshape(tensor.shape) / 7 for name, tensor in state.params.items()}
+    params = FrozenDict((name, weight * numbers[name].to(tensor)) for name, tensor in state.params.items())
     state = state.replace(params=params, opt_state=FrozenDict(memory=FrozenDict(params), count=torch.tensor(2)))
     for _ in range(batch):
         state = state.count_batch(samples=4)

@@ -65,29 +65,15 @@ DAMAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("original"))
-    small(os.path.join(folder, "older.sharded"), batch=1)
-    small(os.path.join(folder, "newer.sharded"), batch=2)
-    return folder
-
-
-@pytest.fixture
-def folder(original, tmp_path):
-    shutil.copytree(original, tmp_path / "run")
-    return str(tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_folder_is_refused_and_latest_passes_over_it(name, folder):
-    newer, older = (os.path.join(folder, each) for each in ("newer.sharded", "older.sharded"))
-    assert pl.latest(folder) == newer
+def test_a_damaged_folder_is_refused_and_latest_passes_over_it(name, sharded_copy):
+    newer, older = (os.path.join(sharded_copy, each) for each in ("newer.sharded", "older.sharded"))
+    assert pl.latest(sharded_copy) == newer
     DAMAGES[name](newer)
     with pytest.raises(pl.CheckpointError, match="newer"):
         pl.load(newer, model=network())
     with patch.object(logging.getLogger("pure_loop.checkpoint"), "warning") as warning:
-        assert pl.latest(folder) == older
+        assert pl.latest(sharded_copy) == older
     message, path, _ = warning.call_args.args
     assert message.startswith("%s is passed over")
     assert path == newer

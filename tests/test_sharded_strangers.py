@@ -38,20 +38,6 @@ def rewrite(path, change, document=None):
         container.write(opened, {}, metadata)
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("original"))
-    small(os.path.join(folder, "older.sharded"), batch=1)
-    small(os.path.join(folder, "newer.sharded"), batch=2)
-    return folder
-
-
-@pytest.fixture
-def folder(original, tmp_path):
-    shutil.copytree(original, tmp_path / "run")
-    return str(tmp_path / "run")
-
-
 def _of(change):
     return lambda path: rewrite(path, change)
 
@@ -131,8 +117,8 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_an_index_of_a_stranger_is_refused(name, folder):
-    path = os.path.join(folder, "newer.sharded")
+def test_an_index_of_a_stranger_is_refused(name, sharded_copy):
+    path = os.path.join(sharded_copy, "newer.sharded")
     change, says = STRANGE[name]
     change(path)
     with pytest.raises(pl.CheckpointError, match=says):
@@ -148,9 +134,9 @@ NASTY = st.one_of(
 
 @given(st.data())
 @settings(max_examples=5000 if THOROUGH else 60)
-def test_any_change_to_an_index_is_refused_or_none(original, tmp_path_factory, data):
+def test_any_change_to_an_index_is_refused_or_none(sharded_saves, tmp_path_factory, data):
     path = str(tmp_path_factory.mktemp("run") / "a.sharded")
-    shutil.copytree(os.path.join(original, "newer.sharded"), path)
+    shutil.copytree(os.path.join(sharded_saves, "newer.sharded"), path)
 
     def change(index):
         owner, key = None, None
@@ -171,12 +157,12 @@ def test_any_change_to_an_index_is_refused_or_none(original, tmp_path_factory, d
         return
     finally:
         shutil.rmtree(path)
-    wanted = pl.load(os.path.join(original, "newer.sharded"), model=network())
+    wanted = pl.load(os.path.join(sharded_saves, "newer.sharded"), model=network())
     assert_same(found, wanted, "after a change that was taken")
 
 
-def test_what_is_no_folder_of_ours(folder, tmp_path):
-    newer = os.path.join(folder, "newer.sharded")
+def test_what_is_no_folder_of_ours(sharded_copy, tmp_path):
+    newer = os.path.join(sharded_copy, "newer.sharded")
     for name in (INDEX, parts(newer)[0]):
         with pytest.raises(pl.CheckpointError, match="give the folder that it lies in"):
             pl.load(os.path.join(newer, name), model=network())
@@ -186,11 +172,11 @@ def test_what_is_no_folder_of_ours(folder, tmp_path):
     with pytest.raises(pl.ResumeError, match="another optimizer"):
         train(network(), load_path=newer)
     with pytest.raises(pl.CheckpointError, match="is a folder"):
-        pl.load(folder, model=network())
+        pl.load(sharded_copy, model=network())
 
 
-def test_nothing_of_a_folder_is_unpickled(folder):
-    path = os.path.join(folder, "newer.sharded")
+def test_nothing_of_a_folder_is_unpickled(sharded_copy):
+    path = os.path.join(sharded_copy, "newer.sharded")
     # What torch's own storage would read.
     with open(os.path.join(path, ".metadata"), "wb") as file:
         file.write(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
