@@ -14,19 +14,18 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
-from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_in, in_parts, write_state
-from pure_loop.checkpoint.index import is_sharded, remove
-from pure_loop.checkpoint.keeping import Names, Saved, superfluous
-from pure_loop.checkpoint.places import PathLike, join, leftover, place, same_place
+from pure_loop.checkpoint.files import SUFFIX, in_parts, write_state
+from pure_loop.checkpoint.keeping import Names, Saved
+from pure_loop.checkpoint.places import PathLike, place
+from pure_loop.checkpoint.run_folder import RunFolder
 from pure_loop.checkpoint.signals import HeldSignals
 from pure_loop.checkpoint.snapshot import snapshot
 from pure_loop.donation import protect
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop import reached
 from pure_loop.metrics import Metric
 from pure_loop.state import State
-from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.meeting import Meeting, Vote
@@ -90,22 +89,18 @@ class CheckpointSaver(Callback):
         if due is None:
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
         self.interval = due
-        self._names = Names(filename, SUFFIX)
-        self._last, self._best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
-        self._metric, self._largest = _read_metric(keep_best, metric, mode), mode == "max"
+        names = Names(filename, SUFFIX)
+        last, best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
+        self._metric = _read_metric(keep_best, metric, mode)
         if latest is not None and (not isinstance(latest, str) or not latest or os.path.basename(latest) != latest):
             raise ArgumentError(f'latest={latest!r}: the name of a link in the folder, such as "latest", or None.')
         if latest is not None and latest.endswith(SUFFIX):
             raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
-        self._label = str(self._metric).partition("/")[0]
-        self._link = latest
+        self._label, _, self._measure = str(self._metric).partition("/")
+        self._folder = RunFolder(self.folder, names, last=last, best=best, largest=mode == "max", link=latest)
         self._background = bool(background)
         self._held = HeldSignals(signals)
         self._writer = Background()
-        self._saved: list[Saved] = []
-        # When the newest file of the folder was saved: what this one saves is newer, whatever the clock says.
-        self._newest = 0
-        self._links = True
         # At which batch the metric was measured.
         self._measured: int | None = None
         # Where each rank holds a part of the State.
@@ -121,7 +116,7 @@ class CheckpointSaver(Callback):
             self._meeting = Meeting()
         if self.rank == 0:
             write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
-            self._open(state)
+            self._folder.open(state, self._metric)
         self._measured = None
         self._held.listen()
 
@@ -155,9 +150,7 @@ class CheckpointSaver(Callback):
         Raises:
             ArgumentError: both would save to files of the same names, and remove each other's.
         """
-        now = Timestamp()
-        alike = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
-        if alike and same_place(self.folder, other.folder):
+        if self._folder.alike(other._folder):
             raise ArgumentError(
                 f"two CheckpointSavers save to {self.folder} under the same names: give each a folder, or a filename "
                 f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
@@ -197,54 +190,6 @@ class CheckpointSaver(Callback):
             self._meeting = self._vote = None
             self._held.act()
 
-    def _open(self, state: State) -> None:
-        where = place(self.folder)
-        where.sweep()
-        # Whether it can be written to.
-        probe = place(join(self.folder, leftover("probe")))
-        with probe.writing() as file:
-            file.write(b"?")
-        probe.remove()
-        self._links = self._link is not None and self._can_link(self._link)
-        for name in where.names():
-            path = join(self.folder, name)
-            # Of a run that was killed before the last rank had written its part.
-            if name.endswith(SHARDED) and self._names.match(_as_file(name)) and not is_sharded(path):
-                remove(path)
-        found = found_in(self.folder)
-        self._newest = max((document.saved_at for _, document in found), default=0)
-        # To be deleted are only files of this pattern, and of the run that goes on here.
-        known = [(_name_of(path), document) for path, document in found if self._names.match(_as_file(_name_of(path)))]
-        mine = [
-            Saved(name, document.batch, _score_of(document.notes, self._metric))
-            for name, document in reversed(known)
-            if document.seed == state.seed and document.batch <= state.timestamp.batch
-        ]
-        if len(mine) < len(known):
-            _log.warning(
-                "%s holds checkpoints of another run, which was further on or had another seed: they stay, but for "
-                "those in whose place this run saves. A folder for each run, or autoresume=, keeps them apart.",
-                self.folder,
-            )
-        self._saved = mine
-
-    def _can_link(self, name: str) -> bool:
-        link = place(join(self.folder, name))
-        if link.exists() and not link.is_link():
-            raise ArgumentError(
-                f"latest={name!r}: {link.path} is no link, and stays as it is; give another name, or None for no link."
-            )
-        try:
-            probe = place(join(self.folder, leftover("link")))
-            probe.link_to(name)
-            probe.remove()
-        except CheckpointWriteError as error:
-            _log.warning(
-                "there is no link to the newest checkpoint in %s, for it can't have links: %s", self.folder, error
-            )
-            return False
-        return True
-
     def _at(self, state: State, counted: Event) -> None:
         self._writer.check()
         if self._vote is not None:
@@ -264,17 +209,15 @@ class CheckpointSaver(Callback):
             self._held.act()
 
     def _save(self, state: State) -> None:
-        meeting = self._meeting
-        name = self._names.of(state.timestamp)
-        if meeting is not None:
-            name = name.removesuffix(SUFFIX) + SHARDED
+        meeting, folder = self._meeting, self._folder
+        name = folder.name_of(state, parts=meeting is not None)
+        path = folder.path_of(name)
         measured = self._measured == state.timestamp.batch
         # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
         waiting = [(state, protect(state))]
 
         def job() -> None:
             state, release = waiting.pop()
-            path = join(self.folder, name)
             try:
                 if self._background:
                     kept, state = state, snapshot(state)
@@ -283,17 +226,17 @@ class CheckpointSaver(Callback):
                     del kept
                 notes: dict[str, Any] = {}
                 if measured:
-                    score = float(state.metrics[self._label][str(self._metric).partition("/")[2]])
+                    score = float(state.metrics[self._label][self._measure])
                     # NaN and infinity are never the best, and JSON doesn't have them.
                     notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
                 if meeting is None:
-                    write_state(state, path, notes, after=self._newest)
+                    write_state(state, path, notes, after=folder.newest)
                 else:
                     from pure_loop.checkpoint.sharded import write
 
                     write(meeting, state, path, notes)
                 if self.rank == 0:
-                    self._keep(Saved(name, state.timestamp.batch, notes.get("score")))
+                    folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
             except Exception as error:
                 error.add_note(f"raised while {path} was saved")
                 raise
@@ -303,28 +246,6 @@ class CheckpointSaver(Callback):
         self._writer.submit(job)
         if not self._background:
             self._writer.wait()
-
-    def _keep(self, saved: Saved) -> None:
-        self._saved = [*(each for each in self._saved if each.name != saved.name), saved]
-        if self._link is not None and self._links:
-            place(join(self.folder, self._link)).link_to(saved.name)
-        for each in superfluous(self._saved, last=self._last, best=self._best, largest=self._largest):
-            remove(join(self.folder, each.name))
-            self._saved.remove(each)
-
-
-def _name_of(path: str) -> str:
-    return path.replace("\\", "/").rpartition("/")[2]
-
-
-def _as_file(name: str) -> str:
-    """The name that a State in one file would have."""
-    return name.removesuffix(SHARDED) + SUFFIX if name.endswith(SHARDED) else name
-
-
-def _score_of(notes: dict[str, Any], metric: str | None) -> float | None:
-    score = notes.get("score")
-    return score if metric is not None and notes.get("metric") == metric and isinstance(score, float) else None
 
 
 def _count(given: Any, name: str) -> int | None:
