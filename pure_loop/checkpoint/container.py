@@ -24,7 +24,22 @@ from torch import Tensor
 
 from pure_loop.errors import CheckpointError
 
-__all__ = ["CODES", "DIGEST", "Header", "bytes_of", "raw", "read", "read_header", "read_some", "verify", "write"]
+__all__ = [
+    "CODES",
+    "DIGEST",
+    "DTYPES",
+    "LARGEST",
+    "Header",
+    "are_counts",
+    "bytes_of",
+    "is_shape",
+    "raw",
+    "read",
+    "read_header",
+    "read_some",
+    "verify",
+    "write",
+]
 
 DIGEST = "pure_loop.blake2b-256"
 """The name of the tensor that holds the digest: uint8, shape (32,)."""
@@ -49,11 +64,14 @@ CODES: dict[torch.dtype, str] = {
 }
 """What the format calls each dtype. Others go in as bytes: see :func:`raw`."""
 
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+"""The dtype by each name of the format."""
+
+LARGEST = (1 << 63) - 1
+"""The largest size, and number of elements, of a tensor."""
 
 # Text that becomes Python objects grows some twentyfold.
 _LONGEST_HEADER = 32 << 20
-_LARGEST_DIMENSION = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
 _CHUNK = 8 << 20
 _DIGEST_BYTES = 32
@@ -286,20 +304,26 @@ def _entry(name: str, value: Any, path: object) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"its header describes tensor {_short(name)} in another way than the format does")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         _refuse(path, f"tensor {_short(name)} has dtype {_short(code)}, which this version of pure_loop doesn't know")
-    if not (_are_counts(shape) and _are_counts(offsets)) or len(shape) > _MOST_DIMENSIONS or len(offsets) != 2:
+    if not (is_shape(shape) and are_counts(offsets)) or len(offsets) != 2:
         _refuse(path, f"tensor {_short(name)} has shape {_short(shape)} and offsets {_short(offsets)}")
     start, stop = offsets
-    if math.prod(size or 1 for size in shape) > _LARGEST_DIMENSION or stop - start != math.prod(shape) * dtype.itemsize:
+    if stop - start != math.prod(shape) * dtype.itemsize:
         _refuse(path, f"tensor {_short(name)} of shape {_short(shape)} and dtype {code} has {stop - start} bytes")
     return Entry(name, dtype, tuple(shape), start, stop)
 
 
-def _are_counts(values: Any) -> bool:
+def are_counts(values: Any) -> bool:
+    """Whether JSON is a list of whole numbers that torch can count with."""
     # Not isinstance: a bool is an int.
-    return isinstance(values, list) and all(type(each) is int and 0 <= each <= _LARGEST_DIMENSION for each in values)
+    return isinstance(values, list) and all(type(each) is int and 0 <= each <= LARGEST for each in values)
+
+
+def is_shape(values: Any) -> bool:
+    """Whether JSON is the shape of a tensor that torch can have."""
+    return are_counts(values) and len(values) <= _MOST_DIMENSIONS and math.prod(size or 1 for size in values) <= LARGEST
 
 
 def _short(value: Any) -> str:

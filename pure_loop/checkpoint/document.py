@@ -33,7 +33,15 @@ from pure_loop.precision import LossScale
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["FORMAT", "UPGRADES", "Document", "durable_fields", "fit_model", "read_document", "write_document"]
+__all__ = [
+    "FORMAT",
+    "UPGRADES",
+    "Document",
+    "durable_fields",
+    "refuse_another_model",
+    "read_document",
+    "write_document",
+]
 
 FORMAT = 1
 """The version of the format that is written."""
@@ -115,7 +123,7 @@ class Document:
                 + "".join(f"; {what} {some}" for what, some in (("unknown", unknown), ("missing", lacking)) if some)
                 + ". Was the class changed since? Give new fields a default."
             )
-        fit_model(values["params"], values["buffers"], model, self.model, path)
+        refuse_another_model(values["params"], values["buffers"], model, self.model, path)
         public = {known[name].alias or name: value for name, value in values.items()}
         return kind.cls(model=model, **public)
 
@@ -276,7 +284,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def fit_model(
+def refuse_another_model(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: ModelDef, saved: str, path: object
 ) -> None:
     """Refuse tensors that are another model's.

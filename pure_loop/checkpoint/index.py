@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.container import CODES
+from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape
 from pure_loop.checkpoint.document import Document, read_document
 from pure_loop.checkpoint.places import LEFTOVER, join, place, size_of
 from pure_loop.errors import CheckpointError
@@ -37,9 +37,6 @@ INDEX_KEY = "pure_loop.index"
 PART_KEY = "pure_loop.part"
 
 _FILES = re.compile(r"[0-9a-f]{16}-([0-9]{1,6}-of-[0-9]{1,6}|whole)\.safetensors")
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
-_LARGEST = (1 << 63) - 1
-_MOST_DIMENSIONS = 64
 # Chunks that are cut along several dimensions are compared pair by pair.
 _MOST_CHUNKS = 1024
 
@@ -195,14 +192,14 @@ def _file(path: object, name: Any, size: Any, digest: Any) -> File:
             f"its index names the file {str(name)[:80]!r}, and files of a sharded checkpoint lie in its folder, by "
             "the names that pl.save gives them",
         )
-    if type(size) is not int or not 0 <= size <= _LARGEST or not isinstance(digest, str):
+    if type(size) is not int or not 0 <= size <= LARGEST or not isinstance(digest, str):
         _refuse(path, f"its index describes {name} in another way than pl.save does")
     return File(name, size, digest)
 
 
 def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: Any) -> Stored:
-    dtype = _DTYPES.get(code) if isinstance(code, str) else None
-    if dtype is None or not _are_counts(shape) or type(part) is not bool:
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None or not is_shape(shape) or type(part) is not bool:
         _refuse(path, f"its index says of tensor {name[:80]!r} that it has dtype {code!r} and shape {str(shape)[:60]}")
     boxes = tuple(_chunk(path, name, tuple(shape), *each) for each in chunks)
     _refuse_holes(name, tuple(shape), boxes, path)
@@ -210,7 +207,7 @@ def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: A
 
 
 def _chunk(path: object, name: str, shape: tuple[int, ...], file: Any, offsets: Any, sizes: Any) -> Chunk:
-    fits = _are_counts(offsets) and _are_counts(sizes) and len(offsets) == len(sizes) == len(shape)
+    fits = are_counts(offsets) and are_counts(sizes) and len(offsets) == len(sizes) == len(shape)
     if type(file) is not int or file < 0 or not fits:
         _refuse(path, f"its index describes a chunk of tensor {name[:80]!r} in another way than pl.save does")
     if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
@@ -255,15 +252,6 @@ def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: ob
     for file, size in zip(files, claimed, strict=True):
         if size > file.size:
             _refuse(path, f"its index has {size:,} bytes of tensors in {file.name}, which has {file.size:,}")
-
-
-def _are_counts(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) <= _MOST_DIMENSIONS
-        and all(type(each) is int and 0 <= each <= _LARGEST for each in values)
-        and math.prod(each or 1 for each in values) <= _LARGEST
-    )
 
 
 def _refuse(path: object, reason: str) -> NoReturn:
