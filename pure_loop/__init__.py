@@ -21,15 +21,17 @@ from pure_loop._lazy import lazily as _lazily
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
+from pure_loop.drive import drive
 from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
-from pure_loop.fit import Stream, drive, evaluate, fit, predict, run
+from pure_loop.fit import Stream, fit, run
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import Script
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
+from pure_loop.outside_fit import evaluate, predict
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.task import Task

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from pure_loop import _words
 from pure_loop.algorithm import bind, reversed_at
@@ -17,6 +17,9 @@ from pure_loop.callback import Observer, observers
 from pure_loop.event import Event
 from pure_loop.fit import Prepared, fit, prepare
 from pure_loop.state import State
+
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.files import Checkpoint
 
 __all__ = ["explain"]
 
@@ -81,7 +84,11 @@ def _head(prepared: Prepared, given: dict[str, Any]) -> Iterator[str]:
 def _settings(prepared: Prepared, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     state, stages = prepared.state, prepared.fit.stages
     yield "model", _model(state)
-    if isinstance(given["model_or_state"], State):
+    if prepared.checkpoint is not None:
+        yield "starts from", _checkpoint(prepared.checkpoint)
+    elif given["autoresume"] is not None and state.event is None and state.position is None:
+        yield "starts from", f"nothing: {given['autoresume']} holds no checkpoint yet"
+    elif isinstance(given["model_or_state"], State):
         where = f"{state.position.name}, " if state.position is not None else ""
         t = state.timestamp
         yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
@@ -124,6 +131,14 @@ def _settings(prepared: Prepared, given: dict[str, Any]) -> Iterator[tuple[str, 
         yield "strict", "order, purity and returns are checked at every event"
     if prepared.order != "current":
         yield "order", f"that of {prepared.order}"
+
+
+def _checkpoint(checkpoint: Checkpoint) -> str:
+    document = checkpoint.document
+    if document is None:
+        return f"the weights in {checkpoint.path}"
+    where = f"{document.event.name}, " if document.event is not None else ""
+    return f"{checkpoint.path}, saved at {where}batch {document.batch}"
 
 
 def _model(state: State) -> str:

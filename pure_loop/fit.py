@@ -1,4 +1,4 @@
-"""The door: ``fit``, ``evaluate`` and ``predict`` read their arguments, refuse what can't work, and start.
+"""The door: ``fit`` reads its arguments, refuses what can't work, and starts.
 
 Everything that can be wrong is refused here, when the function is called and before anything runs;
 what comes back is a generator of ``(event, state)`` that the driver feeds.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -25,11 +25,9 @@ from pure_loop._arguments import (
     refuse_auto,
     refuse_no_optimizer,
 )
-from pure_loop._compiling import compiler, evaluating
-from pure_loop._loading import loading, read_start, refuse_idle_savers, refuse_savers, saving, seed_of
+from pure_loop._compiling import compiler
+from pure_loop._loading import loading, read_start, refuse_savers, saving, seed_of
 from pure_loop._start import (
-    any_state,
-    first_memory,
     first_state,
     preparation,
     refuse_no_boundary,
@@ -48,16 +46,17 @@ from pure_loop.loop import LoopStages, Script
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
-from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.strict import Strict
 from pure_loop.task import Task, make_task
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["Stream", "drive", "evaluate", "fit", "predict", "run"]
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.files import Checkpoint
+
+__all__ = ["Stream", "fit", "run"]
 
 Stream: TypeAlias = Generator[tuple[Event, State], None, None]
-T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -73,6 +72,7 @@ class Prepared:
     watch: frozenset[Event] | None
     strict: bool
     order: Literal["current", "2021"]
+    checkpoint: Checkpoint | None
 
     def script(self) -> Script:
         """The script of this call's order."""
@@ -341,222 +341,7 @@ def prepare(
         watch=watched,
         strict=bool(strict),
         order=order,
-    )
-
-
-def evaluate(
-    model_or_state: nn.Module | State,
-    evaluators: Any,
-    *,
-    loss: Callable[..., Any] | Task | None = None,
-    task: Task | None = None,
-    precision: str = "fp32",
-    seed: int = 0,
-    algorithms: Iterable[AlgorithmLike] = (),
-    callbacks: Iterable[CallbackLike] = (),
-    loggers: Iterable[Logger] = (),
-    device: torch.device | str | None = None,
-    watch: Collection[Event | str] | None = None,
-    compile: bool | Literal["where possible"] = False,
-    strict: bool = False,
-    parallel: Literal["replicate", "shard"] | Parallel | None = None,
-) -> Stream:
-    """Evaluate by itself; the last State has the results in ``state.metrics[label]``.
-
-    Args:
-        model_or_state: a module, or a State kept anywhere.
-        evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
-        algorithms: those of training that matter in evaluation, such as EMA.
-        loss, task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
-
-    >>> import torch, pure_loop as pl
-    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
-    >>> state = pl.run(pl.evaluate(torch.nn.Linear(2, 1), {"test": data}, loss=torch.nn.functional.mse_loss))
-    >>> list(state.metrics["test"])
-    ['loss']
-    """
-    together = Together.of(parallel)
-    state = any_state(model_or_state, seed, together.device(device))
-    if evaluators is None:
-        raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
-    chosen = make_task(state.model._skeleton, loss, task)
-    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=together.sources(chosen))
-    build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
-    sources = [each.source for each in bound]
-    return _outside_fit(
-        state,
-        build,
-        sources,
-        chosen,
-        precision,
-        algorithms,
-        callbacks,
-        loggers,
-        watch,
-        strict,
-        together,
-        compile,
-        bound,
-    )
-
-
-def predict(
-    model_or_state: nn.Module | State,
-    dataloader: Iterable[Any],
-    *,
-    task: Task | None = None,
-    precision: str = "fp32",
-    seed: int = 0,
-    algorithms: Iterable[AlgorithmLike] = (),
-    callbacks: Iterable[CallbackLike] = (),
-    loggers: Iterable[Logger] = (),
-    device: torch.device | str | None = None,
-    watch: Collection[Event | str] | None = None,
-    compile: bool | Literal["where possible"] = False,
-    strict: bool = False,
-    parallel: Literal["replicate", "shard"] | Parallel | None = None,
-) -> Stream:
-    """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
-
-    Args:
-        model_or_state: a module, or a State kept anywhere.
-        dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
-            :func:`fit`; each rank predicts its part of every batch.
-
-    >>> import torch, pure_loop as pl
-    >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
-    >>> [state.outputs.shape for event, state in stream if event is pl.Event.PREDICT_BATCH_END]
-    [torch.Size([4, 1])]
-    """
-    together = Together.of(parallel)
-    state = any_state(model_or_state, seed, together.device(device))
-    if task is None:
-        module = state.model._skeleton
-        task = make_task(module, None if callable(getattr(module, "loss", None)) else _no_loss, None)
-    data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
-    refuse_empty(data, "dataloader")
-    build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
-    return _outside_fit(
-        state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together, compile, ()
-    )
-
-
-def _no_loss(outputs: Any, targets: Any) -> Any:
-    raise AssertionError("prediction computes no loss")
-
-
-def _outside_fit(
-    state: State,
-    build: Callable[[Stages], Script],
-    sources: list[Any],
-    task: Task,
-    precision: Any,
-    algorithms: Any,
-    callbacks: Any,
-    loggers: Any,
-    watch: Any,
-    strict: bool,
-    together: Together,
-    compile: Any,
-    evaluators: Any,
-) -> Stream:
-    listed = flatten(algorithms)
-    handlers = bind(listed)
-    observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
-    refuse_idle_savers(objects, "evaluate" if evaluators else "predict")
-    engine = together.engine(state)
-    stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
-    stages = evaluating(compile, stages, evaluators)
-    watched = read_watch(watch)
-    return run_script(
-        build(stages),
-        handlers,
-        observed,
-        [each.close for each in (*objects, *sources, engine)],
-        stages=stages,
-        watch=watched,
-        strict=Strict.of_order("current") if strict else None,
-        failed=engine.failed if engine.ranks > 1 else None,
-    )
-
-
-def drive(
-    script: Script,
-    *,
-    algorithms: Iterable[AlgorithmLike] = (),
-    callbacks: Iterable[CallbackLike] = (),
-    loggers: Iterable[Logger] = (),
-    stages: Stages | None = None,
-    watch: Collection[Event | str] | None = None,
-    strict: bool = False,
-) -> Stream:
-    """Run a script of your own: algorithms, callbacks and loggers as in :func:`fit`.
-
-    Args:
-        script: a generator that yields ``(event, state)``, takes the State back, and returns the last one.
-        stages: what handlers that take a second argument are given.
-        algorithms, callbacks, loggers, watch: as in :func:`fit`. The memory of algorithms is there from the
-            first State on.
-        strict: checks by value that nobody changes a State; the order is yours.
-
-    >>> import torch, pure_loop as pl
-    >>> def script(state):
-    ...     for _ in range(2):
-    ...         state = yield pl.Event.BATCH_START, state
-    ...         state = yield pl.Event.BATCH_END, state
-    ...     return state
-    >>> state = pl.State.create(torch.nn.Linear(1, 1))
-    >>> [event.value for event, _ in pl.drive(script(state))]
-    ['batch_start', 'batch_end', 'batch_start', 'batch_end']
-    """
-    if not isinstance(script, Generator):
-        raise ArgumentTypeError(
-            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
-            "drive(script(state))."
-        )
-    listed = flatten(algorithms)
-    observed, objects, _ = observers(callbacks, loggers)
-    watched = read_watch(watch)
-    return run_script(
-        _with_memory(script, listed),
-        bind(listed),
-        observed,
-        [each.close for each in objects],
-        stages=stages,
-        watch=watched,
-        strict=Strict(None) if strict else None,
-    )
-
-
-def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
-    """The script, whose first State has the initial memory of the algorithms."""
-    try:
-        event, state = _pair(next(script))
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    for algorithm in algorithms:
-        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-            state = state.remember(algorithm.name, first_memory(algorithm, state))
-    try:
-        while True:
-            state = yield event, state
-            event, state = _pair(script.send(state))
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    finally:
-        script.close()
-
-
-def _pair(yielded: Any) -> tuple[Event, State]:
-    """What a user's script yielded; a State without an event is copied, because the driver writes the event into it."""
-    if isinstance(yielded, tuple) and len(yielded) == 2 and isinstance(yielded[1], State):
-        event, state = yielded
-        if isinstance(event, Event):
-            return event, state if state.event is not None else state.replace()
-    raise ArgumentTypeError(
-        f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
-        "algorithms left it: state = yield Event.BATCH_START, state."
+        checkpoint=checkpoint,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -191,3 +193,22 @@ def test_what_fit_refuses_is_refused():
         text(precision="fp8")
     with pytest.raises(TypeError, match="colour"):
         text(colour=True)
+
+
+def test_it_names_the_checkpoint_that_training_goes_on_from(tmp_path):
+    def starts(**options):
+        shown = " ".join(text(**options).split())  # long paths are wrapped
+        return shown.partition(" starts from ")[2].partition(" data ")[0]
+
+    folder, weights = str(tmp_path), str(tmp_path / "weights.safetensors")
+    assert starts() == ""
+    assert starts(autoresume=folder).startswith("nothing:")
+    model = torch.nn.Linear(3, 2)
+    options = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    state = pl.run(pl.fit(model, DATA, autoresume=folder, **options))
+    path = pl.latest(folder)
+    assert os.path.basename(path) == "ep1-ba6.safetensors"
+    assert starts(load_path=path).endswith("ep1-ba6.safetensors, saved at EPOCH_CHECKPOINT, batch 6")
+    assert starts(autoresume=folder).endswith("ep1-ba6.safetensors, saved at EPOCH_CHECKPOINT, batch 6")
+    safetensors.save_file(dict(state.params), weights)
+    assert starts(load_path=weights).startswith("the weights in")
