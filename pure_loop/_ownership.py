@@ -18,21 +18,21 @@ from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["CAN_COUNT", "Held", "has_tensors"]
+__all__ = ["CAN_COUNT", "LISTED", "ONCE", "Held", "address_of", "has_tensors", "storage_uses", "tensor_uses"]
 
 Path: TypeAlias = tuple[str, ...]
 
-_uses: Any = getattr(Tensor, "_use_count", None)
-_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+tensor_uses: Any = getattr(Tensor, "_use_count", None)
+storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 # What refers to a tensor besides the mappings and lists that it is in: the list of a Held, and whoever asks.
 _OURS = 2
 # And to its storage: the tensor, and a Held.
 _OF_STORAGE = 2
-_ONCE = {1}
+ONCE = {1}
 # A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
-_LISTED = {3}
-_address = torch.UntypedStorage.data_ptr
+LISTED = {3}
+address_of = torch.UntypedStorage.data_ptr
 
 
 class Held:
@@ -62,7 +62,7 @@ class Held:
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
         # Handing one to another process moves it, and leaves no reference here.
-        self._addresses = list(map(_address, self._storages))
+        self._addresses = list(map(address_of, self._storages))
         self._storage_counts = [_OF_STORAGE] * len(self._pointers)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
@@ -128,10 +128,10 @@ class Held:
                 return False
         return (
             list(map(getrefcount, self._tensors)) == self._counts
-            and set(map(_uses, self._tensors)) == _ONCE
-            and set(map(getrefcount, self._storages)) == _LISTED
-            and list(map(_address, self._storages)) == self._addresses
-            and list(map(_storage_uses, self._pointers)) == self._storage_counts
+            and set(map(tensor_uses, self._tensors)) == ONCE
+            and set(map(getrefcount, self._storages)) == LISTED
+            and list(map(address_of, self._storages)) == self._addresses
+            and list(map(storage_uses, self._pointers)) == self._storage_counts
         )
 
 
@@ -166,7 +166,7 @@ def has_tensors(memory: FrozenDict[str, Any]) -> bool:
 
 def _counts_are_right() -> bool:
     """Whether this interpreter and this torch count as they are expected to: one reference more has to show."""
-    if not COUNTS_CAN_BE_TRUSTED or _uses is None or _storage_uses is None:
+    if not COUNTS_CAN_BE_TRUSTED or tensor_uses is None or storage_uses is None:
         return False
     params = FrozenDict({"": torch.zeros(2)})
     held = Held(params, params, FrozenDict())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -143,7 +144,7 @@ def _kind(loader: Any) -> type[Source]:
     )
 
 
-class Source:
+class Source(ABC):
     """A stream of batches by epoch and position; made by :func:`source`."""
 
     _empty = "it is empty, or drop_last drops its only batch"
@@ -192,14 +193,15 @@ class Source:
         if none and start == 0:
             raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most have nothing to stop)
         """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""
 
     def _count(self) -> int:
         return len(self._loader)
 
+    @abstractmethod
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        raise NotImplementedError
+        """The batches of an epoch from ``start`` on."""
 
     def _guard(self, *path: int | str) -> AbstractContextManager[None]:
         return seeded_all(derive(self._seed, *path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import donation
+from pure_loop import Event, donation
 from tests import sameness
 
 NAMESPACE = "pure_loop"
@@ -79,3 +80,36 @@ class Kept:
             now = [torch.as_tensor(each).detach() for each in read(thing)]
             assert len(now) == len(numbers)
             assert all(torch.equal(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"
+
+
+CONSUMERS = ["for", "next", "pairs", "list", "deque"]
+
+
+def consume(stream: Any, how: str, keeps: Callable[[str, Event, pl.State], None], kept: Kept) -> None:
+    """Go through a stream in one of the ways in :data:`CONSUMERS`; ``keeps`` is told what the body saw."""
+    if how == "for":
+        for event, state in stream:
+            keeps("body", event, state)
+    elif how == "next":
+        while (pair := next(stream, None)) is not None:
+            keeps("body", *pair)
+    elif how == "pairs":
+        before = None
+        for pair in stream:
+            keeps("body", *pair)
+            if before is not None:
+                kept.keep("the pair before", before[1])
+                kept.check()
+                kept.things.pop()
+            before = pair
+    elif how == "list":
+        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
+        for (_, state), numbers in pairs:
+            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+    else:
+        last: deque[Any] = deque(maxlen=2)
+        for pair in stream:
+            last.append((pair, [tensor.clone() for tensor in tensors_of(pair[1])]))
+            for (_, state), numbers in last:
+                assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+        keeps("body", *last[-1][0])

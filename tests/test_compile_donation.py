@@ -20,7 +20,7 @@ import pure_loop as pl
 import pure_loop.compile
 from pure_loop import Event, donation
 from pure_loop.algorithms import ema
-from tests.donating import DATA, Kept, plain, tensors_of
+from tests.donating import CONSUMERS, DATA, Kept, consume, plain, tensors_of
 from tests.sameness import assert_same
 from tests.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
 from tests.test_donation_kept import WAYS
@@ -140,7 +140,7 @@ def test_each_way_of_keeping_keeps() -> None:
         max_size=4,
     ),
     watch=st.sampled_from([BATCHES, {Event.EPOCH_END}, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}]),
-    consumer=st.sampled_from(["for", "next", "list", "pairs"]),
+    consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
     steps=st.sampled_from([1, 3]),
 )
@@ -176,25 +176,7 @@ def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, e
         eval_interval="4ba",
         steps_per_call=steps,
     )
-    if consumer == "for":
-        for event, state in stream:
-            keeps("body", event, state)
-    elif consumer == "next":
-        while (pair := next(stream, None)) is not None:
-            keeps("body", *pair)
-    elif consumer == "pairs":
-        before = None
-        for pair in stream:
-            keeps("body", *pair)
-            if before is not None:
-                kept.keep("the pair before", before[1])
-                kept.check()
-                kept.things.pop()
-            before = pair
-    else:
-        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
-        for (_, state), numbers in pairs:
-            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+    consume(stream, consumer, keeps, kept)
     kept.check()
 
 

@@ -7,7 +7,6 @@ bits of a copy made when it was kept.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event, donation
-from tests.donating import DATA, Kept, fit, tensors_of
+from tests.donating import CONSUMERS, DATA, Kept, consume, fit, tensors_of
 
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
 
@@ -122,7 +121,7 @@ def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
     keepings=st.lists(keepings(), min_size=1, max_size=4),
     watch=st.sampled_from([None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}, set(EVENTS)]),
     microbatch_size=st.sampled_from([None, 4]),
-    consumer=st.sampled_from(["for", "next", "list", "pairs", "deque"]),
+    consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
 )
 def test_what_was_kept_never_changes(
@@ -165,32 +164,7 @@ def test_what_was_kept_never_changes(
         evaluators={"val": DATA[:1]} if evaluators else None,
         eval_interval="4ba",
     )
-    if consumer == "for":
-        for event, state in stream:
-            keeps("body", event, state)
-    elif consumer == "next":
-        while (pair := next(stream, None)) is not None:
-            keeps("body", *pair)
-    elif consumer == "pairs":
-        before = None
-        for pair in stream:
-            keeps("body", *pair)
-            if before is not None:
-                kept.keep("the pair before", before[1])
-                kept.check()
-                kept.things.pop()
-            before = pair
-    elif consumer == "list":
-        pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
-        for (_, state), numbers in pairs:
-            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
-    else:
-        last: deque[Any] = deque(maxlen=2)
-        for pair in stream:
-            last.append((pair, [tensor.clone() for tensor in tensors_of(pair[1])]))
-            for (_, state), numbers in last:
-                assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
-        keeps("body", *last[-1][0])
+    consume(stream, consumer, keeps, kept)
     kept.check()
 
 

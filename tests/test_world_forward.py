@@ -14,7 +14,7 @@ from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
 from pure_loop.testing.laws.world import compare, whole, witness
 from pure_loop.testing.ranks import RankError
-from tests.worlds import KINDS, pool, two_halves
+from tests.worlds import KINDS, an_epoch, pool, two_halves
 
 
 def test_dropout_differs_between_ranks_and_shuffling_does_not():
@@ -95,12 +95,9 @@ def test_a_penalty_on_weights_has_its_gradient_on_several_ranks(kind):
 def _halves_run(parallel, size):
     # Each rank's share of the first batch reaches both halves at once; in the others, its last microbatch one of them.
     batches = [torch.tensor([[x] for x in row]) for row in ((-1.0, 1.0, -2.0, 2.0), (1.0, -1.0, 2.0, -3.0))]
-    stream = pl.fit(
+    stream = an_epoch(
         two_halves(),
         [(batch, torch.zeros(4, 1)) for batch in batches],
-        loss=torch.nn.functional.mse_loss,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="1ep",
         microbatch_size=size,
         parallel=parallel,
     )
@@ -117,16 +114,7 @@ def test_a_last_microbatch_that_leaves_a_parameter_out_still_exchanges_it():
 def test_sharded_ranks_that_reach_other_parameters_are_told():
     def program(rank):
         data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
-        pl.run(
-            pl.fit(
-                two_halves(),
-                data,
-                loss=torch.nn.functional.mse_loss,
-                optimizer=pl.optim.sgd(lr=0.1),
-                max_duration="1ep",
-                parallel="shard",
-            )
-        )
+        pl.run(an_epoch(two_halves(), data, parallel="shard"))
 
     with pytest.raises(RankError, match="reached other parameters on one rank than on another"):
         pool().run(program)
@@ -166,14 +154,7 @@ def test_buffers_that_are_written_to_late_agree_as_well():
     data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(4)]
 
     def program(rank):
-        stream = pl.fit(
-            _Late(),
-            data,
-            loss=torch.nn.functional.mse_loss,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="1ep",
-            parallel="replicate",
-        )
+        stream = an_epoch(_Late(), data, parallel="replicate")
         return dict(pl.run(stream).buffers)
 
     # The means over the third and the fourth batch.

@@ -11,7 +11,7 @@ from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
 from pure_loop.testing.laws.world import compare, witness
 from pure_loop.testing.ranks import RankError
-from tests.worlds import KINDS, pool, samples_seen, two_halves
+from tests.worlds import KINDS, an_epoch, pool, samples_seen, two_halves
 
 
 class _Total(torch.nn.Module):
@@ -162,14 +162,7 @@ def test_evaluators_with_unequally_many_batches_are_told(kind):
 def test_a_padded_rank_takes_no_part_in_what_nobody_reaches():
     def program(rank):
         data = [(torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), (torch.tensor([[1.0]]), torch.zeros(1, 1))]
-        stream = pl.fit(
-            two_halves(),
-            data,
-            loss=torch.nn.functional.mse_loss,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="1ep",
-            parallel="replicate",
-        )
+        stream = an_epoch(two_halves(), data, parallel="replicate")
         grads = [state.grads for event, state in stream if event is Event.AFTER_TRAIN_BATCH]
         return [[name for name, grad in each.items() if grad is None] for each in grads]
 

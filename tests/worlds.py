@@ -28,6 +28,17 @@ def pool(ranks=2, kind="replicate"):
     return shared_pool(ranks, checked=kind == "shard")
 
 
+def an_epoch(model, data, **options):
+    """A stream of one epoch of plain gradient descent."""
+    options = {
+        "loss": torch.nn.functional.mse_loss,
+        "optimizer": pl.optim.sgd(lr=0.1),
+        "max_duration": "1ep",
+        **options,
+    }
+    return pl.fit(model, data, **options)
+
+
 def samples_seen(make_loader, ranks, epochs=2, **options):
     """For every epoch, the samples that all ranks saw and counted."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from pure_loop._ownership import _LISTED, _ONCE, _address, _storage_uses, _uses
+from pure_loop._ownership import LISTED, ONCE, address_of, storage_uses, tensor_uses
 from pure_loop._pytree import NAMESPACE
 from pure_loop.compile.trees import Durable
 from pure_loop.frozendict import FrozenDict
@@ -41,7 +41,7 @@ class Memory:
         self._tensors: list[Tensor] = [durable.leaves[i] for i in positions]
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
-        self._addresses = list(map(_address, self._storages))
+        self._addresses = list(map(address_of, self._storages))
         # Which fields they are in, and for each tensor the field and the path to its mapping.
         self._fields: list[int] | None = []
         self._mappings: list[tuple[int, tuple[Any, ...]]] = []
@@ -86,10 +86,10 @@ class Memory:
             counts.append(_OURS + 1 + hasattr(mapping, "_tensors"))
         return (
             list(map(getrefcount, self._tensors)) == counts
-            and set(map(_uses, self._tensors)) == _ONCE
-            and set(map(getrefcount, self._storages)) == _LISTED
-            and list(map(_address, self._storages)) == self._addresses
-            and all(uses == _OF_STORAGE for uses in map(_storage_uses, self._pointers))
+            and set(map(tensor_uses, self._tensors)) == ONCE
+            and set(map(getrefcount, self._storages)) == LISTED
+            and list(map(address_of, self._storages)) == self._addresses
+            and all(uses == _OF_STORAGE for uses in map(storage_uses, self._pointers))
         )
 
 

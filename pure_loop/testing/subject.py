@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -25,7 +26,7 @@ Draw: TypeAlias = "Callable[[Law], SearchStrategy[Any] | str]"
 """Of a law, the strategy of what it is tried on; or a text that says why there is nothing to try it on."""
 
 
-class Subject:
+class Subject(ABC):
     """What is on trial, as laws and reports see it.
 
     Args:
@@ -63,9 +64,9 @@ class Subject:
         self.runs: dict[Any, Pairs] | None = None
 
     @classmethod
+    @abstractmethod
     def made_of(cls, given: Any) -> Subject:
         """What a law is called with, as a subject: it may be one already."""
-        raise NotImplementedError
 
     def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
         """Code that tries a law on this subject and one case; on another loop than ``pl.fit`` if not ``standard``."""
