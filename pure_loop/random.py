@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pure_loop import _python_random
 from pure_loop._numpy import put_back, set_aside
 from pure_loop.errors import ArgumentTypeError
 
@@ -154,8 +155,8 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
 class seeded_all(seeded):  # noqa: N801 - as above
     """:class:`seeded` for code of unknown habits: Python's ``random`` and NumPy's too, on every device in use.
 
-    It costs ten times what :class:`seeded` does (Python's state has 624 words to copy), so the library takes it
-    around user code that loads data, never around a forward.
+    It costs five times what :class:`seeded` does (to seed Python's generator and NumPy's is to compute 624 words), so
+    the library takes it around user code that loads data, never around a forward.
 
     >>> import random
     >>> with seeded_all(7):
@@ -177,7 +178,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
         _turn.acquire()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random
-        self._python_state = _python.getstate()
+        self._python_state = _python_random.set_aside()
         if self._numpy is not None:
             self._numpy_state = set_aside(self._numpy)
         super().__enter__()
@@ -187,7 +188,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        _python.setstate(self._python_state)
+        _python_random.put_back(self._python_state)
         if self._numpy is not None:
             put_back(self._numpy, self._numpy_state)
         _turn.release()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pure_loop import _numpy
+from pure_loop import _numpy, _python_random
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.random import derive, generator, reseed, seeded, seeded_all
 
@@ -99,6 +99,33 @@ def test_seeded_all_covers_python_and_numpy(seed: int, one: int, other: int) -> 
     with seeded_all(seed):
         reseed(seed)
         assert draw_everywhere() == drawn[0]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 623, 624, 625])
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_pythons_state_is_put_back_whole(slow: bool, pair: bool, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _python_random._memory is not None
+    if slow:
+        monkeypatch.setattr(_python_random, "_memory", None)
+    random.seed(3)
+    for _ in range(drawn):
+        random.getrandbits(32)
+    if pair:
+        random.gauss(0, 1)
+    before = random.getstate()
+    with seeded_all(7):
+        random.gauss(0, 1)
+        with seeded_all(8):
+            random.random()
+        assert random.gauss(0, 1) == _second_of_a_pair(7)
+    assert random.getstate() == before
+
+
+def _second_of_a_pair(seed: int) -> float:
+    alone = random.Random(seed)
+    alone.gauss(0, 1)
+    return alone.gauss(0, 1)
 
 
 @pytest.mark.parametrize("pair", [False, True])
