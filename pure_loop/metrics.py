@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
-__all__ = ["Metric", "accuracy", "as_metrics", "default_metrics", "is_classification", "loss", "mean"]
+__all__ = ["DEFAULT_NAMES", "Metric", "accuracy", "as_metrics", "default_metrics", "is_classification", "loss", "mean"]
 
 
 @attrs.frozen
@@ -143,6 +143,10 @@ def accuracy(name: str = "accuracy") -> Metric:
         return matches
 
     return mean(right, name)
+
+
+DEFAULT_NAMES = ("loss", "accuracy")
+"""What :func:`default_metrics` may be named."""
 
 
 def default_metrics(outputs: Any, batch: Any) -> tuple[Metric, ...]:

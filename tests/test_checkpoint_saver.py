@@ -216,9 +216,21 @@ def test_a_metric_that_nobody_measures_is_refused_before_training(tmp_path: Path
         stream(saver)
     with pytest.raises(pl.ArgumentError, match="there is no evaluator 'test' in evaluators=; there are val"):
         stream(CheckpointSaver(tmp_path, keep_best=1, metric="test/loss", mode="min"))
-    # By default what is measured depends on the outputs.
-    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss"):
+    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss, val/acc"):
+        stream(saver, evaluators={"val": DATA[:1]})
+    # By default there is an accuracy where the outputs are scores of classes, and the first ones tell.
+    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accuracy", mode="max")
+    with pytest.raises(pl.ArgumentError, match="metric='val/accuracy' is not measured; there are val/loss"):
         pl.run(stream(saver, evaluators={"val": DATA[:1]}))
+
+
+def test_a_folder_that_is_in_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    events: list[Event] = []
+    with pytest.raises(pl.CheckpointWriteError, match="file/runs"):
+        events.extend(event for event, _ in stream(CheckpointSaver(tmp_path / "file" / "runs")))
+    assert Event.BATCH_START not in events
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_what_can_not_be_saved_is_an_error_before_training(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pure_loop.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop import reached
-from pure_loop.metrics import Metric
+from pure_loop.metrics import DEFAULT_NAMES, Metric
 from pure_loop.state import State
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ class CheckpointSaver(Callback):
                 f"{', '.join(evaluators) or 'none'}."
             )
         metrics = evaluators[self._label]
-        if metrics is not None:
-            self._refuse_metric(self._metric, [f"{self._label}/{metric.name}" for metric in metrics])
+        names = DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics]
+        self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in names])
 
     def refuse_same_files(self, other: CheckpointSaver) -> None:
         """

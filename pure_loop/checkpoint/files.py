@@ -137,8 +137,8 @@ def load(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
-            f"load(path, model={model!r}): give the module that was trained, built as it was then; a checkpoint holds "
-            "its numbers and not its code."
+            f"load(path, model=...) was given a {type(model).__name__}: give the module that was trained, built as it "
+            "was then; a checkpoint holds its numbers and not its code."
         )
     if not strict and not weights_only and place(path).is_folder():
         raise ArgumentError(_NOT_STRICT)

@@ -67,11 +67,11 @@ class RunFolder:
             ArgumentError: in the place of the link there is something else.
         """
         where = place(self.path)
-        where.sweep()
         probe = place(self.path_of(leftover("probe")))
         with probe.writing() as file:
             file.write(b"?")
         probe.remove()
+        where.sweep()
         self._links = self._link is not None and self._can_link(self._link)
         for name in where.names():
             # Of a run that was killed before the last rank had written its part.
