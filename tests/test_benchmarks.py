@@ -109,7 +109,7 @@ def test_what_is_above_its_limit_is_named() -> None:
             "processes": {ours: {"peak_mb": 300 * scale}, BASE: {"peak_mb": 300}},
             "events": {"an algorithm, not due": {"us": 1.0, "of_a_step": cost}},
             "length": [
-                {"steps": steps, "us": 100 * much, "python_blocks": 100 * much, "resident_mb": 100 * much}
+                {"steps": steps, "us": 100, "ratio": 1.0 * much, "python_blocks": 100 * much, "resident_mb": 100 * much}
                 for steps, much in ((1000, 1), (10000, 1.1 * scale))
             ],
         }

@@ -1,16 +1,21 @@
-"""Whether a step costs the same after many: time of a step of W1, and memory in use, along one run."""
+"""Whether a step costs the same after many: time of a step of W1 beside the loop by hand's, and memory in use.
+
+Over the minutes of a long run a machine changes its speed, so the loop by hand, which stands still meanwhile, takes
+turns with it at each of these points.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import statistics
 import sys
 from typing import Any
 
 import torch
 
 from tests.benchmarks.alone import resident_megabytes
-from tests.benchmarks.loops import ours
+from tests.benchmarks.loops import HAND, ours
 from tests.benchmarks.startup import output
 from tests.benchmarks.turns import OfGenerator
 from tests.benchmarks.workloads import WORKLOADS
@@ -19,7 +24,7 @@ __all__ = ["measure"]
 
 
 def measure(longest: int) -> list[dict[str, Any]]:
-    """At 1000, 10 000, ... steps: microseconds a step of the next 1000, objects and megabytes in use.
+    """At 1000, 10 000, ... steps: microseconds a step of the next 1000, ratio, objects and megabytes in use.
 
     In a process of its own, where nothing else is in use.
     """
@@ -29,18 +34,21 @@ def measure(longest: int) -> list[dict[str, Any]]:
 
 def _measure(longest: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    loop = OfGenerator(ours()(WORKLOADS[0]))
+    loop, by_hand = OfGenerator(ours()(WORKLOADS[0])), HAND[0].turns(WORKLOADS[0])
     found, done, at = [], 0, 1000
+    by_hand.run(at)
     while at <= longest:
         done += loop.run(at - done)[1]
         gc.collect()
         row = {"steps": done, "python_blocks": sys.getallocatedblocks(), "resident_mb": resident_megabytes()}
-        # Ten stretches and the least: another process that disturbs one doesn't disturb all.
-        stretches = [loop.run(100) for _ in range(10)]
-        done += sum(steps for _, steps in stretches)
-        found.append(row | {"us": min(seconds / steps for seconds, steps in stretches) * 1e6})
+        turns = [(loop.run(100), by_hand.run(100)) for _ in range(20)]
+        done += sum(steps for (_, steps), _ in turns)
+        times = [(ours / steps, theirs / others) for (ours, steps), (theirs, others) in turns]
+        ratio = statistics.median(mine / other for mine, other in times)
+        found.append(row | {"us": statistics.median(mine for mine, _ in times) * 1e6, "ratio": ratio})
         at *= 10
     loop.close()
+    by_hand.close()
     return found
 
 

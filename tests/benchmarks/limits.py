@@ -65,6 +65,6 @@ def exceeded(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"the step after a save, {name}: {cell['ratio']:.2f}, the limit is {SAVING}"
     if "length" in results:
         first, *_, last = results["length"]
-        for key in ("us", "python_blocks", "resident_mb"):
+        for key in ("ratio", "python_blocks", "resident_mb"):
             if last[key] > DRIFT * first[key]:
-                yield f"{key} after {last['steps']} steps: {last[key]:.0f}, from {first[key]:.0f}"
+                yield f"{key} after {last['steps']} steps: {last[key]:.5g}, from {first[key]:.5g}"

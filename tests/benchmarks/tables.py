@@ -109,10 +109,12 @@ def _growth(results: Results) -> Table:
 
 
 def _length(results: Results) -> Table:
-    rows = [["steps", "microseconds a step", "Python's memory blocks", "resident memory, MB"]]
+    rows = [
+        ["steps", "microseconds a step", "beside the loop by hand", "Python's memory blocks", "resident memory, MB"]
+    ]
     for cell in results["length"]:
         blocks, resident = f"{cell['python_blocks']}", f"{cell['resident_mb']:.1f}"
-        rows.append([f"{cell['steps']}", f"{cell['us']:.0f}", blocks, resident])
+        rows.append([f"{cell['steps']}", f"{cell['us']:.0f}", f"{cell['ratio']:.2f}", blocks, resident])
     return rows
 
 
