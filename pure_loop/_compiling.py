@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pure_loop.engine import Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
@@ -22,12 +23,12 @@ def read_compile(compile: Any) -> bool | str:
     raise ArgumentError(f'compile={compile!r}: write True, False or "where possible".')
 
 
-def refuse_ranks(compile: bool | str, ranks: int) -> None:
-    """Refuse to compile what several ranks do."""
-    if compile and ranks > 1:
+def refuse_engine(compile: bool | str, engine: Engine) -> None:
+    """Refuse to compile forwards that exchange."""
+    if compile and not engine.compiles:
         raise ArgumentError(
-            f"compile={compile!r} with {ranks} ranks: what they exchange in the middle of a step can't be part of a "
-            "graph yet. Leave compile or parallel out."
+            f'compile={compile!r} with parallel="shard": its forwards gather parameters from the other ranks, and what '
+            'ranks exchange can\'t be part of a graph. Write parallel="replicate", or leave compile out.'
         )
 
 
@@ -52,7 +53,7 @@ def compiler(
         raise ArgumentError(
             f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
         )
-    refuse_ranks(chosen, stages.engine.ranks)
+    refuse_engine(chosen, stages.engine)
     from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
 
     everything = watch is None or strict
@@ -71,7 +72,7 @@ def compiler(
 def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     """The stages of an evaluation or a prediction, compiled where that is asked for."""
     chosen = read_compile(compile)
-    refuse_ranks(chosen, stages.engine.ranks)
+    refuse_engine(chosen, stages.engine)
     if not chosen:
         return stages
     from pure_loop.compile.evaluation import CompiledEvaluation

@@ -35,11 +35,13 @@ class Engine:
         rank: this process among the ranks, part of every seed that must differ between them.
         ranks: how many there are.
         padding: whether the batch at hand only keeps this rank company: it has samples, and none of them counts.
+        compiles: whether what a rank does between two exchanges can be a graph.
     """
 
     rank = 0
     ranks = 1
     padding = False
+    compiles = True
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         """Meet the others, see that all are about to do the same, and start from the same State."""
@@ -138,6 +140,14 @@ class Engine:
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
             return found
         return _sum([before[name] for name in names], found)
+
+    def alone(self) -> Engine:
+        """The engine of what this rank does by itself, between two exchanges: what a graph can hold."""
+        return self
+
+    def add_up(self, state: State) -> State:
+        """The State with the sum over all ranks of gradients that each found :meth:`alone`."""
+        return state
 
     def settle(self, state: State, loss: Any) -> Any:
         """The loss of the whole batch from this rank's share of it."""

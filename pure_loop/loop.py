@@ -10,7 +10,7 @@ callbacks, hands it to the user, and sends it back. The scripts here read as the
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -30,6 +30,9 @@ from pure_loop.state import State, fresh_draft_of, outside_batch
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predict"]
+
+# (state, number of the microbatch, whether it is the last, its weight)
+Between: TypeAlias = Callable[[State, int, bool, Any], Script]
 
 _OF_A_MICROBATCH = (
     *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
@@ -91,14 +94,17 @@ class Fit:
     load: Callable[[State], State] | None = None
 
 
-def gradients(state: State, stages: LoopStages) -> Script:
-    """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds."""
+def gradients(state: State, stages: LoopStages, between: Between | None = None) -> Script:
+    """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds.
+
+    ``between`` goes on from the State of a microbatch's BEFORE_FORWARD to that of its AFTER_BACKWARD in another way.
+    """
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
     split = stages.microbatch_size is not None
     weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state, split=split)
     mean: Any = None
-    unseen = engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
+    unseen = between is None and engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
     for index in range(count):
         # A rank with fewer microbatches goes through its last one again, for nothing.
         padding = engine.padding or index >= len(pieces)
@@ -113,12 +119,15 @@ def gradients(state: State, stages: LoopStages) -> Script:
         draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None
         draft.__class__ = state.__class__
         state = yield Event.BEFORE_FORWARD, draft
-        state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
-        state = yield Event.BEFORE_LOSS, state
-        state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
-        state = yield Event.BEFORE_BACKWARD, state
-        # Not in one line: while it waited, the script would keep the graph alive in the State before.
-        state = stages.backward(state, weight=weights.shares[index])
+        if between is not None:
+            state = yield from between(state, index, index == count - 1, weights.shares[index])
+        else:
+            state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
+            state = yield Event.BEFORE_LOSS, state
+            state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
+            state = yield Event.BEFORE_BACKWARD, state
+            # Not in one line: while it waited, the script would keep the graph alive in the State before.
+            state = stages.backward(state, weight=weights.shares[index])
         if padding:
             state = state.replace(buffers=buffers)
         state = yield Event.AFTER_BACKWARD, state

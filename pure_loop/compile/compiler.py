@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
+import attrs
 from torch import Tensor
 
 from pure_loop._batches import next_batch
@@ -16,7 +18,7 @@ from pure_loop.donation import ABOUT_TO_WRITE
 from pure_loop.driver import apply, run_silently, seal
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, LoopStages, Script, _accumulate, _load, gradients
+from pure_loop.loop import Fit, LoopStages, Script, _load, gradients
 from pure_loop.sources import END
 from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
 from pure_loop.time import Timestamp, TimeUnit, due
@@ -32,10 +34,18 @@ _AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
 _IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
 _OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
+_AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
 _IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
 _OF_GRADIENTS = _IN_FLIGHT[1:]
 
 _BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
+
+
+def _calling_stages(stages: LoopStages) -> frozenset[Event]:
+    """The events outside microbatches whose algorithms ask for the stages: for a gradient of all ranks, it may be."""
+    return frozenset(
+        event for event, listed in stages.handlers.items() if any(handler.takes_stages for handler in listed)
+    ).difference(_OF_MICROBATCHES)
 
 
 def _counted(fit: Fit) -> bool:
@@ -94,7 +104,10 @@ class Compiler:
         shown: Callable[[], bool] | None = None,
     ) -> None:
         self.stages = stages
-        self.attended = attended
+        # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
+        together = stages.engine.ranks > 1
+        self.attended = attended | _AROUND_EXCHANGES | _calling_stages(stages) if together else attended
+        self._alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
         self.where_possible = where_possible
         self.steps = steps
         self.own = own
@@ -110,7 +123,7 @@ class Compiler:
         if found is None:
             # Only where an update begins does a driver count who has the State.
             own = self._copies if self.own is not None and name in ("gradients", "microbatch") else self.own
-            found = self._stretches[key] = Stretch(name, program, self.stages, own=own, shown=self.shown)
+            found = self._stretches[key] = Stretch(name, program, self._alone, own=own, shown=self.shown)
         return found
 
     def _copies(self, tensors: list[Tensor], _: Any) -> list[Tensor]:
@@ -150,9 +163,10 @@ class Compiler:
     def batch(self, given: list[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         """One batch, as :func:`pure_loop.loop.batch` does it."""
         state = given.pop()
-        before = state.timestamp
+        engine, before = self.stages.engine, state.timestamp
         # An input of the graphs, so that it is known before them; a batch's seconds go on the next one's account.
-        now = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
+        # Several ranks know what they have when they have exchanged it.
+        now = before.next_batch(*engine.counts(samples, tokens, seconds)) if engine.ranks == 1 else before
         timestamps = (state.previous_timestamp, before, now)
         asks = self.own is not None and Event.BATCH_END in self.attended
         while not (self.attended & _OF_A_BATCH or self.eager):
@@ -171,6 +185,10 @@ class Compiler:
                 return (yield from self._end(state, run, now))
         buffers = state.buffers
         state = yield from self._gradients(state, timestamps[:2])
+        if engine.ranks > 1:
+            state = engine.agree(state, buffers)
+            now = before.next_batch(*engine.counts(samples, tokens, seconds))
+            timestamps = (*timestamps[:2], now)
         shown = False
         while True:
             if not shown and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
@@ -273,35 +291,21 @@ class Compiler:
                 return _put_in(state, run)
         if self.attended & _IN_GRAPH or "forward" in self.eager:
             return (yield from gradients(state, self.stages))
-        return (yield from self._by_microbatch(state, timestamps))
+        return (yield from gradients(state, self.stages, partial(self._between, timestamps)))
 
-    def _by_microbatch(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
-        """:func:`pure_loop.loop.gradients`, with a graph for what lies between BEFORE_FORWARD and AFTER_BACKWARD."""
+    def _between(
+        self, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool, weight: float | Tensor
+    ) -> Script:
+        """What lies between BEFORE_FORWARD and AFTER_BACKWARD of a microbatch: a graph, or eagerly."""
         stages = self.stages
-        pieces = stages.microbatches(state.batch)
-        weights, count = stages.engine.weigh(
-            [stages.task.weigh(piece) for piece in pieces], state, split=stages.microbatch_size is not None
-        )
-        mean: Any = None
-        for index in range(count):
-            draft = fresh_draft_of(state)
-            draft.microbatch, draft.outputs, draft.loss = pieces[index], None, None
-            draft.__class__ = state.__class__
-            state = yield Event.BEFORE_FORWARD, draft
-            while True:
-                flight = (state.microbatch, state._grads, weights.shares[index], state.batch)
-                run = self.attempt("microbatch", self._microbatch, state, timestamps, flight, index)
-                if run is not None:
-                    state = _put_in(state, run)
-                    break
-                if self.attended & _IN_GRAPH or "forward" in self.eager:
-                    # The rest of this microbatch eagerly; later ones by what is attended to then.
-                    state = yield from _eagerly(state, stages, index, count, weights.shares[index])
-                    break
-            state = yield Event.AFTER_BACKWARD, state
-            if count > 1:
-                mean = _accumulate(mean, state.loss, weights.fractions[index])
-        return stages.finish_gradients(state, divisor=stages.engine.divisor(weights), loss=mean)
+        while not (self.attended & _IN_GRAPH or "forward" in self.eager):
+            flight = (state.microbatch, state._grads, weight, state.batch)
+            run = self.attempt("microbatch", self._microbatch, state, timestamps, flight, index)
+            if run is not None:
+                state = _put_in(state, run)
+                return stages.engine.add_up(state) if last else state
+        # The rest of this microbatch eagerly; later ones by what is attended to then.
+        return (yield from _eagerly(state, stages, index, last, weight))
 
     def _step(self, state: State, flight: Flight, traced: Traced) -> Ended:
         (batch,) = flight
@@ -368,9 +372,9 @@ def _put_in(state: State, run: Run) -> State:
     return _holding(state, **fields, **dict(zip(_OF_GRADIENTS, run.flight, strict=True)))
 
 
-def _eagerly(state: State, stages: LoopStages, index: int, count: int, weight: Any) -> Script:
+def _eagerly(state: State, stages: LoopStages, index: int, last: bool, weight: float | Tensor) -> Script:
     """What lies between BEFORE_FORWARD and AFTER_BACKWARD."""
-    state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
+    state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=last)
     state = yield Event.BEFORE_LOSS, state
     state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
     state = yield Event.BEFORE_BACKWARD, state

@@ -49,7 +49,8 @@ class CompiledEvaluation(LoopStages):
             state = traced.stages.validate(draft, label="", batch=0)
             return state, None, (state.outputs, traced.stages.validation_loss(state) if with_loss else None)
 
-        stretch = Stretch("evaluation" if with_loss else "prediction", program, stages)
+        alone = attrs.evolve(stages, engine=stages.engine.alone())
+        stretch = Stretch("evaluation" if with_loss else "prediction", program, alone)
         return cls(**fields, with_loss=with_loss, where_possible=where_possible, stretch=stretch, last=_Last())
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:

@@ -260,6 +260,11 @@ class JointEngine(Engine):
     def count(self, pieces: int, state: State) -> int:
         return int(max(row[0] for row in self.talk.exchange(Event.EVAL_BEFORE_FORWARD, state.timestamp.batch, pieces)))
 
+    def alone(self) -> Engine:
+        engine = Engine()
+        engine.rank = self.rank
+        return engine
+
     # After a batch.
 
     def settle(self, state: State, loss: Any) -> Any:
@@ -273,6 +278,16 @@ class JointEngine(Engine):
         tensors = [torch.as_tensor(value, device=device) for value in values]
         wide = torch.stack([tensor.double() if _is_wide(tensor) else tensor.float() for tensor in tensors])
         return [each.to(tensor.dtype) for each, tensor in zip(self.talk.sum(wide).unbind(), tensors, strict=True)]
+
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each of these tensors summed over ranks: those of one dtype in one exchange."""
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
+            total = self.talk.sum(torch.cat([tensors[i].reshape(-1) for i in alike]))
+            parts = torch.split(total, [tensors[i].numel() for i in alike])
+            found |= {i: part.view(tensors[i].shape) for i, part in zip(alike, parts, strict=True)}
+        return [found[i] for i in range(len(tensors))]
 
     def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
         names = self._names_written(state, before)

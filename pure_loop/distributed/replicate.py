@@ -21,7 +21,7 @@ from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef
-from pure_loop.state import State, device_of
+from pure_loop.state import State, device_of, fresh_draft_of
 
 __all__ = ["ReplicateEngine"]
 
@@ -49,6 +49,8 @@ class ReplicateEngine(JointEngine):
     _averaging: DistributedDataParallel | None = None
     _leaves: Leaves | None = None
     _anchor: nn.Parameter
+    # Whether batches leave parameters out, where gradients come from graphs.
+    _unused: bool | None = None
 
     def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
@@ -135,6 +137,30 @@ class ReplicateEngine(JointEngine):
             self._refuse_unused(state, found)
         return found
 
+    def add_up(self, state: State) -> State:
+        grads: Any = state._grads
+        names, absent = list(grads), [gradient is None for gradient in grads.values()]
+        if self._leaves_out(state, sum(absent)):
+            ranks = self.talk.sum(torch.tensor(absent, dtype=torch.float32, device=device_of(state))).tolist()
+            names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
+        elif any(absent):
+            self._refuse_unused(state, tuple(grads.values()))
+        given = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
+        found = dict(zip(names, self.sums_of(given), strict=True))
+        draft = fresh_draft_of(state)
+        draft._grads = FrozenDict((name, found.get(name)) for name in grads)
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
+
+    def _leaves_out(self, state: State, absent: int) -> bool:
+        """Whether batches may leave parameters out: the user says so, or the first one does, on any rank."""
+        if self._unused is None:
+            self._unused = self.parallel.find_unused_parameters
+        if self._unused is None:
+            rows = self.talk.exchange(Event.AFTER_BACKWARD, state.timestamp.batch, absent)
+            self._unused = any(row[0] for row in rows)
+        return self._unused
+
     def _put_before(self, state: State) -> list[nn.Parameter]:
         """Lay the gradients of earlier microbatches, on this rank alone, where this one's are added."""
         before = state._grads
@@ -187,7 +213,7 @@ class ReplicateEngine(JointEngine):
         )
 
     def _forget(self) -> None:
-        self._averaging = self._model = self._leaves = None
+        self._averaging = self._model = self._leaves = self._unused = None
         self._held = FrozenDict()
         self._bound = FrozenDict()
 

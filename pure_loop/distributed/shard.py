@@ -46,6 +46,7 @@ class ShardEngine(JointEngine):
     """Parameters in parts, gathered by ``fully_shard`` where they are needed."""
 
     _mesh: DeviceMesh
+    compiles = False
     _meets_before_forwards = True
     _model: ModelDef | None = None
     _module: Any = None

@@ -1,0 +1,216 @@
+"""Compiled steps on several ranks: what each does alone is graphs, and together they are one rank on the whole."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event, testing
+from pure_loop.compile import interpreted, record
+from pure_loop.distributed import Parallel
+from pure_loop.distributed.joint import JointEngine
+from pure_loop.distributed.replicate import ReplicateEngine
+from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.testing import LawViolation
+from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.ranks import RankError
+from tests.conftest import THOROUGH
+from tests.worlds import ALGORITHMS, an_epoch, pool, two_halves
+
+EPOCHS = {Event.EPOCH_END, Event.FIT_END}
+BATCHES = {Event.BATCH_END, Event.EVAL_END, Event.FIT_END}
+WATCHES = [EPOCHS, BATCHES, {Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_LOSS, Event.BATCH_END}, None]
+
+
+def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, **options):
+    """What every rank saw of a run in graphs, operation by operation."""
+
+    def program(rank):
+        with interpreted(), wrong():
+            return witness(case.stream(make(), fit=partial(pl.fit, compile=True, parallel="replicate", **options)))
+
+    return pool(ranks).run(program)
+
+
+@given(
+    testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]),
+    st.sampled_from(WATCHES),
+    st.sampled_from([2, 2, 3]),
+)
+@settings(max_examples=300 if THOROUGH else 8)
+def test_ranks_are_one_rank(case, watch, ranks):
+    alone = witness(whole(case, ranks).stream(watch=watch))
+    for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch)):
+        compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_of_the_library_keep_the_law(name):
+    plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
+    case = testing.Case(plan=plan, problem="tied")
+    alone = witness(whole(case, 2).stream(ALGORITHMS[name](), watch=BATCHES))
+    for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES)):
+        compare(seen, alone, f"rank {rank}", 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("uneven", ["stop", "pad"])
+def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven, precision):
+    def stream(rank, **options):
+        generator = torch.Generator().manual_seed(rank)
+        data = [(torch.randn(8, 3, generator=generator), torch.ones(8, 1)) for _ in range(3 + rank)]
+        torch.manual_seed(0)
+        # No bias before the BatchNorm: its gradient is rounding error.
+        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+        parallel = Parallel(data="own", uneven=uneven)
+        settings = {"microbatch_size": 4, "max_duration": "2ep", "precision": precision, "watch": BATCHES}
+        return an_epoch(model, data, parallel=parallel, nonfinite="skip", **settings, **options)
+
+    def program(rank):
+        eager = witness(stream(rank))
+        with interpreted():
+            return witness(stream(rank, compile=True)), eager
+
+    for rank, (found, eager) in enumerate(pool().run(program)):
+        compare(found, eager, f"rank {rank}", 1e-5 if precision == "fp32" else 2e-2)
+
+
+def test_a_loss_scale_backs_off_on_all_ranks_together():
+    # One sample overflows, and stands on one rank only.
+    data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
+    data[1][0][3] = 6e4
+
+    def program(rank):
+        torch.manual_seed(0)
+        settings = {"precision": "amp_fp16", "nonfinite": "skip", "parallel": "replicate", "watch": BATCHES}
+        with interpreted():
+            stream = an_epoch(nn.Linear(3, 1), data, optimizer=pl.optim.sgd(lr=1e-3), compile=True, **settings)
+            return [(float(state.loss_scale), int(state.skipped)) for event, state in stream]
+
+    one, other = pool().run(program)
+    assert one == other
+    assert [skipped for _, skipped in one] == [0, 1, 1, 1]
+    assert one[1][0] == one[0][0] / 2
+
+
+class Sometimes(nn.Module):
+    """Of which a batch of three reaches one half."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.one(x) + (self.two(x) if len(x) != 3 else 0.0)
+
+
+@pytest.mark.parametrize("unused", [None, True])
+@pytest.mark.parametrize("samples", [(6, 8), (7, 8), (6, 6)])
+def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused):
+    data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
+
+    def program(rank):
+        eager = an_epoch(Sometimes(), data, parallel=Parallel(find_unused_parameters=True), watch=BATCHES)
+        parallel = Parallel(find_unused_parameters=unused)
+        with interpreted():
+            graphs = an_epoch(Sometimes(), data, parallel=parallel, compile=True, watch=BATCHES)
+            return witness(graphs), witness(eager)
+
+    for rank, (found, eager) in enumerate(pool().run(program)):
+        compare(found, eager, f"rank {rank}", 1e-6)
+
+
+def test_what_the_first_batch_reached_the_others_have_to():
+    data = [(torch.ones(n, 1), torch.zeros(n, 1)) for n in (8, 7)]
+
+    def program(rank):
+        with interpreted():
+            pl.run(an_epoch(Sometimes(), data, parallel="replicate", compile=True, watch=EPOCHS))
+
+    with pytest.raises(RankError, match=r"does not reach the parameters \['two.weight', 'two.bias'\]"):
+        pool().run(program)
+
+
+def test_where_it_is_possible():
+    data = [(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]), torch.zeros(4, 1)) for _ in range(3)]
+
+    def program(rank):
+        eager = witness(an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES))
+        with interpreted(), record() as graphs:
+            found = an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES, compile="where possible")
+            return witness(found), eager, [graph.stretch for graph in graphs]
+
+    for rank, (found, eager, graphs) in enumerate(pool().run(program)):
+        compare(found, eager, f"rank {rank}", 1e-6)
+        assert graphs == ["update"]
+
+    def refused(rank):
+        pl.run(an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES, compile=True))
+
+    with pytest.raises(RankError, match="the forward of Halves can't be compiled"):
+        pool().run(refused)
+
+
+def test_by_torch_s_compiler():
+    case = testing.Case(plan=Plan(batches=(4, 4), max_duration="2ep", evaluators={"val": EvaluatorPlan((4,))}))
+    alone = witness(case.stream(watch=EPOCHS))
+
+    def program(rank):
+        with record() as graphs:
+            seen = witness(case.stream(parallel="replicate", compile=True, watch=EPOCHS))
+        return seen, sorted(graph.stretch for graph in graphs)
+
+    for rank, (seen, graphs) in enumerate(pool().run(program)):
+        compare(seen, alone, f"rank {rank}", 1e-5)
+        assert graphs == ["evaluation", "microbatch", "update"]
+
+
+def test_parts_are_refused():
+    def program(rank):
+        an_epoch(nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], parallel="shard", compile=True)
+
+    with pytest.raises(RankError, match=r'with parallel="shard": .* Write parallel="replicate"'):
+        pool().run(program)
+
+
+def _adds_nothing_up():
+    return patch.object(ReplicateEngine, "add_up", lambda self, state: state)
+
+
+def _draws_as_rank_0():
+    real = JointEngine.alone
+
+    def alone(self):
+        engine = real(self)
+        engine.rank = 0
+        return engine
+
+    return patch.object(JointEngine, "alone", alone)
+
+
+@pytest.mark.parametrize("wrong", [_adds_nothing_up, _draws_as_rank_0])
+def test_a_wrong_engine_is_found(wrong):
+    problem = "linear" if wrong is _adds_nothing_up else "mlp"
+    case = testing.Case(plan=Plan(batches=(5, 3), max_duration="3ba"), problem=problem)
+
+    def eagerly(rank):
+        return witness(case.stream(parallel="replicate", watch=BATCHES))
+
+    eager = pool().run(eagerly)
+    found = compiled(case, wrong=wrong, watch=BATCHES)
+
+    def hold():
+        for one, other in zip(found, eager, strict=True):
+            compare(one, other, "a rank", 1e-5)
+
+    with pytest.raises(LawViolation):
+        hold()
