@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss
 import pure_loop as pl
 import pure_loop.compile
 from pure_loop import Event
-from pure_loop.algorithms import ema, sam
+from pure_loop.algorithms import ema, gradient_clipping, sam
 from pure_loop.frozendict import FrozenDict
 from tests.compiling import BATCHES, WITH_NAN, assert_close, every_third, fit, mlp, several
 from tests.models import CLASSES, FEATURES, Tied, batches, plain
@@ -236,3 +236,15 @@ def test_evaluation_and_prediction_by_themselves() -> None:
         yield from pl.predict(module, data, compile=compile)
 
     assert_close(list(both(True)), list(both(False)))
+
+
+@pytest.mark.parametrize(("algorithms", "updates"), [([], 1), ([gradient_clipping("norm", 1.0)], 2)])
+@pytest.mark.parametrize("watch", [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD}])
+def test_a_batch_of_another_size_needs_another_update_where_an_algorithm_could_look(
+    watch: Any, algorithms: list[Any], updates: int
+) -> None:
+    wanted = fit(watch=watch, algorithms=algorithms)
+    with pure_loop.compile.record() as graphs:
+        assert_close(fit(watch=watch, algorithms=algorithms, compile=True), wanted)
+    looked_at = {Event.AFTER_TRAIN_BATCH} & watch  # then the algorithm runs before the graph
+    assert [graph.stretch for graph in graphs].count("update") == (1 if looked_at else updates)

@@ -34,6 +34,7 @@ _AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
 _IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
 _OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
+_OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})
 _AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
 _IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
 _OF_GRADIENTS = _IN_FLIGHT[1:]
@@ -199,17 +200,21 @@ class Compiler:
                 return (yield Event.BATCH_END, state)
             if asks:
                 state = yield ABOUT_TO_WRITE, state
-            flight = (buffers, *[getattr(state, name) for name in _IN_FLIGHT])
+            # What nobody in the graph looks at goes around it: a batch of another size needs no other update.
+            looked_at = self.stages.handlers.keys() & (_OF_UPDATES - self.attended)
+            around = {} if looked_at else {name: getattr(state, name) for name in _IN_FLIGHT[:3]}
+            flight = (buffers, *[None if name in around else getattr(state, name) for name in _IN_FLIGHT])
             run = self.attempt("update", self._update, state, timestamps, flight)
             if run is not None:
-                return (yield from self._end(state, run, now))
+                return (yield from self._end(state, run, now, around))
 
-    def _end(self, state: State, run: Run, now: Timestamp) -> Script:
-        """The State of BATCH_END, from what a graph gave."""
+    def _end(self, state: State, run: Run, now: Timestamp, around: dict[str, Any] | None = None) -> Script:
+        """The State of BATCH_END, from what a graph gave, and what went around it."""
         ended = self._ended(state, run, now)
         if Event.BATCH_END not in self.attended:
             return ended
-        return (yield Event.BATCH_END, _holding(ended, **dict(zip(_IN_FLIGHT, run.flight, strict=True))))
+        fields = dict(zip(_IN_FLIGHT, run.flight, strict=True)) | (around or {})
+        return (yield Event.BATCH_END, _holding(ended, **fields))
 
     def feed(self, batches: Any) -> Any:
         """Batches as :meth:`several` takes them."""
