@@ -238,12 +238,12 @@ def run_script(
     strict: Strict | None = None,
     failed: Callable[[BaseException, Event, State | None], None] | None = None,
     donation: Donation | None = None,
-) -> Generator[tuple[Event, State], None, None]:
+) -> Generator[tuple[Event, State], None, Any]:
     """Run a script, and yield each ``(event, state)`` after the algorithms and callbacks have had it.
 
-    However the stream ends, the functions in ``closing`` are called then; before them ``failed``, if it ends before the
-    script does, with the error (GeneratorExit where the loop was left), the last event and its State. ``donation`` is
-    told before each update who else has the State.
+    Gives the State that the script returns. However the stream ends, the functions in ``closing`` are called then;
+    before them ``failed``, if it ends before the script does, with the error (GeneratorExit where the loop was left),
+    the last event and its State. ``donation`` is told before each update who else has the State.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last = script.send, Event.INIT
@@ -270,9 +270,9 @@ def run_script(
         while True:
             try:
                 event, state = send(given)
-            except StopIteration:
+            except StopIteration as stop:
                 # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
-                return
+                return stop.value
             if event in swift:
                 if event in POSITIONS:
                     given = seal(state, event)

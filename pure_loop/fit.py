@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stream", "fit", "run"]
 
-Stream: TypeAlias = Generator[tuple[Event, State], None, None]
+Stream: TypeAlias = Generator[tuple[Event, State], None, Any]
 
 
 @attrs.frozen(kw_only=True)
@@ -348,12 +348,24 @@ def prepare(
 def run(stream: Iterable[tuple[Event, State]]) -> State:
     """Run a stream to its end and give its last State: with ``watch=``, that of the last event that is watched.
 
+    Where none of them comes, it is the State in which the stream ended.
+
     Raises:
-        ArgumentError: the stream yields nothing.
+        ArgumentError: the stream yields nothing, and returns nothing.
     """
     state: State | None = None
-    for _, state in stream:  # noqa: B007
+    ended: list[State] = []
+    for _, state in _noting_its_end(stream, ended):  # noqa: B007
         pass
-    if state is None:
-        raise ArgumentError("the stream yielded nothing: was it run to its end before, or watch= empty?")
-    return state
+    if state is not None:
+        return state
+    if not ended:
+        raise ArgumentError("the stream yielded nothing: it was run to its end before, or is no stream of fit's own.")
+    return ended.pop()
+
+
+def _noting_its_end(stream: Any, ended: list[State]) -> Iterator[tuple[Event, State]]:
+    """The stream; what it returns comes into the list."""
+    value: Any = yield from stream
+    if isinstance(value, State):
+        ended.append(value)

@@ -102,8 +102,8 @@ GRAMMARS: Mapping[Order, tuple[Rule, ...]] = {
         Rule(
             "last",
             "epoch {ep: [finish]} | EPOCH_START (step {tok: [turn]})* step {tok: [finish]} [closing {ep: [finish]}]",
-            "a last epoch that max_duration cuts short closes only after a batch that is known to be the loader's last",
-            title="the last epoch, where max_duration cuts it short",
+            "cut short by max_duration, it closes only after a batch that is known to be the loader's last",
+            title="the last epoch",
             folded=True,
         ),
         Rule("closing", "EPOCH_END [evals] EPOCH_CHECKPOINT"),

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
+from pure_loop import Event
 from tests.refusals import DATA, SGD, TYPE, VALUE, Watched, fit, net, refused
+from tests.sameness import assert_same
 
 
 def arguments() -> Iterator[Any]:
@@ -163,3 +165,9 @@ def test_every_error_is_ours_and_a_builtin() -> None:
             builtins = [base for base in error.__mro__ if base.__module__ == "builtins" and base is not object]
             assert builtins[0] is not Exception, f"{error.__name__} is no subclass of the builtin that fits"
             assert re.search(r"[.:]", error.__doc__ or ""), f"{error.__name__} says nothing"
+
+
+def test_a_run_of_which_nothing_watched_comes_gives_the_state_in_which_it_ended() -> None:
+    settings = {"max_duration": "2ba", "batches_per_epoch": 5}
+    found = pl.run(fit(watch={Event.EVAL_END}, **settings))
+    assert_same(found, pl.run(fit(**settings)), "at the end")

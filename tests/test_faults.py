@@ -134,9 +134,10 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-def test_a_rank_that_hangs(pool, kind):
+@pytest.mark.parametrize("event", [Event.BEFORE_LOSS, Event.BATCH_END])
+def test_a_rank_that_hangs(pool, kind, event):
     def program(rank):
-        @pl.algorithm(Event.BEFORE_LOSS)
+        @pl.algorithm(event)
         def hangs(state):
             if rank == 1 and state.timestamp.batch == 1:
                 time.sleep(TIMEOUT + 7)

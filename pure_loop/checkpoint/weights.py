@@ -75,9 +75,8 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
                 f"{type(model).__name__}: other numbers than these, not other digits of them."
             )
     if missing or unknown:
-        _log.warning(
-            "%s: the model's own values stay for %s; nobody takes %s", path, missing or "none", unknown or "none"
-        )
+        says = (("the model's own values stay for", missing), ("the model has no", unknown))
+        _log.warning("%s: %s", path, "; ".join(f"{what} {names}" for what, names in says if names))
     # Not copy_: a State's tensors are never written to.
     new = {name: _as(wanted[name], tensor) for name, (_, tensor) in given.items()}
     return state.replace(

@@ -58,9 +58,9 @@ class CompiledEvaluation(LoopStages):
         if not last.eager:
             try:
                 run = self.stretch(state, (state.previous_timestamp, state.timestamp), (state.microbatch,))
-            except Untraceable:
+            except Untraceable as error:
                 if not self.where_possible:
-                    raise
+                    raise error.for_users() from error
                 last.eager = True
             else:
                 draft = fresh_draft_of(state)

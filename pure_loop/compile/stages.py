@@ -49,6 +49,13 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
         super().__init__(message)
         self.part = part
 
+    def for_users(self) -> CompileError:
+        """The same under the name that is documented."""
+        shown = CompileError(*self.args)
+        for note in getattr(self, "__notes__", ()):
+            shown.add_note(note)
+        return shown
+
 
 @contextmanager
 def naming(what: str, part: tuple[str, Event | None]) -> Iterator[None]:

@@ -274,4 +274,8 @@ def _is_lost(error: BaseException) -> bool:
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "Gloo", "NCCL", "ProcessGroup"))
+    return isinstance(error, RuntimeError) and any(word in text for word in _OF_BACKENDS)
+
+
+# The last is gloo's for a rank that it has waited for in vain, where nothing else in the message says so.
+_OF_BACKENDS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "pair closure")
