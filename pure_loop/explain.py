@@ -78,6 +78,7 @@ def _head(prepared: Prepared, given: dict[str, Any]) -> Iterator[str]:
                 initial_indent=f"  {name:<{_MARGIN - 2}}",
                 subsequent_indent=" " * _MARGIN,
                 break_on_hyphens=False,
+                break_long_words=False,  # of paths
             )
 
 

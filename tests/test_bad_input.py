@@ -168,6 +168,6 @@ def test_every_error_is_ours_and_a_builtin() -> None:
 
 
 def test_a_run_of_which_nothing_watched_comes_gives_the_state_in_which_it_ended() -> None:
-    settings = {"max_duration": "2ba", "batches_per_epoch": 5}
-    found = pl.run(fit(watch={Event.EVAL_END}, **settings))
-    assert_same(found, pl.run(fit(**settings)), "at the end")
+    model = net()
+    found = pl.run(fit(model, watch={Event.EVAL_END}, max_duration="2ba"))
+    assert_same(found, pl.run(fit(model, max_duration="2ba")), "at the end")

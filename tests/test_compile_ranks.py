@@ -174,6 +174,27 @@ def test_by_torch_s_compiler():
         assert graphs == ["evaluation", "microbatch", "update"]
 
 
+def test_evaluation_and_prediction_by_themselves():
+    data = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.zeros(n, 2)) for n in (6, 5)]
+
+    def looks(**options):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        options |= {"parallel": "replicate"}
+        evaluated = pl.run(pl.evaluate(model, {"test": data}, loss=nn.functional.mse_loss, **options))
+        predicted = pl.predict(model, data, watch={Event.PREDICT_BATCH_END}, **options)
+        return evaluated.metrics["test"]["loss"], [state.outputs for _, state in predicted]
+
+    def program(rank):
+        with interpreted(), record() as graphs:
+            found = looks(compile=True)
+        return found, looks(), {graph.stretch for graph in graphs}
+
+    for found, eager, graphs in pool().run(program):
+        torch.testing.assert_close(found, eager)
+        assert graphs == {"evaluation", "prediction"}
+
+
 def test_parts_are_refused():
     def program(rank):
         an_epoch(nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], parallel="shard", compile=True)

@@ -74,6 +74,7 @@ LARGEST = (1 << 63) - 1
 _LONGEST_HEADER = 32 << 20
 _MOST_DIMENSIONS = 64
 _CHUNK = 8 << 20
+_PIECE = 512 << 10
 _DIGEST_BYTES = 32
 
 
@@ -149,9 +150,9 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def _put(file: BinaryIO, digest: Any, data: memoryview) -> None:
-    # In pieces, so that what was hashed is still in the processor's cache when it is written.
-    for start in range(0, len(data), _CHUNK):
-        piece = data[start : start + _CHUNK]
+    # In pieces, so that what was hashed is still in the core's own cache when it is written: training needs the rest.
+    for start in range(0, len(data), _PIECE):
+        piece = data[start : start + _PIECE]
         digest.update(piece)
         while len(piece):
             piece = piece[file.write(piece) :]
