@@ -1,8 +1,8 @@
 """What saving costs the step that follows: 25 million parameters with the moments of AdamW, 300 MB a checkpoint.
 
-Wall-clock time from one batch's end to the next, what the loop does to save included, beside that of the batch after,
-which follows no save; the medians of one run, so that both see the same machine. The batches are W3's, eight of 128
-tokens: with smaller ones a step is little else than writing the parameters anew, and a copy of them as long as it.
+Wall-clock time from one batch's end to the next, what the loop does to save included, beside that of the batches on
+either side that follow no save; medians of one run. The batches are W3's, eight of 128 tokens: with smaller ones a step
+is little else than writing the parameters anew, and a copy of them as long as it.
 """
 
 from __future__ import annotations
@@ -51,15 +51,23 @@ def measure(saves: int, workload: Workload | None = None) -> dict[str, dict[str,
 def _compare(ends: Iterator[Clocks], saves: int) -> dict[str, float]:
     times = [next(ends) for _ in range(PERIOD * (saves + 1) + 1)]
     wall, thread = ([b[clock] - a[clock] for a, b in itertools.pairwise(times)] for clock in (0, 1))
-    one, other = _medians(wall)
-    mine, others = _medians(thread)
-    return {"after_ms": one * 1e3, "ordinary_ms": other * 1e3, "ratio": one / other, "thread_ratio": mine / others}
+    after, ordinary = wall[PERIOD::PERIOD], wall[PERIOD - 1 :: PERIOD]
+    return {
+        "after_ms": statistics.median(after) * 1e3,
+        "ordinary_ms": statistics.median(ordinary) * 1e3,
+        "ratio": _ratio(wall),
+        "thread_ratio": _ratio(thread),
+    }
 
 
-def _medians(steps: list[float]) -> tuple[float, float]:
-    """Of the steps after a save, and of ordinary ones; the first period warms up."""
-    after, ordinary = (steps[PERIOD + offset :: PERIOD] for offset in (0, PERIOD - 1))
-    return statistics.median(after), statistics.median(ordinary)
+def _ratio(steps: list[float]) -> float:
+    """The median of steps after a save, each beside the ordinary ones on either side of it; the first period warms up.
+
+    A machine changes its speed by more than what a save costs, and stays so for some steps.
+    """
+    after, ordinary = steps[PERIOD::PERIOD], steps[PERIOD - 1 :: PERIOD]
+    beside = map(statistics.fmean, itertools.pairwise(ordinary))
+    return statistics.median(one / other for one, other in zip(after, beside, strict=True))
 
 
 def _clocks() -> Clocks:
