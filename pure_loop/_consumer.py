@@ -85,7 +85,10 @@ def _plan(code: CodeType, at: int) -> Plan:
     """What happens to a pair after this instruction; looked up once."""
     if len(_plans) >= 256:
         _plans.clear()
-    plan = _DELEGATES if _SEND is not None and code.co_code[at] == _SEND else _target(code, at)
+    begin = at
+    while begin > 0 and code.co_code[begin] == _CACHE:  # Python 3.12 may stand on what comes after an instruction
+        begin -= 2
+    plan = _DELEGATES if _SEND is not None and code.co_code[begin] == _SEND else _target(code, at)
     _plans[id(code), at] = code, plan
     return plan
 
