@@ -52,7 +52,8 @@ class HeldSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._over = False
-        _LISTENING.append(self)
+        if self not in _LISTENING:
+            _LISTENING.append(self)
         for number in self._numbers:
             handler = signal.getsignal(number)
             # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
@@ -145,6 +146,7 @@ def _run_in_main_thread(frames: list[FrameType]) -> bool:
 
 _NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
 
+# For processes that are forked meanwhile.
 _LISTENING: list[HeldSignals] = []
 
 

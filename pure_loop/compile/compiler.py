@@ -135,7 +135,7 @@ class Compiler:
         """From here on, run this part eagerly; or raise the error."""
         kind, event = error.part
         if not self.where_possible:
-            raise error.for_users() from error
+            raise error.for_users() from error.__cause__
         if event is not None:
             if event in self.attended:
                 raise error

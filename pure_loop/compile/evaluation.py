@@ -60,7 +60,7 @@ class CompiledEvaluation(LoopStages):
                 run = self.stretch(state, (state.previous_timestamp, state.timestamp), (state.microbatch,))
             except Untraceable as error:
                 if not self.where_possible:
-                    raise error.for_users() from error
+                    raise error.for_users() from error.__cause__  # not twice the same text
                 last.eager = True
             else:
                 draft = fresh_draft_of(state)
