@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 
 import pure_loop as pl
 from pure_loop import Event
@@ -27,6 +27,63 @@ def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, CLASSES)
     )
+
+
+class Parts:
+    """A loss with parts."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        entropy = cross_entropy(outputs, targets)
+        return {"total": entropy + 0.1 * outputs.square().mean(), "entropy": entropy}
+
+
+class Named(nn.Module):
+    """Takes mappings, and draws by a functional dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"scores": self.head(dropout(self.embed(batch["ids"]), 0.2, self.training))}
+
+    def loss(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(outputs["scores"], batch["labels"])
+
+
+def named_batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {
+            "ids": torch.randint(7, (6,), generator=generator),
+            "labels": torch.randint(CLASSES, (6,), generator=generator),
+        }
+        for _ in range(3)
+    ]
+
+
+class Unused(nn.Module):
+    """A parameter that the loss never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(x[:, None].expand(-1, 3, -1))[:, -1])
+        return out
 
 
 def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tuple[Event, pl.State]]:

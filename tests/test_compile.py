@@ -11,16 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, mse_loss
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
 
 import pure_loop as pl
 import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, sam
 from pure_loop.frozendict import FrozenDict
-from tests.compiling import BATCHES, WITH_NAN, assert_close, every_third, fit, mlp, several
-from tests.models import CLASSES, FEATURES, Tied, batches, plain
+from tests.compiling import (
+    BATCHES,
+    WITH_NAN,
+    Attention,
+    Named,
+    Parts,
+    Unused,
+    assert_close,
+    every_third,
+    fit,
+    mlp,
+    named_batches,
+    several,
+)
+from tests.models import FEATURES, Tied, batches, plain
 
 
 @pytest.fixture(autouse=True)
@@ -37,67 +50,10 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = compiler.Stretch.__init__
 
-    def init(self: Any, *args: Any, own: Any = None, shown: Any = None) -> None:
-        original(self, *args, own=lambda tensors, _: tensors)
+    def init(self: Any, *args: Any, own: Any = None, shown: Any = None, **settings: Any) -> None:
+        original(self, *args, own=lambda tensors, _: tensors, **settings)
 
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
-
-
-class Parts:
-    """A loss with parts."""
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        entropy = cross_entropy(outputs, targets)
-        return {"total": entropy + 0.1 * outputs.square().mean(), "entropy": entropy}
-
-
-class Named(nn.Module):
-    """Takes mappings, and draws by a functional dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"scores": self.head(dropout(self.embed(batch["ids"]), 0.2, self.training))}
-
-    def loss(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        return cross_entropy(outputs["scores"], batch["labels"])
-
-
-def named_batches() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        {
-            "ids": torch.randint(7, (6,), generator=generator),
-            "labels": torch.randint(CLASSES, (6,), generator=generator),
-        }
-        for _ in range(3)
-    ]
-
-
-class Unused(nn.Module):
-    """A parameter that the loss never reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layer(x[:, None].expand(-1, 3, -1))[:, -1])
-        return out
 
 
 @pl.algorithm(Event.AFTER_LOSS)

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
@@ -13,7 +15,7 @@ from pure_loop import Event
 from pure_loop.compile import record
 from pure_loop.errors import NonFiniteError
 from tests.compiling import assert_close, fit, several
-from tests.models import batches, plain
+from tests.models import CLASSES, batches, plain
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,29 @@ def test_a_compiler_that_forgets_factors() -> None:
         "watch": {Event.FIT_END},
     }
     assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+
+
+class Images(nn.Module):
+    """Pixels come last where the compiler likes it, and what a forward keeps is laid out as it chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8 * 4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x.reshape(-1, 1, 4, 4)))
+        return out
+
+
+def test_a_forward_that_somebody_looks_at() -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 16, generator=generator), torch.arange(8) % CLASSES) for _ in range(2)]
+    settings: dict[str, Any] = {"model": Images, "data": data, "watch": {Event.AFTER_LOSS}, "max_duration": "2ba"}
+    with record() as made:
+        compiled = fit(compile=True, **settings)
+    assert_close(compiled, fit(**settings), 1e-5)
+    assert [each.stretch for each in made] == ["forward to loss", "update"]
 
 
 @pytest.mark.thorough

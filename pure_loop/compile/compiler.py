@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch import Tensor
 from pure_loop._batches import next_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
+from pure_loop.compile.microbatch import INSIDE, microbatch
+from pure_loop.compile.program import Ended, Flight, at, holding, put_in
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
 from pure_loop.donation import ABOUT_TO_WRITE
-from pure_loop.driver import apply, run_silently, seal
+from pure_loop.driver import run_silently
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop import Fit, LoopStages, Script, _load, gradients
@@ -25,14 +27,9 @@ from pure_loop.time import Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
 
-Flight: TypeAlias = tuple[Any, ...]
-Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
-
-
 _BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_TRAIN_BATCH})
 _AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
-_IN_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
-_OF_MICROBATCHES = _AROUND_MICROBATCH | _IN_GRAPH
+_OF_MICROBATCHES = _AROUND_MICROBATCH | INSIDE
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})
 _AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
@@ -108,7 +105,7 @@ class Compiler:
         # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
         together = stages.engine.ranks > 1
         self.attended = attended | _AROUND_EXCHANGES | _calling_stages(stages) if together else attended
-        self._alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
+        self.alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
         self.where_possible = where_possible
         self.steps = steps
         self.own = own
@@ -117,14 +114,16 @@ class Compiler:
         self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
         self._stretches: dict[Any, Stretch] = {}
 
-    def stretch(self, name: str, program: Program) -> Stretch:
+    def stretch(self, name: str, program: Program, *, connected: bool = False) -> Stretch:
         """The stretch of this name, as far as the events attended to now let it reach."""
         key = name, self.attended
         found = self._stretches.get(key)
         if found is None:
             # Only where an update begins does a driver count who has the State.
             own = self._copies if self.own is not None and name in ("gradients", "microbatch") else self.own
-            found = self._stretches[key] = Stretch(name, program, self._alone, own=own, shown=self.shown)
+            found = self._stretches[key] = Stretch(
+                name, program, self.alone, own=own, shown=self.shown, connected=connected
+            )
         return found
 
     def _copies(self, tensors: list[Tensor], _: Any) -> list[Tensor]:
@@ -136,12 +135,10 @@ class Compiler:
         kind, event = error.part
         if not self.where_possible:
             raise error.for_users() from error.__cause__
+        if event in self.attended or kind in self.eager:
+            raise error.for_users() from error.__cause__
         if event is not None:
-            if event in self.attended:
-                raise error
             self.attended |= {event}
-        elif kind in self.eager:
-            raise error
         else:
             self.eager.add(kind)
 
@@ -153,10 +150,12 @@ class Compiler:
         timestamps: tuple[Timestamp, ...],
         flight: Flight,
         index: int = 0,
+        *,
+        connected: bool = False,
     ) -> Run | None:
         """Call the stretch of this name; None: a part of it can't be traced, and is left out from here on."""
         try:
-            return self.stretch(name, program)(state, timestamps, flight, index)
+            return self.stretch(name, program, connected=connected)(state, timestamps, flight, index)
         except Untraceable as error:
             self.leave_out(error)
             return None
@@ -214,7 +213,7 @@ class Compiler:
         if Event.BATCH_END not in self.attended:
             return ended
         fields = dict(zip(_IN_FLIGHT, run.flight, strict=True)) | (around or {})
-        return (yield Event.BATCH_END, _holding(ended, **fields))
+        return (yield Event.BATCH_END, holding(ended, **fields))
 
     def feed(self, batches: Any) -> Any:
         """Batches as :meth:`several` takes them."""
@@ -293,63 +292,38 @@ class Compiler:
         while not (self.attended & _OF_MICROBATCHES or "forward" in self.eager):
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
-                return _put_in(state, run)
-        if self.attended & _IN_GRAPH or "forward" in self.eager:
+                return put_in(state, run, _OF_GRADIENTS)
+        if "forward" in self.eager:
             return (yield from gradients(state, self.stages))
-        return (yield from gradients(state, self.stages, partial(self._between, timestamps)))
-
-    def _between(
-        self, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool, weight: float | Tensor
-    ) -> Script:
-        """What lies between BEFORE_FORWARD and AFTER_BACKWARD of a microbatch: a graph, or eagerly."""
-        stages = self.stages
-        while not (self.attended & _IN_GRAPH or "forward" in self.eager):
-            flight = (state.microbatch, state._grads, weight, state.batch)
-            run = self.attempt("microbatch", self._microbatch, state, timestamps, flight, index)
-            if run is not None:
-                state = _put_in(state, run)
-                return stages.engine.add_up(state) if last else state
-        # The rest of this microbatch eagerly; later ones by what is attended to then.
-        return (yield from _eagerly(state, stages, index, last, weight))
+        return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))
 
     def _step(self, state: State, flight: Flight, traced: Traced) -> Ended:
         (batch,) = flight
-        state = _at(Event.BATCH_START, _holding(state, batch=batch), traced)
-        state = _at(Event.BEFORE_TRAIN_BATCH, state, traced)
+        state = at(Event.BATCH_START, holding(state, batch=batch), traced)
+        state = at(Event.BEFORE_TRAIN_BATCH, state, traced)
         return self._rest(state, (state.batch,), traced)
 
     def _rest(self, state: State, flight: Flight, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        state = run_silently(gradients(holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
         return self._finish(state, buffers, traced)
 
     def _gradients_alone(self, state: State, flight: Flight, traced: Traced) -> Ended:
-        state = run_silently(gradients(_holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
-        return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
-
-    def _microbatch(self, state: State, flight: Flight, traced: Traced) -> Ended:
-        microbatch, grads, weight, batch = flight
-        stages = traced.stages
-        # Seeds are those of microbatch 0, and moved to those of this one when they are used.
-        state = stages.forward(_holding(state, microbatch=microbatch, _grads=grads, batch=batch))
-        state = _at(Event.AFTER_FORWARD, state, traced)
-        state = stages.loss(_at(Event.BEFORE_LOSS, state, traced))
-        state = _at(Event.AFTER_LOSS, state, traced)
-        state = stages.backward(_at(Event.BEFORE_BACKWARD, state, traced), weight=weight)
+        state = run_silently(gradients(holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
         return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
     def _update(self, state: State, flight: Flight, traced: Traced) -> Ended:
         buffers, *rest = flight
-        return self._finish(_holding(state, **dict(zip(_IN_FLIGHT, rest, strict=True))), buffers, traced)
+        return self._finish(holding(state, **dict(zip(_IN_FLIGHT, rest, strict=True))), buffers, traced)
 
     def _finish(self, state: State, buffers: Any, traced: Traced) -> Ended:
         before, now = traced.timestamps[1:3]
         if Event.AFTER_TRAIN_BATCH not in self.attended:
-            state = _at(Event.AFTER_TRAIN_BATCH, state, traced)
+            state = at(Event.AFTER_TRAIN_BATCH, state, traced)
         state, report = update(traced.stages, state, buffers, timestamp=now, previous_timestamp=before)
         if Event.BATCH_END in self.attended:
             return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
-        return _at(Event.BATCH_END, state, traced), report, ()
+        return at(Event.BATCH_END, state, traced), report, ()
 
 
 def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
@@ -360,37 +334,6 @@ def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
     draft.timestamp, draft.previous_timestamp = now, before
     draft.__class__ = state.__class__
     return draft  # type: ignore[no-any-return]
-
-
-def _holding(state: State, **fields: Any) -> State:
-    """A State with these fields, and without an event."""
-    draft = fresh_draft_of(state)
-    for name, value in fields.items():
-        setattr(draft, name, value)
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
-
-
-def _put_in(state: State, run: Run) -> State:
-    """The State with what a graph of gradients gave: durable fields, and those in flight."""
-    fields = dict(zip(run.names, run.durable, strict=True))
-    return _holding(state, **fields, **dict(zip(_OF_GRADIENTS, run.flight, strict=True)))
-
-
-def _eagerly(state: State, stages: LoopStages, index: int, last: bool, weight: float | Tensor) -> Script:
-    """What lies between BEFORE_FORWARD and AFTER_BACKWARD."""
-    state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=last)
-    state = yield Event.BEFORE_LOSS, state
-    state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
-    state = yield Event.BEFORE_BACKWARD, state
-    return stages.backward(state, weight=weight)
-
-
-def _at(event: Event, state: State, traced: Traced) -> State:
-    """The State of an event that nobody but algorithms attends to."""
-    state = seal(state, event)
-    found = traced.handlers.get(event)
-    return state if found is None else apply(event, state, found, traced.stages)
 
 
 def _nonfinite(state: State, report: int) -> NonFiniteError:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import attrs
 import optree
+import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Handler
-from pure_loop.compile.next_state import KEPT, NextState, plan
+from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.next_state import KEPT, OUTPUT, NextState, plan
 from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
 from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
 from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
-from pure_loop.compile.trees import Durable, MetricsReadError, Unread, is_number, rebuild, tensors_of
+from pure_loop.compile.trees import Durable, Unread, UnreadFieldError, durable_fields, is_number, rebuild, tensors_of
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
 from pure_loop.model import _Instance
@@ -22,6 +25,7 @@ from pure_loop.state import State, fresh_draft_of, outside_batch
 
 __all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
 
+_ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
 SPARE_MODULES = 4
 
@@ -87,6 +91,8 @@ def make_graph(
     durable: Durable,
     env: Env,
     flight: tuple[Any, ...],
+    *,
+    connected: bool = False,
 ) -> Graph:
     """Trace a program on what it is called with, and compile it.
 
@@ -97,19 +103,23 @@ def make_graph(
         state: what it is called with, of which ``durable`` are the fields called ``names``.
         env: the numbers of this call.
         flight: what is in flight.
+        connected: whether autograd goes on through it, from the parameters and what is in flight.
     """
     tracing = Tracing()
     host = tracing.host
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
     handlers = traced_handlers(stages.handlers, tracing)
     traced = Traced(TracedStages.of(stages, tracing, handlers), handlers, timestamps)
+    tracing.begins_with_leaves = not connected or not any(
+        tensor.requires_grad for each in flight for tensor in tensors_of(each)
+    )
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     in_flight = [tensor for each in flight for tensor in tensors_of(each)]
     tensors = [*[durable.leaves[i] for i in places], *in_flight]
     leaf_names = durable.names(names)
     planned: list[NextState] = []
 
-    def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
+    def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
         host.guards.clear()
         stand_ins: list[Any] = [_stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)]
         for position, fake in zip(places, fakes, strict=False):
@@ -121,17 +131,31 @@ def make_graph(
         rest = iter(fakes[len(places) :])
         given = tuple(rebuild(each, rest) for each in flight)
         start = fresh_draft_of(outside_batch(state))
-        unread = start.metrics = Unread()
-        for field, value in zip(names, fields, strict=True):
+        unread = {field: Unread() for field in durable_fields(type(state)) if field not in names}
+        for field, value in [*zip(names, fields, strict=True), *unread.items()]:
             setattr(start, field, value)
         start.timestamp, start.previous_timestamp = timestamps[1], timestamps[0]
+        if connected:
+            for fake, real in zip(fakes[len(places) :], in_flight, strict=False):
+                fake.requires_grad_(real.requires_grad)
+            start.params = leaves = traced.stages.engine.leaves(start, last=True)
         start.__class__ = state.__class__
         end_state, report, in_flight_then = program(start, given, traced)
-        if "metrics" not in names and end_state.metrics is not unread:
-            raise MetricsReadError("state.metrics was replaced while a step was compiled")
-        found, results, written = plan(end_state, report, in_flight_then, durable, names, stand_ins, places, fakes)
+        for field, stand_in in unread.items():
+            if getattr(end_state, field) is not stand_in:
+                raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
+        if connected:
+            end_state = end_state.replace(params=leaves.origin)
+        found, results, written = plan(
+            end_state, report, in_flight_then, durable, names, stand_ins, places, fakes, in_place=not connected
+        )
         planned[:] = [found]
-        return results, written
+        if not connected:
+            return results, written, None
+        place_of = {id(fake): place for place, fake in enumerate(fakes)}
+        inputs = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        inputs |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
+        return results, written, differentiate(tracing, results, _with_graphs(found), inputs)
 
     # Made now: a module can't be copied on tensors without numbers.
     state.model.release()
@@ -151,6 +175,8 @@ def make_graph(
         # Instances of the module hold tensors of the trace.
         state.model.release()
     (following,) = planned
+    # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
+    following.flight = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.flight]
     count = len(places)
     carried = {which for field in following.fields for kind, which in field.leaves if kind == KEPT}
     same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
@@ -167,6 +193,16 @@ def make_graph(
         written=[places[i] for i in compiled.written],
         sources=places,
     )
+
+
+def _with_graphs(following: NextState) -> dict[int, Tensor]:
+    """The outputs in flight that a graph of autograd leads to, by their places."""
+    return {
+        place: tensor
+        for value, sources in following.flight
+        for tensor, (kind, place) in zip(tensors_of(value), sources, strict=True)
+        if kind == OUTPUT and tensor.requires_grad
+    }
 
 
 def _lasts(source: Any, carried: set[int]) -> bool:

@@ -79,7 +79,7 @@ def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: fl
 
 
 def _rank(name: str) -> tuple[int, int]:
-    for kind, prefix in enumerate(("number_", "draw_"), start=1):
+    for kind, prefix in enumerate(("number_", "draw_", "tangent_"), start=1):
         if name.startswith(prefix):
             return kind, int(name.removeprefix(prefix))
     return 0, 0  # sorting is stable

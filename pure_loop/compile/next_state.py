@@ -69,6 +69,8 @@ def plan(
     stand_ins: list[Any],
     places: list[int],
     fakes: list[Tensor],
+    *,
+    in_place: bool,
 ) -> tuple[NextState, list[Tensor], dict[int, int]]:
     """How the next State is made, what the graph gives for it, and which of that is written to which input.
 
@@ -78,6 +80,7 @@ def plan(
         stand_ins: what stood for each of its leaves.
         places: which of them are tensors.
         fakes: the inputs: these tensors, and those that were in flight.
+        in_place: whether what lasts is written where it was.
     """
     inputs = {id(fake): index for index, fake in enumerate(fakes)}
     slots = {name: position for position, name in enumerate(before.names(names))}
@@ -105,7 +108,7 @@ def plan(
             if isinstance(leaf, Tensor):
                 if leaf is old:
                     found = KEPT, slot
-                elif isinstance(old, Tensor) and _like(leaf, old):
+                elif in_place and isinstance(old, Tensor) and _like(leaf, old):
                     assert slot is not None
                     results.append(leaf.detach())
                     written[len(results) - 1] = index_of[slot]
@@ -126,8 +129,8 @@ def plan(
             else:
                 found = PLAIN, leaf
             field.leaves.append(found)
-        in_place = [(KEPT, index) for index in range(begin, end)]
-        field.same = field.leaves == in_place and spec == before.specs[position]
+        unmoved = [(KEPT, index) for index in range(begin, end)]
+        field.same = field.leaves == unmoved and spec == before.specs[position]
         fields.append(field)
         begin = end
     parts = []

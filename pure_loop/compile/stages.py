@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import attrs
 import optree
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pure_loop._autograd import GradMode
 from pure_loop._finite import total_loss
@@ -122,7 +123,8 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             last = tracing.mark()
-            with tracing.host.on_behalf_of(what), naming(what, ("handler", event)):
+            whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, event)
+            with tracing.host.on_behalf_of(what), naming(what, ("handler", event)), whole:
                 result = function(*args)
                 _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), ("handler", event))
             grouped = {node for _, node in tracing.draws}
@@ -137,6 +139,24 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 
     when = None if handler.when is None else guarded(handler.when)
     return attrs.evolve(handler, function=guarded(handler.function), when=when)
+
+
+class _Undifferentiated(TorchFunctionMode):
+    """Where the forward is in another graph, a gradient would end at what that graph gave, without a word."""
+
+    def __init__(self, what: str, event: Event) -> None:
+        super().__init__()
+        self._what, self._event = what, event
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.autograd.grad, Tensor.backward, torch.autograd.backward):
+            raise Untraceable(
+                f"{self._what} can't be compiled: it differentiates, and the forward is in another graph, because "
+                "somebody attends to an event in between (AFTER_FORWARD or BEFORE_LOSS). Leave that out of watch= and "
+                f"callbacks; {WHERE_POSSIBLE}",
+                ("handler", self._event),
+            )
+        return function(*args, **(kwargs or {}))
 
 
 def _refuse_arrays(what: str, memory: Any, part: tuple[str, Event | None]) -> None:

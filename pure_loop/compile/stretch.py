@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 import attrs
 from torch import Tensor
 
+from pure_loop._autograd import GradMode
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
 from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
-from pure_loop.compile.trees import Durable, MetricsReadError, durable_fields, rebuild, tensors_of, walk
+from pure_loop.compile.trees import Durable, UnreadFieldError, durable_fields, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import OVERWRITTEN
 from pure_loop.loop import LoopStages
@@ -29,6 +30,8 @@ __all__ = ["Own", "Program", "Run", "Stretch", "Traced"]
 # (tensors, whether nobody refers to them but the State that is given) -> the same tensors, or copies.
 Own: TypeAlias = Callable[[list[Tensor], "Callable[[State | None], bool] | None"], list[Tensor]]
 
+# Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
+_READ_BY_FEW = ("metrics", "opt_state")
 # Graphs of one stretch that differ only in what Python decided by a number.
 MOST_DECISIONS = 8
 
@@ -51,7 +54,16 @@ class Run:
 
 
 class Stretch:
-    """One program, compiled for what it is called with."""
+    """One program, compiled for what it is called with.
+
+    Args:
+        name: for errors and records.
+        program: what is compiled.
+        stages: the loop's.
+        own, shown: as the Compiler's.
+        connected: whether autograd goes on through what it gives. It is called with leaves as parameters then, and
+            writes to no memory.
+    """
 
     def __init__(
         self,
@@ -61,12 +73,14 @@ class Stretch:
         *,
         own: Own | None = None,
         shown: Callable[[], bool] | None = None,
+        connected: bool = False,
     ) -> None:
         self.name = name
         self.program = program
         self.stages = stages
         self.own = own
         self.shown = shown
+        self.connected = connected
         self._graphs: dict[Any, list[Graph]] = {}
         self.names: tuple[str, ...] = ()
         self._fields: Callable[[State], tuple[Any, ...]] | None = None
@@ -87,12 +101,12 @@ class Stretch:
             index: which microbatch it is, for random numbers.
         """
         if self._fields is None:
-            # Results of evaluations come and go, and few algorithms look at them.
-            self._take([name for name in durable_fields(type(state)) if name != "metrics"])
+            left_out = _READ_BY_FEW if self.connected else _READ_BY_FEW[:1]
+            self._take([name for name in durable_fields(type(state)) if name not in left_out])
             assert self._fields is not None
         try:
             return self._call(state, timestamps, flight, index)
-        except MetricsReadError:
+        except UnreadFieldError:
             self._take(list(durable_fields(type(state))))
             return self._call(state, timestamps, flight, index)
 
@@ -102,6 +116,8 @@ class Stretch:
         durable, made = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
         key = _flight_key(flight)
+        if self.connected:
+            key = key, tuple(tensor.requires_grad for each in flight for tensor in tensors_of(each))
         if durable is None or not ours:
             durable = Durable.of(state, self.names)
             env = Env(timestamps, durable.leaves)
@@ -164,6 +180,10 @@ class Stretch:
         self.names = tuple(names)
         self._fields = attrgetter(*names)
         self._graphs.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What the last call was about."""
         self._values, self._durable, self._made, self._arguments, self._memory = (), None, None, None, None
 
     def _run(
@@ -185,13 +205,17 @@ class Stretch:
         if arguments is None:
             arguments = [leaves[i] for i in made.start]
             self._arguments = None if copied else arguments
-        outputs = compiled.call(self._given(made, arguments, env, flight, drawn))
+        # Else operations outside of the machine code would note down what they do, where autograd goes on through it.
+        with GradMode(False):
+            outputs = compiled.call(self._given(made, arguments, env, flight, drawn))
         following = made.next
         if copied or not made.same:
             durable = after(following.fields, durable, leaves, env, outputs, copied)
             values = durable.values
         self._values, self._durable = values, durable
-        if not made.same_shape:
+        if self.connected:
+            self._forget()  # leaves of this microbatch, which a count of who has the parameters would find
+        elif not made.same_shape:
             self._made = self._durable = None
         elif copied:
             self._memory = Memory(made.written, durable)
@@ -250,7 +274,9 @@ class Stretch:
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
             reason = "; ".join(sorted({_about(guard) for guard in known[-1].guards if not guard.holds(env)}))
-        made = make_graph(self.name, self.program, self.stages, state, self.names, durable, env, flight)
+        made = make_graph(
+            *(self.name, self.program, self.stages, state, self.names, durable, env, flight), connected=self.connected
+        )
         known.append(made)
         count = sum(map(len, self._graphs.values()))
         code = made.compiled

@@ -18,6 +18,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from pure_loop.compile.connected import Connection, connect
 from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
 from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.lifting import StrayDrawError, lift_draws
@@ -52,13 +53,19 @@ __all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 
 
 class Tracing:
-    """One trace under way: what Python asked of it besides operations on tensors."""
+    """One trace under way: what Python asked of it besides operations on tensors.
+
+    Attributes:
+        begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
+    """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.host = Host(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate]] = []
         self.draws: list[tuple[Group, torch.fx.Node]] = []
+        self.tangents = 0
+        self.begins_with_leaves = True
         self._group: Group | None = None
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -68,15 +75,26 @@ class Tracing:
 
     def lift(self, dtype: torch.dtype, evaluate: Evaluate) -> Tensor:
         """A number of the step as an input of the graph."""
-        mode = get_proxy_mode()
-        assert mode is not None
         with disable_proxy_modes_tracing(), self.mode:
             fake = torch.empty((), dtype=dtype)
-        proxy = mode.tracer.create_proxy("placeholder", f"number_{len(self.numbers)}", (), {})
-        proxy.node.meta["val"] = fake
-        track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+        self._input(f"number_{len(self.numbers)}", fake)
         self.numbers.append((dtype, evaluate))
         return fake
+
+    def tangent(self, output: Tensor) -> Tensor:
+        """The gradient by an output as an input of the graph."""
+        with disable_proxy_modes_tracing():
+            fake = self.fake(output.detach())
+        self._input(f"tangent_{self.tangents}", fake)
+        self.tangents += 1
+        return fake
+
+    def _input(self, name: str, fake: Tensor) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        proxy = mode.tracer.create_proxy("placeholder", name, (), {})
+        proxy.node.meta["val"] = fake
+        track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
 
     @contextmanager
     def drawing(self, group: Group) -> Iterator[None]:
@@ -175,34 +193,39 @@ class _Scalar:
 
 
 def compile_function(
-    function: Callable[[list[Tensor]], tuple[list[Tensor], dict[int, int]]],
+    function: Callable[[list[Tensor]], tuple[list[Tensor], dict[int, int], Connection | None]],
     tensors: Sequence[Tensor],
     tracing: Tracing,
 ) -> Compiled:
     """Trace and compile.
 
     Args:
-        function: of fake tensors like ``tensors``; gives a list of tensors, and which of them are written to which
-            input. What is written is no output.
+        function: of fake tensors like ``tensors``; gives a list of tensors, which of them are written to which
+            input (what is written is no output), and how autograd goes on through them, if it does.
         tensors: examples.
         tracing: collects what else the function asks for.
     """
     begin = time.perf_counter()
     fakes = [tracing.fake(tensor) for tensor in tensors]
     places: dict[int, int] = {}
+    connection: Connection | None = None
 
     def body(*given: Tensor) -> list[Tensor]:
-        nonlocal places
-        outputs, places = function(list(given))
+        nonlocal places, connection
+        outputs, places, connection = function(list(given))
         return outputs
 
     with enable_python_dispatcher(), tracing.mode:
         raw = make_fx(body)(*fakes)
         draws = lift_draws(raw, tracing)
-        pieces = cut(_functional(raw, decompositions()), places) if has_kernels(raw) else None
+        pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
             whole = _functional(raw, {**decompositions(), **taken_apart()})
-    code = _code(whole, places) if pieces is None else _joined(pieces)
+    if connection is not None:
+        call, taken, operations = connect(whole, connection, _half)
+        code = _Code(call, taken, [], operations)
+    else:
+        code = _code(whole, places) if pieces is None else _joined(pieces)
     first = len(tensors)
     second = first + len(tracing.numbers)
     return Compiled(
@@ -265,6 +288,23 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     """
     if is_on():
         return interpret(graph)
+    made = _made(graph, examples, cudagraphs=BoxedBool(any(example.device.type == "cuda" for example in examples)))
+    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
+
+
+def _half(graph: torch.fx.GraphModule, backward: bool) -> tuple[Call, Sequence[Any] | None]:
+    """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives.
+
+    What one gives the other has to stay, so nothing is replayed.
+    """
+    if is_on():
+        return interpret(graph), None
+    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    made = _made(graph, examples, cudagraphs=BoxedBool(False), is_backward=backward)
+    return getattr(made, "current_callable", None) or made, getattr(made, "output_strides", None)
+
+
+def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -> Any:
     joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
     # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
@@ -272,9 +312,7 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     in_cpp = not on_gpu and len(graph.graph.nodes) <= CPP_WRAPPER_UP_TO
     try:
         with inductor.patch(_SETTINGS):
-            made: Any = compile_fx_inner(
-                graph, examples, cudagraphs=BoxedBool(on_gpu), is_inference=False, cpp_wrapper=in_cpp
-            )
+            return compile_fx_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, **options)
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":
@@ -285,7 +323,6 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
             "compile= needs a C++ compiler, and torch found none: install g++ (or say which one with the environment "
             "variable CXX), or leave compile out."
         ) from error
-    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
 
 # Nodes of a graph.

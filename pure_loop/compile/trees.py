@@ -6,7 +6,7 @@ nothing changed is never built again. What belongs to the batch may be of any ki
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["Durable", "MetricsReadError", "Unread", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
+__all__ = ["Durable", "Unread", "UnreadFieldError", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
 
 _OF_THE_STEP = frozenset(
     {
@@ -35,17 +35,17 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
 
 
-class MetricsReadError(PureLoopError):
-    """Traced code looked at the results of evaluations."""
+class UnreadFieldError(PureLoopError):
+    """Traced code looked at a field that its graph was thought not to need."""
 
 
 class Unread(FrozenDict[str, Any]):
-    """Stands in for ``state.metrics``, which changes with every evaluation, until traced code looks at it."""
+    """Stands in for a field that would cost something to take along, until traced code looks at it."""
 
     __slots__ = ()
 
     def _look(self, *_: Any) -> NoReturn:
-        raise MetricsReadError("state.metrics was read while a step was compiled")
+        raise UnreadFieldError("a field that no graph takes was read while a step was compiled")
 
     __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look
     get = keys = values = items = copy = __copy__ = __repr__ = _look
@@ -116,8 +116,9 @@ def _leaf_key(leaf: Any) -> Any:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a batch, or of anything of its kind."""
-    if type(value) is tuple and all(type(each) is Tensor for each in value):
-        return list(value)
+    plain = () if value is None or is_number(value) else _plain(value)
+    if plain is not None:
+        return list(plain)
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -128,21 +129,44 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def _plain(value: Any) -> Sequence[Tensor] | None:
+    """The tensors of a tensor, or of a tuple or mapping of ours of such: opening anything else takes its time."""
+    kind = type(value)
+    if kind is Tensor:
+        return (value,)
+    if kind is FrozenDict:
+        tensors: Sequence[Tensor] = list(value.values())
+    elif kind is tuple:
+        tensors = value
+    else:
+        return None
+    for each in tensors:
+        if type(each) is not Tensor:
+            return None
+    return tensors
+
+
 def walk(value: Any) -> Any:
     """What a graph depends on in a batch: its structure, its tensors' shapes, and all else by value."""
     if isinstance(value, Tensor):
         return describe(value)
+    if value is None or is_number(value):
+        return type(value), value
+    plain = _plain(value)
+    if plain is not None:
+        return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, plain))
     node = _open(value)
     if node is None:
-        return _leaf_key(value) if not is_number(value) else (type(value), value)
+        return _leaf_key(value)
     return type(value), tuple(node[1]), tuple(map(walk, node[0]))
 
 
 def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
     """A value like ``template`` with other tensors in it."""
-    kind = type(template)
     if isinstance(template, Tensor):
         return next(tensors)
-    if kind is tuple and all(isinstance(each, Tensor) for each in template):
-        return tuple([next(tensors) for _ in template])
+    if _plain(template) is not None:
+        if type(template) is tuple:
+            return tuple([next(tensors) for _ in template])
+        return FrozenDict([(name, next(tensors)) for name in template])
     return map_tensors(lambda _: next(tensors), template)

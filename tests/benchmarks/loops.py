@@ -80,6 +80,7 @@ OURS = [
     Loop("pl.fit, every event, donate=False", ours(donate=False)),
     Loop("pl.fit, every event, donate=True", ours(donate=True)),
     Loop("pl.fit, watch={BATCH_END}", ours(watch={Event.BATCH_END})),
+    Loop("pl.fit, compile=True, every event", ours(compile=True), compiled=True),
     Loop("pl.fit, compile=True, watch={EPOCH_END}", ours(**_COMPILED), compiled=True),
     Loop(f"pl.fit, compile=True, {TOGETHER} steps a call", ours(**_COMPILED, steps_per_call=TOGETHER), compiled=True),
 ]

@@ -1,0 +1,241 @@
+"""A graph that autograd goes on through: its backward is compiled too, and runs when whoever came after asks for it.
+
+What somebody is shown between a forward and its backward has a graph of autograd. So the forward is traced together
+with its backward, cut in two by torch's partitioner, which says what the first half keeps for the second, and handed to
+autograd as one function.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pure_loop._autograd import GradMode, refuse_strangers
+from pure_loop.compile.writing import drop_unused
+from pure_loop.errors import CompileError
+
+if TYPE_CHECKING:
+    from pure_loop.compile.trace import Tracing
+
+try:  # private to torch: in 2.11 to 2.13
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+except ImportError as error:
+    raise CompileError(
+        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
+    ) from error
+
+__all__ = ["Connection", "connect", "differentiate"]
+
+
+@attrs.frozen
+class Connection:
+    """Where autograd goes into a graph and out of it.
+
+    Attributes:
+        outputs: which of the results are differentiated.
+        inputs: which of the inputs have a gradient; these gradients follow the results, in this order.
+        results: how many there are.
+    """
+
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+    results: int
+
+
+def differentiate(
+    tracing: Tracing, results: list[Tensor], outputs: dict[int, Tensor], inputs: dict[int, Tensor]
+) -> Connection | None:
+    """Trace the backward, too: appends to ``results`` the gradients by the inputs. None: there are none.
+
+    Args:
+        tracing: makes inputs of the gradients by the outputs.
+        results: what the graph gives.
+        outputs: those of them that are differentiated, by their place, with their graphs.
+        inputs: what is differentiated by, by its place.
+    """
+    count = len(results)
+    if not outputs:
+        return None
+    for output in outputs.values():
+        refuse_strangers(output)
+    found = torch.autograd.grad(
+        list(outputs.values()), list(inputs.values()), list(map(tracing.tangent, outputs.values())), allow_unused=True
+    )
+    reached = [(place, gradient) for place, gradient in zip(inputs, found, strict=True) if gradient is not None]
+    results += [gradient for _, gradient in reached]
+    return Connection(tuple(outputs), tuple(place for place, _ in reached), count)
+
+
+# (graph, whether it is a backward's) -> what calls it, and the strides of what it gives where they are known.
+Lower = Callable[[GraphModule, bool], tuple[Callable[[list[Tensor]], Sequence[Any]], "Sequence[Any] | None"]]
+
+
+@attrs.frozen(eq=False)
+class _Halves:
+    """A forward and its backward as machine code.
+
+    Attributes:
+        forward, backward: take a list of tensors, and empty it.
+        results: how many of the first outputs of the forward are for others; the rest is kept for the backward.
+        plain: those that aren't differentiated.
+        kept: which inputs are kept.
+        tangents: which gradients by outputs the backward takes, with the layout that it takes for granted.
+        inputs: for each input, which gradient of the backward's is its own; None where there is none.
+    """
+
+    forward: Callable[[list[Tensor]], Sequence[Any]]
+    backward: Callable[[list[Tensor]], Sequence[Any]]
+    results: int
+    plain: tuple[int, ...]
+    kept: tuple[int, ...]
+    tangents: tuple[tuple[int, Tensor], ...]
+    inputs: tuple[int | None, ...]
+
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+        given = tensors.copy()
+        tensors.clear()
+        with GradMode(True):
+            found: Sequence[Any] = _Function.apply(self, *given)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, halves: _Halves, *given: Tensor) -> tuple[Tensor, ...]:
+        found = halves.forward(list(given))
+        results = tuple(found[: halves.results])
+        ctx.halves = halves
+        ctx.save_for_backward(*[given[i] for i in halves.kept], *found[halves.results :])
+        ctx.mark_non_differentiable(*[results[i] for i in halves.plain])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise CompileError(
+                "the gradient of a compiled forward was taken with create_graph=True, and machine code has no second "
+                "derivative. An algorithm at an event that nobody looks at is part of the graph, and may: leave its "
+                "event out of watch=, or leave compile out."
+            )
+        halves = ctx.halves
+        given = [*ctx.saved_tensors, *[_laid_out(tangents[place], like) for place, like in halves.tangents]]
+        found = halves.backward(given)
+        return None, *[None if place is None else found[place] for place in halves.inputs]
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with the strides of another one."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def connect(
+    joint: GraphModule, connection: Connection, lower: Lower
+) -> tuple[Callable[[list[Tensor]], Sequence[Any]], list[int], int]:
+    """Cut a graph of forward and backward in two, and compile both.
+
+    Args:
+        joint: takes the inputs, and after them the gradients by the differentiated outputs; gives the results, and
+            after them the gradients.
+        connection: which of these are which.
+        lower: compiles a graph.
+
+    Returns:
+        What calls the forward and keeps the backward, the inputs that it takes, and the number of operations.
+    """
+    placeholders = _inputs(joint)
+    count = len(placeholders) - len(connection.outputs)
+    for position, node in enumerate(placeholders):
+        # By their names the partitioner knows them.
+        name = f"primals_{position}" if position < count else f"tangents_{position - count}"
+        node.target = name
+        node._rename(name)
+    first, second = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=connection.results)
+    output = next(iter(reversed(first.graph.nodes)))
+    names = [node.name for node in _inputs(first)]
+    kept_nodes = list(output.args[0])[connection.results :]
+    from_inputs = [node for node in kept_nodes if node.op == "placeholder"]
+    computed = [node for node in kept_nodes if node.op != "placeholder"]
+    kept = [names.index(node.name) for node in from_inputs]
+    output.args = ([*list(output.args[0])[: connection.results], *computed],)
+    taken = sorted({*drop_unused(first), *kept, *connection.inputs})
+    first.recompile()
+    before = {position: place for place, position in enumerate(taken)}
+    forward_takes = [before[names.index(node.name)] for node in _inputs(first)]
+    forward, strides = lower(first, False)
+
+    # The order of what the second half takes is its partitioner's; ours is that of `save_for_backward`.
+    order = [node.name for node in [*from_inputs, *computed]]
+    wanted = _inputs(second)
+    if strides is not None:
+        laid_out = dict(zip(order[len(kept) :], strides[connection.results :], strict=True))
+        for node in wanted:
+            stride, value = laid_out.get(node.name), node.meta["val"]
+            if stride is not None and tuple(map(int, stride)) != value.stride():
+                node.meta["val"] = _restrided(value, tuple(map(int, stride)))
+    takes: list[int] = []
+    tangents: list[tuple[int, Tensor]] = []
+    for node in wanted:
+        if node.name.startswith("tangents_"):
+            takes.append(len(order) + len(tangents))
+            tangents.append((connection.outputs[int(node.name.removeprefix("tangents_"))], _layout(node)))
+        else:
+            takes.append(order.index(node.name))
+    backward, _ = lower(second, True)
+    gradients = {place: number for number, place in enumerate(connection.inputs)}
+    halves = _Halves(
+        forward=_choosing(forward, forward_takes),
+        backward=_choosing(backward, takes),
+        results=connection.results,
+        plain=tuple(place for place in range(connection.results) if place not in connection.outputs),
+        kept=tuple(before[place] for place in kept),
+        tangents=tuple(tangents),
+        inputs=tuple(gradients.get(place) for place in taken),
+    )
+    operations = sum(node.op == "call_function" for half in (first, second) for node in half.graph.nodes)
+    return halves, taken, operations
+
+
+def _inputs(graph: GraphModule) -> list[Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _restrided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    mode: Any = value.fake_mode  # type: ignore[attr-defined]
+    with mode:
+        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+
+
+def _layout(node: Node) -> Tensor:
+    """A tensor without memory of the shape and strides of this one."""
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _choosing(
+    call: Callable[[list[Tensor]], Sequence[Any]], places: list[int]
+) -> Callable[[list[Tensor]], Sequence[Any]]:
+    """The call with these of the tensors that it is given."""
+    if places == list(range(len(places))):
+
+        def first(tensors: list[Tensor]) -> Sequence[Any]:
+            del tensors[len(places) :]
+            return call(tensors)
+
+        return first
+
+    def chosen(tensors: list[Tensor]) -> Sequence[Any]:
+        given = [tensors[i] for i in places]
+        tensors.clear()
+        return call(given)
+
+    return chosen

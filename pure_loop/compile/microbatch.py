@@ -1,0 +1,133 @@
+"""A microbatch between BEFORE_FORWARD and AFTER_BACKWARD: graphs between the events that somebody attends to.
+
+With nobody there it is one graph, which differentiates. Else autograd goes from one graph into the next
+(:mod:`pure_loop.compile.connected`), and through what algorithms add at the events in between, eagerly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from pure_loop.compile.program import Ended, Flight, at, holding, put_in
+from pure_loop.compile.stretch import Program, Traced
+from pure_loop.event import Event
+from pure_loop.loop import LoopStages, Script
+from pure_loop.state import State
+from pure_loop.time import Timestamp
+
+if TYPE_CHECKING:
+    from pure_loop.compile.compiler import Compiler
+
+__all__ = ["INSIDE", "microbatch"]
+
+Step: TypeAlias = Event | Literal["forward", "loss"]
+STEPS: tuple[Step, ...] = (
+    *("forward", Event.AFTER_FORWARD, Event.BEFORE_LOSS),
+    *("loss", Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
+)
+INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
+_CHANGED = ("microbatch", "outputs", "loss", "_grads")
+
+
+def microbatch(
+    compiler: Compiler,
+    timestamps: tuple[Timestamp, ...],
+    state: State,
+    index: int,
+    last: bool,
+    weight: float | Tensor,
+) -> Script:
+    """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
+    while not (compiler.attended & INSIDE or "forward" in compiler.eager):
+        flight = (state.microbatch, state._grads, weight, _batch(compiler, state, STEPS))
+        run = compiler.attempt("microbatch", _whole, state, timestamps, flight, index)
+        if run is not None:
+            state = put_in(state, run, _CHANGED)
+            return compiler.stages.engine.add_up(state) if last else state
+    stages = compiler.stages if _eager(compiler) else compiler.alone
+    state = yield from _in_pieces(compiler, stages, timestamps, state, index, last)
+    state = stages.backward(state, weight=weight)
+    return compiler.stages.engine.add_up(state) if last and stages is not compiler.stages else state
+
+
+def _eager(compiler: Compiler) -> bool:
+    """Whether nothing of forwards and losses is compiled."""
+    if "forward" in compiler.eager:
+        return True
+    # A module's own loss may read what its forward has left in the module, which a graph doesn't hand on.
+    own_loss = compiler.stages.task.loss is None
+    return own_loss and not compiler.attended.isdisjoint({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
+
+
+def _in_pieces(
+    compiler: Compiler, stages: LoopStages, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool
+) -> Script:
+    """The State of BEFORE_BACKWARD."""
+    position = 0
+    while position < len(STEPS):
+        step, eager = STEPS[position], _eager(compiler)
+        if isinstance(step, Event) and (eager or step in compiler.attended):
+            state = yield step, state
+            position += 1
+        elif eager:
+            state = _stage(stages, step, state, index, last)
+            position += 1
+        else:
+            end = next((i for i in range(position, len(STEPS)) if STEPS[i] in compiler.attended), len(STEPS))
+            piece = _piece(compiler, position, end, state, timestamps, index)
+            if piece is not None:
+                position, state = end, piece
+            del piece
+    return state
+
+
+def _stage(stages: LoopStages, name: Step, state: State, index: int, last: bool) -> State:
+    if name == "forward":
+        return stages.forward(state, index=index, last=last)
+    return stages.loss(state, index=index)
+
+
+def _piece(
+    compiler: Compiler, begin: int, end: int, state: State, timestamps: tuple[Timestamp, ...], index: int
+) -> State | None:
+    """The State after these steps; None: something in them can't be traced."""
+    steps = STEPS[begin:end]
+    if not any(not isinstance(step, Event) or step in compiler.stages.handlers for step in steps):
+        return state
+    if "forward" in steps:
+        state = holding(state, params=compiler.alone.engine.leaves(state, last=True))
+    name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
+    flight = (state.microbatch, state.outputs, state.loss, _batch(compiler, state, steps))
+    run = compiler.attempt(name, _program(steps), state, timestamps, flight, index, connected=True)
+    return None if run is None else put_in(state, run, _CHANGED[:3])
+
+
+def _batch(compiler: Compiler, state: State, steps: tuple[Step, ...]) -> Any:
+    """The whole batch, if an algorithm in these steps might look at it: else its size is no matter."""
+    return state.batch if compiler.stages.handlers.keys() & steps else None
+
+
+def _name(step: Step) -> str:
+    return step.name if isinstance(step, Event) else step
+
+
+def _program(steps: tuple[Step, ...]) -> Program:
+    def program(state: State, flight: Flight, traced: Traced) -> Ended:
+        microbatch, outputs, loss, batch = flight
+        state = holding(state, microbatch=microbatch, outputs=outputs, loss=loss, batch=batch)
+        for step in steps:
+            # Seeds are those of microbatch 0, and moved to those of this one when they are used.
+            state = at(step, state, traced) if isinstance(step, Event) else _stage(traced.stages, step, state, 0, True)
+        return state, None, tuple(getattr(state, field) for field in _CHANGED[:3])
+
+    return program
+
+
+def _whole(state: State, flight: Flight, traced: Traced) -> Ended:
+    piece, grads, weight, batch = flight
+    state = holding(state, microbatch=piece, _grads=grads, batch=batch)
+    state, _, _ = _program(STEPS)(state, (piece, None, None, batch), traced)
+    state = traced.stages.backward(state, weight=weight)
+    return state, None, tuple(getattr(state, name) for name in _CHANGED)

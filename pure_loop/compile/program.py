@@ -1,0 +1,42 @@
+"""What programs, which are traced, and the scripts that call them share: States outside of an event, and handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from pure_loop.driver import apply, seal
+from pure_loop.event import Event
+from pure_loop.state import State, fresh_draft_of
+
+if TYPE_CHECKING:
+    from pure_loop.compile.stretch import Run, Traced
+
+__all__ = ["Ended", "Flight", "at", "holding", "put_in"]
+
+Flight: TypeAlias = tuple[Any, ...]
+Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
+
+
+def holding(state: State, **fields: Any) -> State:
+    """A State with these fields, and without an event."""
+    draft = fresh_draft_of(state)
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
+
+
+def put_in(state: State, run: Run, in_flight: Sequence[str]) -> State:
+    """The State with what a graph gave: durable fields, and those in flight."""
+    fields = dict(zip(run.names, run.durable, strict=True))
+    return holding(state, **fields, **dict(zip(in_flight, run.flight, strict=True)))
+
+
+def at(event: Event, state: State, traced: Traced) -> State:
+    """The State of an event that nobody but algorithms attends to."""
+    state = seal(state, event)
+    found = traced.handlers.get(event)
+    return state if found is None else apply(event, state, found, traced.stages)

@@ -1,0 +1,297 @@
+"""Compiled forwards that somebody looks at: what is shown has its graph, and backwards go through compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pure_loop as pl
+import pure_loop.compile
+from pure_loop import Event
+from pure_loop.algorithms import ema
+from pure_loop.compile import connected, record
+from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
+from tests.compiling import (
+    BATCHES,
+    Attention,
+    Named,
+    Parts,
+    Unused,
+    assert_close,
+    every_third,
+    fit,
+    mlp,
+    named_batches,
+    several,
+    stream,
+)
+from tests.drawing import examples
+from tests.models import CLASSES, FEATURES, Tied, batches, plain
+
+INSIDE = [Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD]
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """Graphs are run as they are, and not compiled."""
+    with pure_loop.compile.interpreted():
+        yield
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def penalty(state: pl.State) -> pl.State:
+    weights = sum(parameter.square().sum() for parameter in state.params.values())
+    return state.replace(loss=state.loss + 0.1 * weights)
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def colder(state: pl.State) -> pl.State:
+    return state.replace(outputs=state.outputs / (1 + state.timestamp.batch))
+
+
+@pl.algorithm(Event.BEFORE_LOSS)
+def remembered(state: pl.State) -> pl.State:
+    mean = state.outputs.detach().mean()
+    return state.remember("mean", mean + state.algorithm_state.get("mean", 0.0))
+
+
+@pl.algorithm(Event.BEFORE_BACKWARD)
+def by_the_optimizer(state: pl.State) -> pl.State:
+    """Looks at memory that forwards and losses are not given otherwise."""
+    moment = next(iter(state.opt_state["exp_avg"].values()))
+    return state.remember("moment", moment.sum())
+
+
+class Twice(nn.Module):
+    """Its outputs are its input, two views of one tensor, and an integer: not all of them have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out = self.layer(x)
+        return x, out, out[:, :2], out.argmax(dim=1)
+
+
+def of_all(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+    x, out, part, best = outputs
+    loss: Tensor = nn.functional.cross_entropy(out, targets) + part.mean() + 0.1 * (best == targets).float().mean()
+    return loss + 0.01 * (x * x).mean()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "BatchNorm and dropout": {},
+    "tied and frozen": {"model": Tied},
+    "a parameter without a gradient": {"model": Unused},
+    "a dict of losses": {"model": plain, "loss": Parts()},
+    "attention": {
+        "model": Attention,
+    },
+    "mappings and a loss of its own": {"model": Named, "data": named_batches(), "loss": None},
+    "outputs of all kinds": {"model": Twice, "loss": of_all},
+}
+OF_ANYTHING = [ema(half_life="4ba"), by_the_optimizer]
+ALGORITHMS: list[list[Any]] = [[], OF_ANYTHING, several(), [penalty], [colder, remembered], [every_third]]
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def second_derivatives(state: pl.State) -> pl.State:
+    params = list(state.params.values())
+    slopes = torch.autograd.grad(state.loss, params, create_graph=True)
+    return state.replace(loss=state.loss + 0.1 * sum(slope.square().sum() for slope in slopes))
+
+
+def doubled(value: Any) -> Any:
+    """The same batches or model in float64."""
+    if isinstance(value, nn.Module):
+        return value.double()
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: doubled(each) for name, each in value.items()}
+    return type(value)(map(doubled, value))
+
+
+@examples(14, 500)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    inside=st.sets(st.sampled_from(INSIDE), min_size=1),
+    algorithms=st.sampled_from(ALGORITHMS),
+    microbatch_size=st.sampled_from([None, 3]),
+    donate=st.sampled_from([False, "auto"]),
+)
+def test_the_same_states_whoever_looks_between_a_forward_and_its_backward(
+    name: str, inside: set[Event], algorithms: list[Any], microbatch_size: int | None, donate: Any
+) -> None:
+    """In float64, where rounding can't be mistaken for anything else."""
+    chosen = {"model": mlp, "data": batches((8, 5), 1)} | MODELS[name]
+    one_tensor = "loss" not in chosen
+    settings: dict[str, Any] = {
+        **chosen,
+        "model": lambda: doubled(chosen["model"]()),
+        "data": doubled(chosen["data"]),
+        "optimizer": pl.optim.adamw(lr=1e-3, eps=1e-2),
+        "algorithms": [each for each in algorithms if one_tensor or each in OF_ANYTHING],
+        "watch": inside | BATCHES,
+        "microbatch_size": microbatch_size,
+        "max_duration": "3ba",
+    }
+    assert_close(fit(compile=True, donate=donate, **settings), fit(donate=False, **settings), 1e-9)
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_mixed_precision(precision: str) -> None:
+    settings: dict[str, Any] = {"model": plain, "precision": precision, "watch": {Event.AFTER_LOSS, *BATCHES}}
+    assert_close(fit(compile=True, **settings), fit(**settings), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("watch", "stretches"),
+    [
+        ({Event.AFTER_LOSS}, ["forward to loss", "update"]),
+        ({Event.AFTER_FORWARD}, ["forward", "BEFORE_LOSS to BEFORE_BACKWARD", "update"]),
+        ({Event.BEFORE_LOSS, Event.BEFORE_BACKWARD}, ["forward to AFTER_FORWARD", "loss to AFTER_LOSS", "update"]),
+        (None, ["forward", "loss", "update"]),
+    ],
+)
+def test_what_lies_between_two_events_that_are_watched_is_one_graph(watch: Any, stretches: list[str]) -> None:
+    with record() as graphs:
+        fit(compile=True, watch=watch, max_duration="2ba", microbatch_size=4)
+    assert [graph.stretch for graph in graphs] == stretches
+
+
+def test_what_is_shown_has_its_graph() -> None:
+    """As in eager steps: its gradient is that of the step, and through outputs it is the same."""
+    for event, state in stream(compile=True, watch={Event.AFTER_LOSS, Event.AFTER_BACKWARD}, max_duration="2ba"):
+        if event is Event.AFTER_LOSS:
+            found = torch.autograd.grad(state.loss, list(state.params.values()), retain_graph=True)
+            assert state.outputs.requires_grad
+        else:
+            for one, other in zip(found, state.grads.values(), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
+    settings: dict[str, Any] = {"model": plain, "algorithms": [second_derivatives], "max_duration": "2ba"}
+    watch = {Event.BEFORE_BACKWARD, Event.BATCH_END}
+    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings))
+    with pytest.raises(CompileError, match=r"create_graph=True.*leave its event out of watch="):
+        fit(compile=True, watch={Event.AFTER_LOSS}, **settings)
+
+
+def test_an_algorithm_that_differentiates_through_a_forward_in_another_graph_is_refused_or_runs_eagerly() -> None:
+    @pl.algorithm(Event.AFTER_LOSS)
+    def slopes(state: pl.State) -> pl.State:
+        found = torch.autograd.grad(state.loss, list(state.params.values()), retain_graph=True, allow_unused=True)
+        return state.remember("size", sum(slope.square().sum() for slope in found if slope is not None))
+
+    settings: dict[str, Any] = {"model": plain, "algorithms": [slopes], "watch": {Event.AFTER_FORWARD, *BATCHES}}
+    with pytest.raises(CompileError, match=r"'slopes' at AFTER_LOSS can't be compiled: it differentiates"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+def test_a_backward_frees_what_its_forward_kept() -> None:
+    kept = []
+    for _, state in stream(plain, compile=True, watch={Event.AFTER_LOSS}, max_duration="2ba"):
+        kept.append(state)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(kept[0].loss, list(kept[0].params.values()))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_parameters_replaced_inside_a_graph_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
+    @pl.algorithm(Event.AFTER_FORWARD)
+    def replaces(state: pl.State) -> pl.State:
+        return state.replace(params={name: 2 * each for name, each in state.params.items()})
+
+    with pytest.raises(AlgorithmStructureError, match="replaced params at AFTER_FORWARD, between"):
+        fit(plain, compile=compile, algorithms=[replaces], watch={Event.AFTER_LOSS})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_without_a_graph_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
+    with pytest.raises(LossError, match="does not depend on any parameter"):
+        fit(plain, compile=compile, loss=lambda outputs, _: outputs.detach().mean(), watch={Event.AFTER_FORWARD})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_closes_over_the_module_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
+    module = plain()
+
+    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean() + next(module.parameters()).square().sum()
+
+    with pytest.raises(pl.errors.ModelError, match="was not called with"):
+        fit(lambda: module, compile=compile, loss=penalised, watch={Event.AFTER_FORWARD})
+
+
+class Stashing(nn.Module):
+    """Its loss reads what the forward left in the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.hidden = torch.zeros(())
+
+    def forward(self, batch: Any) -> Tensor:
+        out: Tensor = self.layer(batch[0])
+        self.hidden = out.square().mean()
+        return out
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1]) + self.hidden
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_a_loss_that_reads_what_its_forward_left(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Stashing, "loss": None, "watch": {event, *BATCHES}, "microbatch_size": 3}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+def test_an_algorithm_that_cannot_be_traced_leaves_the_rest_compiled() -> None:
+    @pl.algorithm(Event.AFTER_FORWARD)
+    def reads(state: pl.State) -> pl.State:
+        return state.replace(outputs=state.outputs * (1 + (state.outputs.max().item() > 0)))
+
+    settings: dict[str, Any] = {"model": plain, "algorithms": [reads], "watch": BATCHES, "microbatch_size": 3}
+    with record() as graphs:
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    names = {graph.stretch for graph in graphs}
+    assert names == {"forward", "BEFORE_LOSS to BEFORE_BACKWARD", "update"}
+
+
+def test_a_loss_that_cannot_be_traced_goes_on_eagerly_from_a_compiled_forward() -> None:
+    def clipped(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss if loss.item() < 100 else loss / 2
+
+    settings: dict[str, Any] = {"loss": clipped, "watch": {Event.AFTER_FORWARD, *BATCHES}, "microbatch_size": 3}
+    with record() as graphs:
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    assert [graph.stretch for graph in graphs] == ["forward", "update"]
+
+
+@pytest.mark.parametrize("wrong", ["twice", "rolled", "tangents"])
+def test_a_wrong_backward_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = connected._Function.backward
+
+    def backward(ctx: Any, *tangents: Tensor) -> Any:
+        if wrong == "tangents":
+            return real(ctx, *[torch.ones_like(each) for each in tangents])
+        found = list(real(ctx, *tangents))
+        if wrong == "twice":
+            return tuple(None if each is None else 2 * each for each in found)
+        return tuple(None if each is None else each.flip(0) for each in found)
+
+    monkeypatch.setattr(connected._Function, "backward", staticmethod(backward))
+    settings: dict[str, Any] = {"model": mlp, "watch": {Event.AFTER_FORWARD, *BATCHES}, "max_duration": "2ba"}
+    with pytest.raises(AssertionError):
+        assert_close(fit(compile=True, **settings), fit(**settings))
