@@ -152,8 +152,8 @@ def _ours(cls: type) -> str:
     return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
 
 
-def read_donate(donate: Any, ranks: int, compile: Any, useful: bool) -> Donation | None:
-    """What ``donate=`` asks for; on several ranks, which share their memory with torch's own modules, nothing.
+def read_donate(donate: Any, compile: Any, useful: bool) -> Donation | None:
+    """What ``donate=`` asks for.
 
     ``useful`` says whether steps can overwrite at all: one that may be left out needs the old numbers once more.
 
@@ -162,6 +162,6 @@ def read_donate(donate: Any, ranks: int, compile: Any, useful: bool) -> Donation
     """
     if donate is not True and donate is not False and donate != "auto":
         raise ArgumentError(f'donate={donate!r}: write "auto", True or False.')
-    if not donate or ranks > 1 or not CAN_COUNT or not (useful or compile is not False):
+    if not donate or not CAN_COUNT or not (useful or compile is not False):
         return None
     return Donation(always=donate is True, compiled=compile is not False)

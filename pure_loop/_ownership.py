@@ -73,6 +73,10 @@ class Held:
         self._tensors += mapping._tensors
         self._counts += [_OURS + in_mappings + 1] * len(mapping)
 
+    def _with_shared(self) -> list[int]:
+        count = len(self._names)
+        return [uses + 1 for uses in self._storage_counts[:count]] + self._storage_counts[count:]
+
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
         self.leaves = leaves
@@ -111,8 +115,11 @@ class Held:
                 return False
         return True
 
-    def tensors_alone(self, memory: Any) -> bool:
-        """Whether the tensors are in this memory still, and nobody has one of them, a view of one or its storage."""
+    def tensors_alone(self, memory: Any, *, shared: bool = False) -> bool:
+        """Whether the tensors are in this memory still, and nobody has one of them, a view of one or its storage.
+
+        ``shared`` says that one tensor more has the memory of each parameter, which is the loop's as well.
+        """
         leaves = self.leaves
         if leaves is not None and (
             self._bound_to is None
@@ -131,7 +138,7 @@ class Held:
             and set(map(tensor_uses, self._tensors)) == ONCE
             and set(map(getrefcount, self._storages)) == LISTED
             and list(map(address_of, self._storages)) == self._addresses
-            and list(map(storage_uses, self._pointers)) == self._storage_counts
+            and list(map(storage_uses, self._pointers)) == (self._with_shared() if shared else self._storage_counts)
         )
 
 

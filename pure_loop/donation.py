@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -45,6 +45,10 @@ def protect(state: State) -> Callable[[], None]:
     readers, reader = params.protected, object()
     readers.add(reader)
     return lambda: readers.discard(reader)
+
+
+# Parameters (all, and those trained) and memory.
+Taken: TypeAlias = tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any]
 
 
 class Donation:
@@ -84,7 +88,7 @@ class Donation:
     def leaves(self, state: State, engine: Engine, *, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
         held, params = self._held, state.params
-        if held is None or held.params is not params:
+        if held is None or held.params is not params or engine.ranks > 1:
             return engine.leaves(state, last=last)
         leaves = held.leaves
         if leaves is None:
@@ -123,14 +127,18 @@ class Donation:
             return tensors
         return clone_all(tensors)
 
-    def take(self, state: State) -> tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any] | None:
+    def take(self, state: State, *, shared: bool) -> Taken | None:
         """Parameters (all, and those trained) and memory, to be written to; the State has none any more.
 
         None: they are somebody else's too.
+
+        Args:
+            state: the one that is about to be updated.
+            shared: whether the engine has the memory of the parameters that are trained, too.
         """
         shown, alone, held = self._shown, self._alone, self._held
         self._shown, self._alone = None, False
-        if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state):
+        if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state, shared=shared):
             self._held = None
             return None
         params_too = shown is not None and shown.params is state.params

@@ -36,12 +36,14 @@ class Engine:
         ranks: how many there are.
         padding: whether the batch at hand only keeps this rank company: it has samples, and none of them counts.
         compiles: whether what a rank does between two exchanges can be a graph.
+        donates: whether an update can write the new parameters where the old ones are.
     """
 
     rank = 0
     ranks = 1
     padding = False
     compiles = True
+    donates = True
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         """Meet the others, see that all are about to do the same, and start from the same State."""
@@ -121,6 +123,10 @@ class Engine:
     def parameters(self) -> Iterable[Tensor] | None:
         """Parameters of the engine's own that stand for those of a State in a graph; None where it can't tell."""
         return ()
+
+    def shares(self, params: FrozenDict[str, Tensor]) -> bool:
+        """Whether each of these parameters that is trained has its memory in one more tensor, of the engine's own."""
+        return False
 
     def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.

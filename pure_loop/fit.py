@@ -256,10 +256,9 @@ def prepare(
         nonfinite=nonfinite,
         handlers=bind(listed),
         donation=None
-        if strict
+        if strict or not engine.donates
         else read_donate(
             donate,
-            engine.ranks,
             compile,
             useful=nonfinite == "error" and not mode.scaled and optimizer.overwrite is not None,
         ),

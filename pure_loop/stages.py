@@ -237,7 +237,9 @@ class Stages:
         if donation is not None and (self.nonfinite != "error" or state.loss_scale is not None or donation.compiled):
             donation = None
         overwrite = optimizer.overwrite if donation is not None else None
-        taken = None if overwrite is None else donation.take(state)  # type: ignore[union-attr]
+        taken = None
+        if overwrite is not None:
+            taken = donation.take(state, shared=self.engine.shares(state.params))  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
         if taken is not None:
             params, trained, memory = taken

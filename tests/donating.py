@@ -50,8 +50,8 @@ class Count:
         self.reused = self.copied = 0
         real = donation.Donation.take
 
-        def take(this: Any, state: Any) -> Any:
-            taken = real(this, state)
+        def take(this: Any, state: Any, *, shared: bool) -> Any:
+            taken = real(this, state, shared=shared)
             self.reused += taken is not None
             self.copied += taken is None
             return taken

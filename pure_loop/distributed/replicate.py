@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ class _Holder(nn.Module):
         return loss
 
 
+def _nothing() -> None:
+    """Stands for a reference to parameters, before there are any."""
+
+
 class ReplicateEngine(JointEngine):
     """Gradients averaged by DistributedDataParallel."""
 
@@ -46,6 +51,8 @@ class ReplicateEngine(JointEngine):
     # What DistributedDataParallel knows, by name, and the same with the parameters that are not trained.
     _held: Mapping[str, nn.Parameter] = FrozenDict()
     _bound: FrozenDict[str, Tensor] = FrozenDict()
+    # The parameters whose memory these have, unless they are gone.
+    _lender: Callable[[], Any] = staticmethod(_nothing)
     _averaging: DistributedDataParallel | None = None
     _leaves: Leaves | None = None
     _anchor: nn.Parameter
@@ -60,10 +67,12 @@ class ReplicateEngine(JointEngine):
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
         params = getattr(params, "origin", params)
-        for name, held in self._held.items():
-            held.data = params[name]
-        if len(self._held) < len(params):
-            self._bound = FrozenDict({**params, **self._held})
+        if not self.shares(params):
+            for name, held in self._held.items():
+                held.data = params[name]
+            if len(self._held) < len(params):
+                self._bound = FrozenDict({**params, **self._held})
+            self._lender = ref(params)
         parameters, trained = self._held, frozenset(self._held)
 
         def detached(name: str) -> Tensor:
@@ -96,6 +105,9 @@ class ReplicateEngine(JointEngine):
         result = state.model.apply(function, bound, state.buffers, training=training, hold=hold)
         params.holder, bound.holder = bound.holder, None
         return result
+
+    def shares(self, params: FrozenDict[str, Tensor]) -> bool:
+        return self._lender() is params
 
     def parameters(self) -> Iterable[Tensor] | None:
         return self._held.values()
@@ -177,6 +189,7 @@ class ReplicateEngine(JointEngine):
         self._forget()
         self._held = {name: nn.Parameter(torch.empty_like(state.params[name])) for name in state.model.trainable}
         self._bound = FrozenDict(self._held)
+        self._lender = _nothing
         self._model = state.model
 
     def _wrapped(self, state: State, loss: Tensor | None) -> DistributedDataParallel:
@@ -216,6 +229,7 @@ class ReplicateEngine(JointEngine):
         self._averaging = self._model = self._leaves = self._unused = None
         self._held = FrozenDict()
         self._bound = FrozenDict()
+        self._lender = _nothing
 
 
 def _count_unreached(loss: Tensor, parameters: Iterable[Tensor]) -> int:

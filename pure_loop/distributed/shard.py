@@ -47,6 +47,7 @@ class ShardEngine(JointEngine):
 
     _mesh: DeviceMesh
     compiles = False
+    donates = False
     _meets_before_forwards = True
     _model: ModelDef | None = None
     _module: Any = None
