@@ -28,6 +28,7 @@ from tests.test_donation_kept import WAYS
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
 
 BATCHES = {Event.BATCH_END}
+INSIDE = [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD, *BATCHES}, None]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,8 +74,8 @@ def fit(model: Any = None, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(
     "watch",
-    [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}],
-    ids=["batches", "starts", "epochs"],
+    [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}, *INSIDE],
+    ids=["batches", "starts", "epochs", "after train batch", "after backward", "all"],
 )
 def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -> None:
     for consumer in (a_for_loop, a_while_loop, a_comprehension, through_a_generator, with_progress, pl.run):
@@ -132,14 +133,16 @@ def test_each_way_of_keeping_keeps() -> None:
         st.tuples(
             st.sampled_from(["body", "callback", "algorithm"]),
             st.sampled_from(sorted(ALL)),
-            st.sampled_from([Event.BATCH_START, Event.BATCH_END, Event.EPOCH_END, Event.EVAL_END]),
+            st.sampled_from([Event.BATCH_START, Event.BATCH_END, Event.EPOCH_END, Event.EVAL_END, *INSIDE[0]]),
             st.integers(0, 14),
             st.integers(0, 11),
         ),
         min_size=1,
         max_size=4,
     ),
-    watch=st.sampled_from([BATCHES, {Event.EPOCH_END}, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}]),
+    watch=st.sampled_from(
+        [BATCHES, {Event.EPOCH_END}, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}, *INSIDE]
+    ),
     consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
     steps=st.sampled_from([1, 3]),
@@ -153,7 +156,7 @@ def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, e
                 ALL[way](kept, state, which)
 
     def callback(event: Event, state: pl.State) -> None:
-        if event in watch:
+        if watch is None or event in watch:
             keeps("callback", event, state)
 
     def handler(state: pl.State) -> pl.State:

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._ownership import Held
+from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.donation import Donation
 from pure_loop.errors import DonatedStateError
@@ -62,7 +63,7 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, **options)
             taken.append(found is not None)
             return found
 
-        with wrong(), patch.object(Donation, "take", take):
+        with wrong(), interpreted(), patch.object(Donation, "take", take):
             for event, state in stream(**options):
                 numbers = frozen_copy(state)
                 copies.append((event, numbers))
@@ -101,6 +102,7 @@ def differing(one, other):
     algorithm=st.sampled_from([None, "ema", "sam", "composed"]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     frozen=st.booleans(),
+    compile=st.booleans(),
 )
 @examples(6, 400)
 def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, ranks, what, **options):
@@ -112,13 +114,14 @@ def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, rank
 
 @pytest.mark.parametrize("watch", [None, BATCHES])
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_every_step_writes_in_place_where_nothing_was_kept(watch, microbatch_size, frozen):
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"compile": True}], ids=["eager", "frozen", "compiled"])
+def test_every_step_writes_in_place_where_nothing_was_kept(watch, microbatch_size, options):
     def program(rank):
         addresses = set()
-        for event, state in stream(watch=watch, microbatch_size=microbatch_size, frozen=frozen):
-            if event is Event.BATCH_END:
-                addresses.add(tuple(tensor.data_ptr() for tensor in state.params.values()))
+        with interpreted():
+            for event, state in stream(watch=watch, microbatch_size=microbatch_size, **options):
+                if event is Event.BATCH_END:
+                    addresses.add(tuple(tensor.data_ptr() for tensor in state.params.values()))
         return len(addresses)
 
     # The first step may copy: what rank 0 broadcast is one piece of memory.

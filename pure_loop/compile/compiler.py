@@ -36,6 +36,8 @@ _AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
 _IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
 _OF_GRADIENTS = _IN_FLIGHT[1:]
 
+# The stretches that end with an update.
+_UPDATING = frozenset({"step", "gradients and update", "update"})
 _BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
 
 
@@ -119,10 +121,11 @@ class Compiler:
         key = name, self.attended
         found = self._stretches.get(key)
         if found is None:
+            brief = name not in _UPDATING
             # Only where an update begins does a driver count who has the State.
-            own = self._copies if self.own is not None and name in ("gradients", "microbatch") else self.own
+            own = self._copies if self.own is not None and brief else self.own
             found = self._stretches[key] = Stretch(
-                name, program, self.alone, own=own, shown=self.shown, connected=connected
+                name, program, self.alone, own=own, shown=self.shown, brief=brief, connected=connected
             )
         return found
 

@@ -34,10 +34,11 @@ class Memory:
         positions: of the durable leaves that they are.
     """
 
-    __slots__ = ("_addresses", "_fields", "_mappings", "_pointers", "_storages", "_tensors", "positions")
+    __slots__ = ("_addresses", "_ends", "_fields", "_mappings", "_pointers", "_storages", "_tensors", "positions")
 
     def __init__(self, positions: Sequence[int], durable: Durable) -> None:
         self.positions = frozenset(positions)
+        self._ends = durable.ends
         self._tensors: list[Tensor] = [durable.leaves[i] for i in positions]
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
@@ -60,6 +61,11 @@ class Memory:
     def fields(self) -> list[int]:
         """The durable fields that they are in."""
         return self._fields or []
+
+    def is_in(self, durable: Durable, values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+        """Whether these durable fields have it where the stretch's last ones, ``before``, had it."""
+        fields = range(len(values)) if self._fields is None else self._fields
+        return durable.ends == self._ends and all(values[field] is before[field] for field in fields)
 
     def alone(self, names: Sequence[str], values: tuple[Any, ...], holders: int, shown: State | None) -> bool:
         """Whether nobody refers to these tensors but the stretch, one State, and the State that is shown.

@@ -61,6 +61,8 @@ class Stretch:
         program: what is compiled.
         stages: the loop's.
         own, shown: as the Compiler's.
+        brief: whether it is called again with other parameters: it keeps nothing of a call, which a count of who has
+            them would find, and is given no memory of the optimizer unless it asks.
         connected: whether autograd goes on through what it gives. It is called with leaves as parameters then, and
             writes to no memory.
     """
@@ -73,6 +75,7 @@ class Stretch:
         *,
         own: Own | None = None,
         shown: Callable[[], bool] | None = None,
+        brief: bool = False,
         connected: bool = False,
     ) -> None:
         self.name = name
@@ -80,6 +83,7 @@ class Stretch:
         self.stages = stages
         self.own = own
         self.shown = shown
+        self.brief = brief
         self.connected = connected
         self._graphs: dict[Any, list[Graph]] = {}
         self.names: tuple[str, ...] = ()
@@ -101,7 +105,7 @@ class Stretch:
             index: which microbatch it is, for random numbers.
         """
         if self._fields is None:
-            left_out = _READ_BY_FEW if self.connected else _READ_BY_FEW[:1]
+            left_out = _READ_BY_FEW if self.brief else _READ_BY_FEW[:1]
             self._take([name for name in durable_fields(type(state)) if name not in left_out])
             assert self._fields is not None
         try:
@@ -119,6 +123,7 @@ class Stretch:
         if self.connected:
             key = key, tuple(tensor.requires_grad for each in flight for tensor in tensors_of(each))
         if durable is None or not ours:
+            self._durable = None
             durable = Durable.of(state, self.names)
             env = Env(timestamps, durable.leaves)
             made = self._find(state, durable, key, env, flight)
@@ -129,7 +134,7 @@ class Stretch:
                 made = self._find(state, durable, key, env, flight)
                 self._arguments = None
         self._flight_key, self._made = key, made
-        return self._run(made, state, durable, values, env, flight, ours, index)
+        return self._run(made, state, durable, values, env, flight, index)
 
     def again(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...]) -> Tensor | None:
         """The last call once more, with other data, where it changes nothing but the memory of what lasts.
@@ -194,12 +199,11 @@ class Stretch:
         values: tuple[Any, ...],
         env: Env,
         flight: tuple[Any, ...],
-        ours: bool,
         index: int,
     ) -> Run:
         compiled = made.compiled
         drawn = self._drawn(made, state, env, index)
-        leaves = self._writable(made, state, durable, values, ours)
+        leaves = self._writable(made, state, durable, values)
         copied = leaves is not durable.leaves
         arguments = None if copied else self._arguments
         if arguments is None:
@@ -213,8 +217,8 @@ class Stretch:
             durable = after(following.fields, durable, leaves, env, outputs, copied)
             values = durable.values
         self._values, self._durable = values, durable
-        if self.connected:
-            self._forget()  # leaves of this microbatch, which a count of who has the parameters would find
+        if self.brief:
+            self._forget()
         elif not made.same_shape:
             self._made = self._durable = None
         elif copied:
@@ -229,7 +233,7 @@ class Stretch:
             in_flight.append(rebuild(template, iter(tensors)))
         return Run(self.names, values, report, tuple(in_flight))
 
-    def _writable(self, made: Graph, state: State, durable: Durable, values: tuple[Any, ...], ours: bool) -> list[Any]:
+    def _writable(self, made: Graph, state: State, durable: Durable, values: tuple[Any, ...]) -> list[Any]:
         """The durable leaves, with copies in the places of those that the graph may not write to."""
         leaves = durable.leaves
         if not made.written:
@@ -238,7 +242,12 @@ class Stretch:
         memory = self._memory
         # Memory of somebody else's making may be shared with anything. So may that which graphs of this stretch have
         # only read so far.
-        if not ours or self.own is None or memory is None or not memory.positions.issuperset(made.written):
+        if (
+            self.own is None
+            or memory is None
+            or not memory.positions.issuperset(made.written)
+            or not memory.is_in(durable, values, self._values)
+        ):
             owned = clone_all(before)
         else:
 
