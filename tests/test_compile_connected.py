@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +19,7 @@ from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import connected, record
 from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
+from pure_loop.frozendict import FrozenDict
 from tests.compiling import (
     BATCHES,
     Attention,
@@ -279,13 +282,191 @@ def test_a_loss_that_cannot_be_traced_goes_on_eagerly_from_a_compiled_forward() 
     assert [graph.stretch for graph in graphs] == ["forward", "update"]
 
 
+class Heads(nn.Module):
+    """Two heads, of which a loss may use one: then the other has no gradient, and its weights don't decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+        self.other = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.one(hidden), self.other(hidden)
+
+
+@pytest.mark.parametrize("event", INSIDE)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_head_that_the_loss_does_not_use_has_no_gradient(which: int, event: Event) -> None:
+    def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs[which], targets)
+
+    settings: dict[str, Any] = {"model": Heads, "loss": loss, "watch": {event, *BATCHES}, "microbatch_size": 5}
+    settings["optimizer"] = pl.optim.adamw(lr=0.1, weight_decay=0.5)
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+class Pair(nn.Module):
+    """One output is another one without its graph, and a third is a function of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.one(x).tanh()
+        return {"out": out, "target": out.detach(), "more": self.two(out), "mean": out.mean(0, True).expand_as(out)}
+
+
+def distilled(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    loss = nn.functional.cross_entropy(outputs["out"], targets) + outputs["mean"].square().sum()
+    total = loss + nn.functional.mse_loss(outputs["more"], outputs["target"])
+    return {"total": total, "shown": total.detach()}
+
+
+def slope(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    total = outputs["more"].sum() + 0.5 * outputs["out"].square().sum()
+    (found,) = torch.autograd.grad(total, outputs["out"], create_graph=True)
+    return found.square().mean()
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_outputs_that_share_their_memory_have_each_their_gradient(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Pair, "loss": distilled, "watch": {event, *BATCHES}}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_a_loss_that_differentiates_one_output_by_another(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Pair, "loss": slope, "watch": {event, *BATCHES}}
+    if event in INSIDE[:2]:
+        with pytest.raises(CompileError, match="the loss can't be compiled: it differentiates"):
+            fit(compile=True, **settings)
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    else:
+        assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def remembers_a_graph(state: pl.State) -> pl.State:
+    return state.remember("size", state.outputs.square().mean())
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def adds_what_was_remembered(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss + state.algorithm_state["size"]).remember("size", torch.zeros(()))
+
+
+@pytest.mark.parametrize("event", INSIDE[:3])
+def test_memory_that_carries_a_graph_from_one_piece_to_the_next(event: Event) -> None:
+    algorithms = [remembers_a_graph, adds_what_was_remembered]
+    settings: dict[str, Any] = {"model": plain, "algorithms": algorithms, "watch": {event, *BATCHES}}
+    with pytest.raises(CompileError, match=r"state.algorithm_state\['size'\] carries a graph"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def through_a_tree(state: pl.State) -> pl.State:
+    """Reads and replaces the optimizer's memory in the way that is recommended."""
+
+    def halve(leaf: Any) -> Any:
+        return leaf / 2 if isinstance(leaf, Tensor) else leaf  # and not a count
+
+    halved = optree.tree_map(halve, state.opt_state, namespace="pure_loop")
+    found = optree.tree_leaves(halved, namespace="pure_loop")
+    size = sum(leaf.sum() for leaf in found if isinstance(leaf, Tensor))
+    return state.replace(opt_state=halved, loss=state.loss * (1 + 0.01 * size))
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def other_gradients(state: pl.State) -> pl.State:
+    """Of the microbatches before, if there were any."""
+    if not isinstance(state._grads, FrozenDict):
+        return state
+    return state.replace(grads={name: gradient + 1 for name, gradient in state.grads.items()})
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def another_batch(state: pl.State) -> pl.State:
+    return state.replace(batch=(state.batch[0] * 2, state.batch[1]))
+
+
+@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+@pytest.mark.parametrize("algorithm", [through_a_tree, other_gradients, another_batch], ids=lambda each: each.name)
+def test_whatever_an_algorithm_replaces_inside_a_piece_is_replaced(algorithm: Any, event: Event) -> None:
+    settings: dict[str, Any] = {"algorithms": [algorithm], "watch": {event, *BATCHES}, "microbatch_size": 4}
+    assert_close(fit(compile=True, model=plain, **settings), fit(model=plain, **settings))
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def numbered(state: pl.State) -> pl.State:
+    return state.replace(outputs=(state.outputs, state.timestamp.batch))
+
+
+@attrs.define(slots=False)
+class Closed:
+    """No pytree."""
+
+    scores: Tensor
+
+
+class Closing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Closed:
+        return Closed(self.layer(x))
+
+
+@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+def test_what_a_graph_would_hold_for_ever_is_refused(event: Event) -> None:
+    watch = {event, *BATCHES}
+    if event is not Event.AFTER_FORWARD:  # where the algorithm runs eagerly
+        with pytest.raises(CompileError, match="a number of the step is put into"):
+            fit(
+                plain,
+                compile=True,
+                algorithms=[numbered],
+                loss=lambda outputs, targets: outputs[0].sum() * outputs[1],
+                watch=watch,
+            )
+    with pytest.raises(CompileError, match="a Closed holds tensors where no graph finds them"):
+        fit(Closing, compile=True, loss=lambda outputs, _: outputs.scores.sum(), watch=watch)
+
+
+class Reading(torch.autograd.Function):
+    """Its backward reads a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient if float(gradient.sum()) < 1e9 else gradient
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_a_backward_that_cannot_be_traced(event: Event) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = nn.functional.cross_entropy(Reading.apply(outputs), targets)
+        return found
+
+    settings: dict[str, Any] = {"model": plain, "loss": loss, "watch": {event, *BATCHES}}
+    with pytest.raises(CompileError, match=r"the backward can't be compiled: .*reads a number"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
 @pytest.mark.parametrize("wrong", ["twice", "rolled", "tangents"])
 def test_a_wrong_backward_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = connected._Function.backward
 
-    def backward(ctx: Any, *tangents: Tensor) -> Any:
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         if wrong == "tangents":
-            return real(ctx, *[torch.ones_like(each) for each in tangents])
+            return real(ctx, *[None if each is None else torch.ones_like(each) for each in tangents])
         found = list(real(ctx, *tangents))
         if wrong == "twice":
             return tuple(None if each is None else 2 * each for each in found)

@@ -56,19 +56,26 @@ class Images(nn.Module):
         self.features = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
         self.head = nn.Linear(8 * 4, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out: Tensor = self.head(self.features(x.reshape(-1, 1, 4, 4)))
-        return out
+        return out, out.detach(), out[:, :2]  # which the compiler may give as one tensor
+
+
+def of_all(outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    out, target, part = outputs
+    loss = cross_entropy(out, targets) + (out.exp() - target).square().mean() + part.square().sum()
+    return {"total": loss, "shown": loss.detach()}
 
 
 def test_a_forward_that_somebody_looks_at() -> None:
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(8, 16, generator=generator), torch.arange(8) % CLASSES) for _ in range(2)]
-    settings: dict[str, Any] = {"model": Images, "data": data, "watch": {Event.AFTER_LOSS}, "max_duration": "2ba"}
+    settings: dict[str, Any] = {"model": Images, "loss": of_all, "data": data, "max_duration": "2ba"}
+    settings["watch"] = {Event.AFTER_FORWARD, Event.AFTER_LOSS}
     with record() as made:
         compiled = fit(compile=True, **settings)
     assert_close(compiled, fit(**settings), 1e-5)
-    assert [each.stretch for each in made] == ["forward to loss", "update"]
+    assert [each.stretch for each in made] == ["forward", "BEFORE_LOSS to loss", "update"]
 
 
 @pytest.mark.thorough

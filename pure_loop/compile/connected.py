@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pure_loop._autograd import GradMode, refuse_strangers
+from pure_loop._autograd import GradMode, graph_of, refuse_strangers
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
 
@@ -43,11 +43,13 @@ class Connection:
         outputs: which of the results are differentiated.
         inputs: which of the inputs have a gradient; these gradients follow the results, in this order.
         results: how many there are.
+        reached: for each of the outputs, the inputs that its graph leads to.
     """
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
     results: int
+    reached: tuple[frozenset[int], ...]
 
 
 def differentiate(
@@ -71,7 +73,17 @@ def differentiate(
     )
     reached = [(place, gradient) for place, gradient in zip(inputs, found, strict=True) if gradient is not None]
     results += [gradient for _, gradient in reached]
-    return Connection(tuple(outputs), tuple(place for place, _ in reached), count)
+    place_of = {id(tensor): place for place, tensor in inputs.items()}
+    leads = [
+        frozenset(place_of[id(leaf)] for leaf in map(_variable, graph_of(output)) if id(leaf) in place_of)
+        for output in outputs.values()
+    ]
+    return Connection(tuple(outputs), tuple(place for place, _ in reached), count, tuple(leads))
+
+
+def _variable(node: Any) -> Any:
+    """The leaf that a node of a graph stands for, if it does."""
+    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
 
 
 # (graph, whether it is a backward's) -> what calls it, and the strides of what it gives where they are known.
@@ -87,8 +99,10 @@ class _Halves:
         results: how many of the first outputs of the forward are for others; the rest is kept for the backward.
         plain: those that aren't differentiated.
         kept: which inputs are kept.
+        numbers: which inputs are numbers of the step.
         tangents: which gradients by outputs the backward takes, with the layout that it takes for granted.
         inputs: for each input, which gradient of the backward's is its own; None where there is none.
+        reached: for each result that is differentiated, the inputs that its graph leads to.
     """
 
     forward: Callable[[list[Tensor]], Sequence[Any]]
@@ -96,11 +110,17 @@ class _Halves:
     results: int
     plain: tuple[int, ...]
     kept: tuple[int, ...]
+    numbers: frozenset[int]
     tangents: tuple[tuple[int, Tensor], ...]
     inputs: tuple[int | None, ...]
+    reached: dict[int, frozenset[int]]
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
-        given = tensors.copy()
+        # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
+        given = [
+            tensor.detach() if place is None and tensor.requires_grad else tensor
+            for tensor, place in zip(tensors, self.inputs, strict=True)
+        ]
         tensors.clear()
         with GradMode(True):
             found: Sequence[Any] = _Function.apply(self, *given)  # type: ignore[no-untyped-call]
@@ -111,14 +131,17 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: _Halves, *given: Tensor) -> tuple[Tensor, ...]:
         found = halves.forward(list(given))
-        results = tuple(found[: halves.results])
+        results = _apart(found[: halves.results], given)
         ctx.halves = halves
-        ctx.save_for_backward(*[given[i] for i in halves.kept], *found[halves.results :])
+        ctx.set_materialize_grads(False)
+        # Numbers of the step are written anew for the next one.
+        kept = [given[i].clone() if i in halves.numbers else given[i] for i in halves.kept]
+        ctx.save_for_backward(*kept, *found[halves.results :])
         ctx.mark_non_differentiable(*[results[i] for i in halves.plain])
         return results
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise CompileError(
                 "the gradient of a compiled forward was taken with create_graph=True, and machine code has no second "
@@ -126,20 +149,38 @@ class _Function(torch.autograd.Function):
                 "event out of watch=, or leave compile out."
             )
         halves = ctx.halves
-        given = [*ctx.saved_tensors, *[_laid_out(tangents[place], like) for place, like in halves.tangents]]
+        device = next(tangent.device for tangent in tangents if tangent is not None)
+        given = [*ctx.saved_tensors, *[_laid_out(tangents[place], like, device) for place, like in halves.tangents]]
         found = halves.backward(given)
-        return None, *[None if place is None else found[place] for place in halves.inputs]
+        inputs = halves.inputs
+        absent = {place for place in halves.reached if tangents[place] is None}
+        if absent:
+            there = frozenset[int]().union(*[halves.reached[place] for place in halves.reached.keys() - absent])
+            inputs = tuple(place if number in there else None for number, place in enumerate(inputs))
+        return None, *[None if place is None else found[place] for place in inputs]
 
 
-def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor with the strides of another one."""
-    if tensor.stride() == like.stride():
+def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results, each an object of its own: autograd notes by the object which of them are differentiated."""
+    known, results = set(map(id, given)), []
+    for tensor in found:
+        if id(tensor) in known or tensor._is_view():
+            tensor = tensor.clone()
+        known.add(id(tensor))
+        results.append(tensor)
+    return tuple(results)
+
+
+def _laid_out(tensor: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """The tensor with the strides of another one; zeros where there is none."""
+    if tensor is not None and tensor.stride() == like.stride():
         return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return empty.zero_() if tensor is None else empty.copy_(tensor)
 
 
 def connect(
-    joint: GraphModule, connection: Connection, lower: Lower
+    joint: GraphModule, connection: Connection, numbers: range, lower: Lower
 ) -> tuple[Callable[[list[Tensor]], Sequence[Any]], list[int], int]:
     """Cut a graph of forward and backward in two, and compile both.
 
@@ -147,6 +188,7 @@ def connect(
         joint: takes the inputs, and after them the gradients by the differentiated outputs; gives the results, and
             after them the gradients.
         connection: which of these are which.
+        numbers: which inputs are numbers of the step.
         lower: compiles a graph.
 
     Returns:
@@ -198,8 +240,13 @@ def connect(
         results=connection.results,
         plain=tuple(place for place in range(connection.results) if place not in connection.outputs),
         kept=tuple(before[place] for place in kept),
+        numbers=frozenset(before[place] for place in taken if place in numbers),
         tangents=tuple(tangents),
         inputs=tuple(gradients.get(place) for place in taken),
+        reached={
+            output: frozenset(before[place] for place in found if place in before)
+            for output, found in zip(connection.outputs, connection.reached, strict=True)
+        },
     )
     operations = sum(node.op == "call_function" for half in (first, second) for node in half.graph.nodes)
     return halves, taken, operations

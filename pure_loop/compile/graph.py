@@ -11,13 +11,15 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.next_state import KEPT, OUTPUT, NextState, plan
 from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
-from pure_loop.compile.stages import TracedStages, Untraceable, traced_handlers
+from pure_loop.compile.stages import WHERE_POSSIBLE, TracedStages, Untraceable, naming, traced_handlers
 from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
 from pure_loop.compile.trees import Durable, Unread, UnreadFieldError, durable_fields, is_number, rebuild, tensors_of
+from pure_loop.data import _leaves
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
 from pure_loop.model import _Instance
@@ -105,6 +107,8 @@ def make_graph(
         flight: what is in flight.
         connected: whether autograd goes on through it, from the parameters and what is in flight.
     """
+    if connected:
+        _refuse_graphs(state, tuple(name for name in names if name != "params"))
     tracing = Tracing()
     host = tracing.host
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
@@ -144,8 +148,11 @@ def make_graph(
         for field, stand_in in unread.items():
             if getattr(end_state, field) is not stand_in:
                 raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
+        for value in in_flight_then:
+            _refuse_closed(value)
         if connected:
             end_state = end_state.replace(params=leaves.origin)
+            _refuse_graphs(end_state, names)
         found, results, written = plan(
             end_state, report, in_flight_then, durable, names, stand_ins, places, fakes, in_place=not connected
         )
@@ -155,7 +162,8 @@ def make_graph(
         place_of = {id(fake): place for place, fake in enumerate(fakes)}
         inputs = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         inputs |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
-        return results, written, differentiate(tracing, results, _with_graphs(found), inputs)
+        with naming("the backward", ("forward", None)):
+            return results, written, differentiate(tracing, results, _with_graphs(found), inputs)
 
     # Made now: a module can't be copied on tensors without numbers.
     state.model.release()
@@ -203,6 +211,37 @@ def _with_graphs(following: NextState) -> dict[int, Tensor]:
         for tensor, (kind, place) in zip(tensors_of(value), sources, strict=True)
         if kind == OUTPUT and tensor.requires_grad
     }
+
+
+def _refuse_closed(value: Any) -> None:
+    """Refuse what would be for ever what it was while the graph was made."""
+    for _, leaf in _leaves(value):
+        if isinstance(leaf, Number):
+            raise Untraceable(
+                "a number of the step is put into the batch, the outputs or the loss: make a tensor of it, "
+                f"torch.zeros(()) + state.timestamp.batch; {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
+        if not isinstance(leaf, Tensor) and any(
+            isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()
+        ):
+            raise Untraceable(
+                f"a {type(leaf).__name__} holds tensors where no graph finds them: register the class with "
+                f"optree.register_pytree_node(..., namespace={NAMESPACE!r}), or give a dict; {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
+
+
+def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
+    """Refuse memory that autograd would go through from one graph into the next."""
+    durable = Durable.of(state, names)
+    for leaf, name in zip(durable.leaves, durable.names(names), strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise Untraceable(
+                f"{name} carries a graph of autograd from the forward to what follows an event that somebody attends "
+                f"to: leave the event out of watch=, or keep the tensor's detach(); {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
 
 
 def _lasts(source: Any, carried: set[int]) -> bool:

@@ -6,12 +6,13 @@ With nobody there it is one graph, which differentiates. Else autograd goes from
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
 from pure_loop.compile.program import Ended, Flight, at, holding, put_in
 from pure_loop.compile.stretch import Program, Traced
+from pure_loop.driver import run_silently
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages, Script
 from pure_loop.state import State
@@ -28,7 +29,7 @@ STEPS: tuple[Step, ...] = (
     *("loss", Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
 )
 INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
-_CHANGED = ("microbatch", "outputs", "loss", "_grads")
+_CHANGED = ("microbatch", "outputs", "loss", "_grads", "batch")
 
 
 def microbatch(
@@ -41,10 +42,11 @@ def microbatch(
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
     while not (compiler.attended & INSIDE or "forward" in compiler.eager):
-        flight = (state.microbatch, state._grads, weight, _batch(compiler, state, STEPS))
+        batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None
+        flight = (state.microbatch, state._grads, weight, batch)
         run = compiler.attempt("microbatch", _whole, state, timestamps, flight, index)
         if run is not None:
-            state = put_in(state, run, _CHANGED)
+            state = put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))
             return compiler.stages.engine.add_up(state) if last else state
     stages = compiler.stages if _eager(compiler) else compiler.alone
     state = yield from _in_pieces(compiler, stages, timestamps, state, index, last)
@@ -65,7 +67,7 @@ def _in_pieces(
     compiler: Compiler, stages: LoopStages, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool
 ) -> Script:
     """The State of BEFORE_BACKWARD."""
-    position = 0
+    begun, position = state, 0
     while position < len(STEPS):
         step, eager = STEPS[position], _eager(compiler)
         if isinstance(step, Event) and (eager or step in compiler.attended):
@@ -79,7 +81,19 @@ def _in_pieces(
             piece = _piece(compiler, position, end, state, timestamps, index)
             if piece is not None:
                 position, state = end, piece
+            elif _eager(compiler) and position:
+                # What follows may differentiate one output by another, and those of a graph lie side by side.
+                state = run_silently(_eagerly(stages, begun, STEPS[:position], index, last), stages.handlers, stages)
             del piece
+    return state
+
+
+def _eagerly(stages: LoopStages, state: State, steps: tuple[Step, ...], index: int, last: bool) -> Script:
+    for step in steps:
+        if isinstance(step, Event):
+            state = yield step, state
+        else:
+            state = _stage(stages, step, state, index, last)
     return state
 
 
@@ -99,14 +113,15 @@ def _piece(
     if "forward" in steps:
         state = holding(state, params=compiler.alone.engine.leaves(state, last=True))
     name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
-    flight = (state.microbatch, state.outputs, state.loss, _batch(compiler, state, steps))
+    fields = _fields(compiler, steps, _CHANGED[:3])
+    flight = tuple(getattr(state, field) if field in fields else None for field in _CHANGED)
     run = compiler.attempt(name, _program(steps), state, timestamps, flight, index, connected=True)
-    return None if run is None else put_in(state, run, _CHANGED[:3])
+    return None if run is None else put_in(state, run, fields)
 
 
-def _batch(compiler: Compiler, state: State, steps: tuple[Step, ...]) -> Any:
-    """The whole batch, if an algorithm in these steps might look at it: else its size is no matter."""
-    return state.batch if compiler.stages.handlers.keys() & steps else None
+def _fields(compiler: Compiler, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:
+    """These fields in flight; all of them if an algorithm in these steps might look, or put others in their places."""
+    return _CHANGED if compiler.stages.handlers.keys() & steps else fields
 
 
 def _name(step: Step) -> str:
@@ -115,19 +130,17 @@ def _name(step: Step) -> str:
 
 def _program(steps: tuple[Step, ...]) -> Program:
     def program(state: State, flight: Flight, traced: Traced) -> Ended:
-        microbatch, outputs, loss, batch = flight
-        state = holding(state, microbatch=microbatch, outputs=outputs, loss=loss, batch=batch)
+        state = holding(state, **dict(zip(_CHANGED, flight, strict=True)))
         for step in steps:
             # Seeds are those of microbatch 0, and moved to those of this one when they are used.
             state = at(step, state, traced) if isinstance(step, Event) else _stage(traced.stages, step, state, 0, True)
-        return state, None, tuple(getattr(state, field) for field in _CHANGED[:3])
+        return state, None, tuple(getattr(state, field) for field in _CHANGED)
 
     return program
 
 
 def _whole(state: State, flight: Flight, traced: Traced) -> Ended:
     piece, grads, weight, batch = flight
-    state = holding(state, microbatch=piece, _grads=grads, batch=batch)
-    state, _, _ = _program(STEPS)(state, (piece, None, None, batch), traced)
+    state, _, _ = _program(STEPS)(state, (piece, None, None, grads, batch), traced)
     state = traced.stages.backward(state, weight=weight)
     return state, None, tuple(getattr(state, name) for name in _CHANGED)

@@ -136,6 +136,8 @@ def plan(
     parts = []
     overwritten = set(written.values())
     seen: dict[int, int] = {}
+    # Autograd is told of each result by itself, so that none may be another one's, or an input's, memory.
+    memory = set() if in_place else set(map(_memory, fakes))
     for each in flight:
         sources = []
         for tensor in tensors_of(each):
@@ -144,10 +146,16 @@ def plan(
                 sources.append((KEPT, index))
                 continue
             if id(tensor) not in seen:
-                seen[id(tensor)] = put_out(tensor.detach())
+                found_before = not in_place and _memory(tensor) in memory
+                memory.add(_memory(tensor))
+                seen[id(tensor)] = put_out(tensor.detach().clone() if found_before else tensor.detach())
             sources.append((OUTPUT, seen[id(tensor)]))
         parts.append((each, sources))
     return NextState(fields, parts, report is not None), results, written
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
 
 
 def _like(one: Tensor, other: Tensor) -> bool:

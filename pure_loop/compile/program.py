@@ -30,9 +30,9 @@ def holding(state: State, **fields: Any) -> State:
 
 
 def put_in(state: State, run: Run, in_flight: Sequence[str]) -> State:
-    """The State with what a graph gave: durable fields, and those in flight."""
+    """The State with what a graph gave: durable fields, and the first of those in flight, by these names."""
     fields = dict(zip(run.names, run.durable, strict=True))
-    return holding(state, **fields, **dict(zip(in_flight, run.flight, strict=True)))
+    return holding(state, **fields, **dict(zip(in_flight, run.flight, strict=False)))
 
 
 def at(event: Event, state: State, traced: Traced) -> State:

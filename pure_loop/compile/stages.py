@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,8 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             last = tracing.mark()
-            whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, event)
+            part = ("handler", event)
+            whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
             with tracing.host.on_behalf_of(what), naming(what, ("handler", event)), whole:
                 result = function(*args)
                 _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), ("handler", event))
@@ -144,9 +145,9 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 class _Undifferentiated(TorchFunctionMode):
     """Where the forward is in another graph, a gradient would end at what that graph gave, without a word."""
 
-    def __init__(self, what: str, event: Event) -> None:
+    def __init__(self, what: str, part: tuple[str, Event | None]) -> None:
         super().__init__()
-        self._what, self._event = what, event
+        self._what, self._part = what, part
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.autograd.grad, Tensor.backward, torch.autograd.backward):
@@ -154,7 +155,7 @@ class _Undifferentiated(TorchFunctionMode):
                 f"{self._what} can't be compiled: it differentiates, and the forward is in another graph, because "
                 "somebody attends to an event in between (AFTER_FORWARD or BEFORE_LOSS). Leave that out of watch= and "
                 f"callbacks; {WHERE_POSSIBLE}",
-                ("handler", self._event),
+                self._part,
             )
         return function(*args, **(kwargs or {}))
 
@@ -193,8 +194,11 @@ class TracedStages(LoopStages):
             return LoopStages.forward(self, state, index=index, last=last)
 
     def loss(self, state: State, *, index: int = 0) -> State:
-        with self.tracing.host.quiet(), naming("the loss", ("forward", None)):
+        with self.tracing.host.quiet(), naming("the loss", ("forward", None)), self._whole("the loss"):
             return LoopStages.loss(self, state, index=index)
+
+    def _whole(self, what: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self.tracing.begins_with_leaves else _Undifferentiated(what, ("forward", None))
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         with self.tracing.host.quiet(), naming("the backward", ("forward", None)):

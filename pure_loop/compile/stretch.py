@@ -19,7 +19,7 @@ from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
 from pure_loop.compile.trees import Durable, UnreadFieldError, durable_fields, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
-from pure_loop.frozendict import OVERWRITTEN
+from pure_loop.frozendict import OVERWRITTEN, FrozenDict
 from pure_loop.loop import LoopStages
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
@@ -105,14 +105,16 @@ class Stretch:
             index: which microbatch it is, for random numbers.
         """
         if self._fields is None:
-            left_out = _READ_BY_FEW if self.brief else _READ_BY_FEW[:1]
+            # What stands in for them is a mapping.
+            left_out = _READ_BY_FEW if self.brief and type(state.opt_state) is FrozenDict else _READ_BY_FEW[:1]
             self._take([name for name in durable_fields(type(state)) if name not in left_out])
             assert self._fields is not None
-        try:
-            return self._call(state, timestamps, flight, index)
-        except UnreadFieldError:
-            self._take(list(durable_fields(type(state))))
-            return self._call(state, timestamps, flight, index)
+        with self.stages._without_autocast(state):
+            try:
+                return self._call(state, timestamps, flight, index)
+            except UnreadFieldError:
+                self._take(list(durable_fields(type(state))))
+                return self._call(state, timestamps, flight, index)
 
     def _call(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], index: int) -> Run:
         assert self._fields is not None
@@ -121,11 +123,13 @@ class Stretch:
         ours = durable is not None and all(map(is_, values, self._values))
         key = _flight_key(flight)
         if self.connected:
-            key = key, tuple(tensor.requires_grad for each in flight for tensor in tensors_of(each))
+            key = key, tuple([tensor.requires_grad for each in flight for tensor in tensors_of(each)])
         if durable is None or not ours:
             self._durable = None
             durable = Durable.of(state, self.names)
             env = Env(timestamps, durable.leaves)
+            if self.connected:
+                key = key, tuple([isinstance(each, Tensor) and each.requires_grad for each in durable.leaves])
             made = self._find(state, durable, key, env, flight)
             self._arguments = None
         else:
@@ -152,7 +156,8 @@ class Stretch:
         if (self.shown is not None and self.shown()) or self.own(before, None) is not before:
             return None
         drawn = self._drawn(made, state, env, 0)
-        outputs = made.compiled.call(self._given(made, arguments, env, flight, drawn))
+        with self.stages._without_autocast(state):
+            outputs = made.compiled.call(self._given(made, arguments, env, flight, drawn))
         return outputs[0]  # type: ignore[no-any-return]
 
     def _drawn(self, made: Graph, state: State, env: Env, index: int) -> list[Tensor]:

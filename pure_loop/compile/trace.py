@@ -83,8 +83,8 @@ class Tracing:
 
     def tangent(self, output: Tensor) -> Tensor:
         """The gradient by an output as an input of the graph."""
-        with disable_proxy_modes_tracing():
-            fake = self.fake(output.detach())
+        with disable_proxy_modes_tracing(), self.mode:
+            fake = torch.empty_like(output.detach())  # whose elements lie apart, as those of an output need not
         self._input(f"tangent_{self.tangents}", fake)
         self.tangents += 1
         return fake
@@ -222,7 +222,8 @@ def compile_function(
         if pieces is None:
             whole = _functional(raw, {**decompositions(), **taken_apart()})
     if connection is not None:
-        call, taken, operations = connect(whole, connection, _half)
+        numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
+        call, taken, operations = connect(whole, connection, numbers, _half)
         code = _Code(call, taken, [], operations)
     else:
         code = _code(whole, places) if pieces is None else _joined(pieces)

@@ -14,6 +14,7 @@ import attrs
 import optree
 from torch import Tensor
 
+from pure_loop import _pytree
 from pure_loop._pytree import NAMESPACE
 from pure_loop.data import _open, map_tensors
 from pure_loop.errors import PureLoopError
@@ -50,6 +51,13 @@ class Unread(FrozenDict[str, Any]):
     __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look
     get = keys = values = items = copy = __copy__ = __repr__ = _look
     __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._look()
+
+
+# Whoever maps a function over it looks at it, too.
+_pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=False)
 
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
