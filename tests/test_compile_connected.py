@@ -436,6 +436,21 @@ def test_what_a_graph_would_hold_for_ever_is_refused(event: Event) -> None:
         fit(Closing, compile=True, loss=lambda outputs, _: outputs.scores.sum(), watch=watch)
 
 
+@pl.algorithm(Event.AFTER_TRAIN_BATCH)
+def doubled_gradients(state: pl.State) -> pl.State:
+    return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
+
+
+@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Closing, "loss": lambda outputs, _: outputs.scores.square().sum()}
+    settings |= {"algorithms": [doubled_gradients], "watch": {event, *BATCHES}}
+    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
+        torch.testing.assert_close(dict(one.params), dict(other.params))
+
+
 class Reading(torch.autograd.Function):
     """Its backward reads a number."""
 

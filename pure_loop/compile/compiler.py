@@ -136,9 +136,7 @@ class Compiler:
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
         kind, event = error.part
-        if not self.where_possible:
-            raise error.for_users() from error.__cause__
-        if event in self.attended or kind in self.eager:
+        if not self.where_possible or event in self.attended or kind in self.eager:
             raise error.for_users() from error.__cause__
         if event is not None:
             self.attended |= {event}

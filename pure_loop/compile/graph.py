@@ -148,8 +148,7 @@ def make_graph(
         for field, stand_in in unread.items():
             if getattr(end_state, field) is not stand_in:
                 raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
-        for value in in_flight_then:
-            _refuse_closed(value)
+        _refuse_closed(in_flight_then, given)
         if connected:
             end_state = end_state.replace(params=leaves.origin)
             _refuse_graphs(end_state, names)
@@ -213,18 +212,19 @@ def _with_graphs(following: NextState) -> dict[int, Tensor]:
     }
 
 
-def _refuse_closed(value: Any) -> None:
-    """Refuse what would be for ever what it was while the graph was made."""
-    for _, leaf in _leaves(value):
+def _refuse_closed(values: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    """Refuse what would be for ever what it was while the graph was made; what was given passes."""
+    known = {id(leaf) for _, leaf in _leaves(given)}
+    for _, leaf in _leaves(values):
+        if isinstance(leaf, Tensor) or id(leaf) in known:
+            continue
         if isinstance(leaf, Number):
             raise Untraceable(
                 "a number of the step is put into the batch, the outputs or the loss: make a tensor of it, "
                 f"torch.zeros(()) + state.timestamp.batch; {WHERE_POSSIBLE}",
                 ("forward", None),
             )
-        if not isinstance(leaf, Tensor) and any(
-            isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()
-        ):
+        if any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
             raise Untraceable(
                 f"a {type(leaf).__name__} holds tensors where no graph finds them: register the class with "
                 f"optree.register_pytree_node(..., namespace={NAMESPACE!r}), or give a dict; {WHERE_POSSIBLE}",
