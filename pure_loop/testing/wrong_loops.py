@@ -112,7 +112,7 @@ def overwrites_what_was_kept() -> Fit:
 
     look = Donation.look
 
-    def alone(*_: Any) -> bool:
+    def alone(*_: Any, **__: Any) -> bool:
         return True
 
     return while_patched(
