@@ -204,3 +204,10 @@ def test_a_batch_of_another_size_needs_another_update_where_an_algorithm_could_l
         assert_close(fit(watch=watch, algorithms=algorithms, compile=True), wanted)
     looked_at = {Event.AFTER_TRAIN_BATCH} & watch  # then the algorithm runs before the graph
     assert [graph.stretch for graph in graphs].count("update") == (1 if looked_at else updates)
+
+
+@pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_LOSS, *BATCHES}], ids=["whole", "in pieces"])
+def test_an_autocast_around_the_loop_is_no_matter(watch: Any) -> None:
+    wanted = fit(model=plain, watch=watch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(fit(model=plain, watch=watch, compile=True), wanted)
