@@ -15,7 +15,7 @@ from pure_loop import Event
 from pure_loop.compile import record
 from pure_loop.errors import NonFiniteError
 from tests.compiling import assert_close, fit, several
-from tests.models import CLASSES, batches, plain
+from tests.models import CLASSES, FEATURES, batches, plain
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,41 @@ def test_a_forward_that_somebody_looks_at() -> None:
         compiled = fit(compile=True, **settings)
     assert_close(compiled, fit(**settings), 1e-5)
     assert [each.stretch for each in made] == ["forward", "BEFORE_LOSS to loss", "update"]
+
+
+class Showing(nn.Module):
+    """Gives its weights, and a view of one of them, with what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layer(x), self.layer.weight, self.layer.bias[1:]
+
+
+def rows(state: pl.State) -> dict[str, Tensor]:
+    first = torch.arange(12.0).reshape(4, 3)
+    return {"first": first, "second": first.flip(0), "third": torch.ones(4, 3), "x": first + 1, "y": first - 1}
+
+
+@pl.algorithm(Event.AFTER_LOSS, init=rows)
+def rotated(state: pl.State) -> pl.State:
+    """Each tensor takes another one's place, one of them with a row put in; all are shown as they were."""
+    old = state.algorithm_state["rotated"]
+    put = old["x"].index_put((torch.tensor([1]),), old["first"][0])
+    new = {"first": old["second"], "second": old["third"], "third": old["first"], "x": old["y"], "y": put}
+    return state.remember("rotated", new).replace(outputs=(*state.outputs, *old.values()))
+
+
+@pytest.mark.parametrize("watch", [{Event.EPOCH_END}, {Event.BATCH_END}], ids=["not shown", "shown"])
+def test_memory_that_is_overwritten_with_what_was_elsewhere(watch: set[Event]) -> None:
+    # torch 2.13 takes copies of what a graph writes to out of it, and computes in the place of what is overwritten.
+    def loss(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        return cross_entropy(outputs[0], targets) + 0.01 * outputs[1].square().sum()
+
+    settings: dict[str, Any] = {"model": Showing, "loss": loss, "algorithms": [rotated], "data": batches((8, 8), 1)}
+    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings), 1e-5)
 
 
 @pytest.mark.thorough

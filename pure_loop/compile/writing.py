@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pure_loop.compile.pieces import memory_of, origin
+from pure_loop.compile.pieces import alike, memory_of, origin
 
 __all__ = ["drop_unused", "write_back"]
 
@@ -24,13 +25,19 @@ def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any
     inputs = [node for node in nodes.nodes if node.op == "placeholder"]
     results = [origin(each) if number in places else each for number, each in enumerate(output.args[0])]
     targets = {number: inputs[position] for number, position in places.items()}
-    memory = unsafe | {memory_of(node) for node in targets.values()}
+    written = {memory_of(node) for node in targets.values()}
+    in_place = _could_be_in(graph, written)
     with nodes.inserting_before(output):
         safe: dict[Any, Any] = {}
-        for node in dict.fromkeys(result for result in results if isinstance(result, Node)):
-            # It is, or looks at, memory that is about to be written to.
-            if memory_of(node) in memory:
-                safe[node] = nodes.call_function(_aten.clone.default, (node,))
+        for number, node in enumerate(results):
+            if not isinstance(node, Node) or node in safe:
+                continue
+            found = memory_of(node)
+            own = number in targets and in_place.get(found) == memory_of(targets[number])
+            # It is, looks at, or may come to be in memory that is about to be written to.
+            if found in written or found in unsafe or (found in in_place and not own):
+                # A `clone` the compiler takes out again, whatever is written to what was cloned (pytorch #198131).
+                safe[node] = nodes.call_function(_aten.lift_fresh_copy.default, (node,))
                 safe[node].meta["val"] = node.meta["val"]
         for number, target in targets.items():
             value = results[number]
@@ -40,6 +47,32 @@ def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any
                 ]
     output.args = ([safe.get(each, each) for number, each in enumerate(results) if number not in targets],)
     return sorted(position for number, position in places.items() if results[number] is not inputs[position])
+
+
+def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, Any]:
+    """Memory that a compiler may lay into memory that is written to in the end; and which.
+
+    It computes ``index_put(a, ...)`` in a's own memory if that is written to at all, with whatever (pytorch #198096).
+    """
+    found: dict[Any, Any] = {}
+    for node in graph.graph.nodes:
+        base = _base(node)
+        if base is not None and alike(base, node):
+            memory = memory_of(base)
+            memory = found.get(memory, memory)
+            if memory in written and memory_of(node) not in written:
+                found[memory_of(node)] = memory
+    return found
+
+
+def _base(node: Node) -> Node | None:
+    """The tensor in whose place this one could be computed: by PyTorch's custom the first."""
+    if node.op != "call_function" or not node.args:
+        return None
+    first: Any = node.args[0]
+    if node.target is operator.getitem and first.args and isinstance(first.args[0], list):
+        first = first.args[0][node.args[1]]  # type: ignore[index]  # of a _foreach_ operation
+    return first if isinstance(first, Node) else None
 
 
 def drop_unused(graph: GraphModule) -> list[int]:
