@@ -73,10 +73,6 @@ class Held:
         self._tensors += mapping._tensors
         self._counts += [_OURS + in_mappings + 1] * len(mapping)
 
-    def _with_shared(self) -> list[int]:
-        count = len(self._names)
-        return [uses + 1 for uses in self._storage_counts[:count]] + self._storage_counts[count:]
-
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
         self.leaves = leaves
@@ -138,8 +134,14 @@ class Held:
             and set(map(tensor_uses, self._tensors)) == ONCE
             and set(map(getrefcount, self._storages)) == LISTED
             and list(map(address_of, self._storages)) == self._addresses
-            and list(map(storage_uses, self._pointers)) == (self._with_shared() if shared else self._storage_counts)
+            and list(map(storage_uses, self._pointers))
+            == (self._counts_if_shared() if shared else self._storage_counts)
         )
+
+    def _counts_if_shared(self) -> list[int]:
+        """What refers to each storage where one tensor more has that of each parameter."""
+        count = len(self._names)
+        return [uses + 1 for uses in self._storage_counts[:count]] + self._storage_counts[count:]
 
 
 def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, FrozenDict[str, Tensor]]]:

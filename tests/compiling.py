@@ -18,6 +18,7 @@ from tests.sameness import leaves
 
 EPOCHS = {Event.EPOCH_END}
 BATCHES = {Event.BATCH_END}
+INSIDE = [Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD]
 SHORT: dict[str, Any] = {"model": plain, "data": batches((8,) * 5, 1)}
 WITH_NAN = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(batches((8, 8, 8), 1))]
 
@@ -61,6 +62,18 @@ def named_batches() -> list[dict[str, Tensor]]:
         }
         for _ in range(3)
     ]
+
+
+class Pair(nn.Module):
+    """One output is another one without its graph, and a third is a function of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.one(x).tanh()
+        return {"out": out, "target": out.detach(), "more": self.two(out), "mean": out.mean(0, True).expand_as(out)}
 
 
 class Unused(nn.Module):

@@ -56,6 +56,15 @@ def leaves_no_process() -> Iterator[None]:
     assert not left, f"the test left processes behind: {left}"
 
 
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[None]:
+    """Graphs of compiled steps are run as they are, and not compiled."""
+    import pure_loop.compile  # with it comes the compiler
+
+    with pure_loop.compile.interpreted():
+        yield
+
+
 @pytest.fixture(scope="session")
 def sharded_saves(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with two States in parts, ``older.sharded`` and ``newer.sharded``; not to be changed."""

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import pure_loop as pl
-import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, sam
+from pure_loop.compile import record
 from pure_loop.frozendict import FrozenDict
 from tests.compiling import (
     BATCHES,
@@ -35,12 +35,7 @@ from tests.compiling import (
 )
 from tests.models import FEATURES, Tied, batches, plain
 
-
-@pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    """Graphs are run as they are, and not compiled."""
-    with pure_loop.compile.interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture
@@ -200,7 +195,7 @@ def test_a_batch_of_another_size_needs_another_update_where_an_algorithm_could_l
     watch: Any, algorithms: list[Any], updates: int
 ) -> None:
     wanted = fit(watch=watch, algorithms=algorithms)
-    with pure_loop.compile.record() as graphs:
+    with record() as graphs:
         assert_close(fit(watch=watch, algorithms=algorithms, compile=True), wanted)
     looked_at = {Event.AFTER_TRAIN_BATCH} & watch  # then the algorithm runs before the graph
     assert [graph.stretch for graph in graphs].count("update") == (1 if looked_at else updates)

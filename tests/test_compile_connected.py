@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import optree
 import pytest
 import torch
@@ -14,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pure_loop as pl
-import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import connected, record
-from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
 from pure_loop.frozendict import FrozenDict
 from tests.compiling import (
     BATCHES,
+    INSIDE,
     Attention,
     Named,
+    Pair,
     Parts,
     Unused,
     assert_close,
@@ -37,14 +36,7 @@ from tests.compiling import (
 from tests.drawing import examples
 from tests.models import CLASSES, FEATURES, Tied, batches, plain
 
-INSIDE = [Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD]
-
-
-@pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    """Graphs are run as they are, and not compiled."""
-    with pure_loop.compile.interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pl.algorithm(Event.AFTER_LOSS)
@@ -102,13 +94,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 OF_ANYTHING = [ema(half_life="4ba"), by_the_optimizer]
 ALGORITHMS: list[list[Any]] = [[], OF_ANYTHING, several(), [penalty], [colder, remembered], [every_third]]
-
-
-@pl.algorithm(Event.AFTER_LOSS)
-def second_derivatives(state: pl.State) -> pl.State:
-    params = list(state.params.values())
-    slopes = torch.autograd.grad(state.loss, params, create_graph=True)
-    return state.replace(loss=state.loss + 0.1 * sum(slope.square().sum() for slope in slopes))
 
 
 def doubled(value: Any) -> Any:
@@ -181,59 +166,12 @@ def test_what_is_shown_has_its_graph() -> None:
                 torch.testing.assert_close(one, other)
 
 
-def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
-    settings: dict[str, Any] = {"model": plain, "algorithms": [second_derivatives], "max_duration": "2ba"}
-    watch = {Event.BEFORE_BACKWARD, Event.BATCH_END}
-    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings))
-    with pytest.raises(CompileError, match=r"create_graph=True.*leave its event out of watch="):
-        fit(compile=True, watch={Event.AFTER_LOSS}, **settings)
-
-
-def test_an_algorithm_that_differentiates_through_a_forward_in_another_graph_is_refused_or_runs_eagerly() -> None:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def slopes(state: pl.State) -> pl.State:
-        found = torch.autograd.grad(state.loss, list(state.params.values()), retain_graph=True, allow_unused=True)
-        return state.remember("size", sum(slope.square().sum() for slope in found if slope is not None))
-
-    settings: dict[str, Any] = {"model": plain, "algorithms": [slopes], "watch": {Event.AFTER_FORWARD, *BATCHES}}
-    with pytest.raises(CompileError, match=r"'slopes' at AFTER_LOSS can't be compiled: it differentiates"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
-
-
 def test_a_backward_frees_what_its_forward_kept() -> None:
     kept = []
     for _, state in stream(plain, compile=True, watch={Event.AFTER_LOSS}, max_duration="2ba"):
         kept.append(state)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(kept[0].loss, list(kept[0].params.values()))
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_parameters_replaced_inside_a_graph_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
-    @pl.algorithm(Event.AFTER_FORWARD)
-    def replaces(state: pl.State) -> pl.State:
-        return state.replace(params={name: 2 * each for name, each in state.params.items()})
-
-    with pytest.raises(AlgorithmStructureError, match="replaced params at AFTER_FORWARD, between"):
-        fit(plain, compile=compile, algorithms=[replaces], watch={Event.AFTER_LOSS})
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_loss_without_a_graph_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
-    with pytest.raises(LossError, match="does not depend on any parameter"):
-        fit(plain, compile=compile, loss=lambda outputs, _: outputs.detach().mean(), watch={Event.AFTER_FORWARD})
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_loss_that_closes_over_the_module_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
-    module = plain()
-
-    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.mean() + next(module.parameters()).square().sum()
-
-    with pytest.raises(pl.errors.ModelError, match="was not called with"):
-        fit(lambda: module, compile=compile, loss=penalised, watch={Event.AFTER_FORWARD})
 
 
 class Stashing(nn.Module):
@@ -257,29 +195,6 @@ class Stashing(nn.Module):
 def test_a_loss_that_reads_what_its_forward_left(event: Event) -> None:
     settings: dict[str, Any] = {"model": Stashing, "loss": None, "watch": {event, *BATCHES}, "microbatch_size": 3}
     assert_close(fit(compile=True, **settings), fit(**settings))
-
-
-def test_an_algorithm_that_cannot_be_traced_leaves_the_rest_compiled() -> None:
-    @pl.algorithm(Event.AFTER_FORWARD)
-    def reads(state: pl.State) -> pl.State:
-        return state.replace(outputs=state.outputs * (1 + (state.outputs.max().item() > 0)))
-
-    settings: dict[str, Any] = {"model": plain, "algorithms": [reads], "watch": BATCHES, "microbatch_size": 3}
-    with record() as graphs:
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    names = {graph.stretch for graph in graphs}
-    assert names == {"forward", "BEFORE_LOSS to BEFORE_BACKWARD", "update"}
-
-
-def test_a_loss_that_cannot_be_traced_goes_on_eagerly_from_a_compiled_forward() -> None:
-    def clipped(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(outputs, targets)
-        return loss if loss.item() < 100 else loss / 2
-
-    settings: dict[str, Any] = {"loss": clipped, "watch": {Event.AFTER_FORWARD, *BATCHES}, "microbatch_size": 3}
-    with record() as graphs:
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    assert [graph.stretch for graph in graphs] == ["forward", "update"]
 
 
 class Heads(nn.Module):
@@ -306,64 +221,16 @@ def test_a_head_that_the_loss_does_not_use_has_no_gradient(which: int, event: Ev
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
-class Pair(nn.Module):
-    """One output is another one without its graph, and a third is a function of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        out = self.one(x).tanh()
-        return {"out": out, "target": out.detach(), "more": self.two(out), "mean": out.mean(0, True).expand_as(out)}
-
-
 def distilled(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
     loss = nn.functional.cross_entropy(outputs["out"], targets) + outputs["mean"].square().sum()
     total = loss + nn.functional.mse_loss(outputs["more"], outputs["target"])
     return {"total": total, "shown": total.detach()}
 
 
-def slope(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    total = outputs["more"].sum() + 0.5 * outputs["out"].square().sum()
-    (found,) = torch.autograd.grad(total, outputs["out"], create_graph=True)
-    return found.square().mean()
-
-
 @pytest.mark.parametrize("event", INSIDE)
 def test_outputs_that_share_their_memory_have_each_their_gradient(event: Event) -> None:
     settings: dict[str, Any] = {"model": Pair, "loss": distilled, "watch": {event, *BATCHES}}
     assert_close(fit(compile=True, **settings), fit(**settings))
-
-
-@pytest.mark.parametrize("event", INSIDE)
-def test_a_loss_that_differentiates_one_output_by_another(event: Event) -> None:
-    settings: dict[str, Any] = {"model": Pair, "loss": slope, "watch": {event, *BATCHES}}
-    if event in INSIDE[:2]:
-        with pytest.raises(CompileError, match="the loss can't be compiled: it differentiates"):
-            fit(compile=True, **settings)
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    else:
-        assert_close(fit(compile=True, **settings), fit(**settings))
-
-
-@pl.algorithm(Event.AFTER_FORWARD)
-def remembers_a_graph(state: pl.State) -> pl.State:
-    return state.remember("size", state.outputs.square().mean())
-
-
-@pl.algorithm(Event.AFTER_LOSS)
-def adds_what_was_remembered(state: pl.State) -> pl.State:
-    return state.replace(loss=state.loss + state.algorithm_state["size"]).remember("size", torch.zeros(()))
-
-
-@pytest.mark.parametrize("event", INSIDE[:3])
-def test_memory_that_carries_a_graph_from_one_piece_to_the_next(event: Event) -> None:
-    algorithms = [remembers_a_graph, adds_what_was_remembered]
-    settings: dict[str, Any] = {"model": plain, "algorithms": algorithms, "watch": {event, *BATCHES}}
-    with pytest.raises(CompileError, match=r"state.algorithm_state\['size'\] carries a graph"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
 
 
 @pl.algorithm(Event.AFTER_LOSS)
@@ -397,82 +264,6 @@ def another_batch(state: pl.State) -> pl.State:
 def test_whatever_an_algorithm_replaces_inside_a_piece_is_replaced(algorithm: Any, event: Event) -> None:
     settings: dict[str, Any] = {"algorithms": [algorithm], "watch": {event, *BATCHES}, "microbatch_size": 4}
     assert_close(fit(compile=True, model=plain, **settings), fit(model=plain, **settings))
-
-
-@pl.algorithm(Event.AFTER_FORWARD)
-def numbered(state: pl.State) -> pl.State:
-    return state.replace(outputs=(state.outputs, state.timestamp.batch))
-
-
-@attrs.define(slots=False)
-class Closed:
-    """No pytree."""
-
-    scores: Tensor
-
-
-class Closing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Closed:
-        return Closed(self.layer(x))
-
-
-@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
-def test_what_a_graph_would_hold_for_ever_is_refused(event: Event) -> None:
-    watch = {event, *BATCHES}
-    if event is not Event.AFTER_FORWARD:  # where the algorithm runs eagerly
-        with pytest.raises(CompileError, match="a number of the step is put into"):
-            fit(
-                plain,
-                compile=True,
-                algorithms=[numbered],
-                loss=lambda outputs, targets: outputs[0].sum() * outputs[1],
-                watch=watch,
-            )
-    with pytest.raises(CompileError, match="a Closed holds tensors where no graph finds them"):
-        fit(Closing, compile=True, loss=lambda outputs, _: outputs.scores.sum(), watch=watch)
-
-
-@pl.algorithm(Event.AFTER_TRAIN_BATCH)
-def doubled_gradients(state: pl.State) -> pl.State:
-    return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
-
-
-@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
-def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
-    settings: dict[str, Any] = {"model": Closing, "loss": lambda outputs, _: outputs.scores.square().sum()}
-    settings |= {"algorithms": [doubled_gradients], "watch": {event, *BATCHES}}
-    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
-    for (_, one), (_, other) in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
-        torch.testing.assert_close(dict(one.params), dict(other.params))
-
-
-class Reading(torch.autograd.Function):
-    """Its backward reads a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * gradient if float(gradient.sum()) < 1e9 else gradient
-
-
-@pytest.mark.parametrize("event", INSIDE)
-def test_a_backward_that_cannot_be_traced(event: Event) -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = nn.functional.cross_entropy(Reading.apply(outputs), targets)
-        return found
-
-    settings: dict[str, Any] = {"model": plain, "loss": loss, "watch": {event, *BATCHES}}
-    with pytest.raises(CompileError, match=r"the backward can't be compiled: .*reads a number"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
 
 
 @pytest.mark.parametrize("wrong", ["twice", "rolled", "tangents"])

@@ -5,7 +5,7 @@ Law 2 decides, as in test_donation: what anybody has kept has the bits of a copy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-import pure_loop.compile
 from pure_loop import Event, donation
 from pure_loop.algorithms import ema
 from tests.donating import CONSUMERS, DATA, Kept, consume, plain, tensors_of
@@ -25,17 +24,13 @@ from tests.sameness import assert_same
 from tests.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
 from tests.test_donation_kept import WAYS
 
-pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+pytestmark = [
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
+]
 
 BATCHES = {Event.BATCH_END}
 INSIDE = [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD, *BATCHES}, None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreted() -> Iterator[None]:
-    """Graphs are run as they are, and not compiled."""
-    with pure_loop.compile.interpreted():
-        yield
 
 
 class Copied:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping
 from tests.compiling import BATCHES, EPOCHS, fit, stream
 from tests.models import batches
 from tests.sameness import assert_same, frozen_copy, leaves
 
-
-@pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    """Graphs are run as they are, and not compiled."""
-    with pure_loop.compile.interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_states_stay_what_they_were() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import record
@@ -19,14 +17,10 @@ from pure_loop.errors import NonFiniteError
 from tests.models import CLASSES, FEATURES, batches
 from tests.sameness import leaves
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 EPOCHS = {Event.EPOCH_END}
 DATA = batches((8, 8, 8), 1)
-
-
-@pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    with pure_loop.compile.interpreted():
-        yield
 
 
 def deep(layers: int = 18) -> nn.Module:

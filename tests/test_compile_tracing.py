@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-import pure_loop.compile
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import record
@@ -19,12 +17,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, Non
 from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several
 from tests.models import CLASSES, FEATURES, batches, plain
 
-
-@pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    """Graphs are run as they are, and not compiled."""
-    with pure_loop.compile.interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pl.algorithm(Event.AFTER_LOSS)

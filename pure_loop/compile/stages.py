@@ -118,21 +118,19 @@ def traced_handlers(
 
 
 def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
-    what = f"algorithm {handler.algorithm!r} at {event.name}"
+    what, part = f"algorithm {handler.algorithm!r} at {event.name}", ("handler", event)
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             last = tracing.mark()
-            part = ("handler", event)
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
-            with tracing.host.on_behalf_of(what), naming(what, ("handler", event)), whole:
+            with tracing.host.on_behalf_of(what), naming(what, part), whole:
                 result = function(*args)
-                _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), ("handler", event))
+                _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), part)
             grouped = {node for _, node in tracing.draws}
             if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
                 raise Untraceable(
-                    f"{what} draws random numbers, whose seed a graph would hold for ever: {WHERE_POSSIBLE}",
-                    ("handler", event),
+                    f"{what} draws random numbers, whose seed a graph would hold for ever: {WHERE_POSSIBLE}", part
                 )
             return result
 

@@ -52,9 +52,6 @@ class Unread(FrozenDict[str, Any]):
     get = keys = values = items = copy = __copy__ = __repr__ = _look
     __hash__ = None  # type: ignore[assignment]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        self._look()
-
 
 # Whoever maps a function over it looks at it, too.
 _pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=False)

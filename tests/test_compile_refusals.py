@@ -1,0 +1,208 @@
+"""What one compiled piece of a microbatch can't hand on to the next is refused, or runs eagerly "where possible"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile import record
+from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
+from tests.compiling import BATCHES, INSIDE, Pair, assert_close, fit
+from tests.models import CLASSES, FEATURES, plain
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def second_derivatives(state: pl.State) -> pl.State:
+    params = list(state.params.values())
+    slopes = torch.autograd.grad(state.loss, params, create_graph=True)
+    return state.replace(loss=state.loss + 0.1 * sum(slope.square().sum() for slope in slopes))
+
+
+def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
+    settings: dict[str, Any] = {"model": plain, "algorithms": [second_derivatives], "max_duration": "2ba"}
+    watch = {Event.BEFORE_BACKWARD, Event.BATCH_END}
+    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings))
+    with pytest.raises(CompileError, match=r"create_graph=True.*leave its event out of watch="):
+        fit(compile=True, watch={Event.AFTER_LOSS}, **settings)
+
+
+def test_an_algorithm_that_differentiates_through_a_forward_in_another_graph_is_refused_or_runs_eagerly() -> None:
+    @pl.algorithm(Event.AFTER_LOSS)
+    def slopes(state: pl.State) -> pl.State:
+        found = torch.autograd.grad(state.loss, list(state.params.values()), retain_graph=True, allow_unused=True)
+        return state.remember("size", sum(slope.square().sum() for slope in found if slope is not None))
+
+    settings: dict[str, Any] = {"model": plain, "algorithms": [slopes], "watch": {Event.AFTER_FORWARD, *BATCHES}}
+    with pytest.raises(CompileError, match=r"'slopes' at AFTER_LOSS can't be compiled: it differentiates"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_parameters_replaced_inside_a_graph_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
+    @pl.algorithm(Event.AFTER_FORWARD)
+    def replaces(state: pl.State) -> pl.State:
+        return state.replace(params={name: 2 * each for name, each in state.params.items()})
+
+    with pytest.raises(AlgorithmStructureError, match="replaced params at AFTER_FORWARD, between"):
+        fit(plain, compile=compile, algorithms=[replaces], watch={Event.AFTER_LOSS})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_without_a_graph_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
+    with pytest.raises(LossError, match="does not depend on any parameter"):
+        fit(plain, compile=compile, loss=lambda outputs, _: outputs.detach().mean(), watch={Event.AFTER_FORWARD})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_closes_over_the_module_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
+    module = plain()
+
+    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean() + next(module.parameters()).square().sum()
+
+    with pytest.raises(pl.errors.ModelError, match="was not called with"):
+        fit(lambda: module, compile=compile, loss=penalised, watch={Event.AFTER_FORWARD})
+
+
+def test_an_algorithm_that_cannot_be_traced_leaves_the_rest_compiled() -> None:
+    @pl.algorithm(Event.AFTER_FORWARD)
+    def reads(state: pl.State) -> pl.State:
+        return state.replace(outputs=state.outputs * (1 + (state.outputs.max().item() > 0)))
+
+    settings: dict[str, Any] = {"model": plain, "algorithms": [reads], "watch": BATCHES, "microbatch_size": 3}
+    with record() as graphs:
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    names = {graph.stretch for graph in graphs}
+    assert names == {"forward", "BEFORE_LOSS to BEFORE_BACKWARD", "update"}
+
+
+def test_a_loss_that_cannot_be_traced_goes_on_eagerly_from_a_compiled_forward() -> None:
+    def clipped(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss if loss.item() < 100 else loss / 2
+
+    settings: dict[str, Any] = {"loss": clipped, "watch": {Event.AFTER_FORWARD, *BATCHES}, "microbatch_size": 3}
+    with record() as graphs:
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    assert [graph.stretch for graph in graphs] == ["forward", "update"]
+
+
+def slope(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    total = outputs["more"].sum() + 0.5 * outputs["out"].square().sum()
+    (found,) = torch.autograd.grad(total, outputs["out"], create_graph=True)
+    return found.square().mean()
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_a_loss_that_differentiates_one_output_by_another(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Pair, "loss": slope, "watch": {event, *BATCHES}}
+    if event in INSIDE[:2]:
+        with pytest.raises(CompileError, match="the loss can't be compiled: it differentiates"):
+            fit(compile=True, **settings)
+        assert_close(fit(compile="where possible", **settings), fit(**settings))
+    else:
+        assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def remembers_a_graph(state: pl.State) -> pl.State:
+    return state.remember("size", state.outputs.square().mean())
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def adds_what_was_remembered(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss + state.algorithm_state["size"]).remember("size", torch.zeros(()))
+
+
+@pytest.mark.parametrize("event", INSIDE[:3])
+def test_memory_that_carries_a_graph_from_one_piece_to_the_next(event: Event) -> None:
+    algorithms = [remembers_a_graph, adds_what_was_remembered]
+    settings: dict[str, Any] = {"model": plain, "algorithms": algorithms, "watch": {event, *BATCHES}}
+    with pytest.raises(CompileError, match=r"state.algorithm_state\['size'\] carries a graph"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def numbered(state: pl.State) -> pl.State:
+    return state.replace(outputs=(state.outputs, state.timestamp.batch))
+
+
+@attrs.define(slots=False)
+class Closed:
+    """No pytree."""
+
+    scores: Tensor
+
+
+class Closing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Closed:
+        return Closed(self.layer(x))
+
+
+@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+def test_what_a_graph_would_hold_for_ever_is_refused(event: Event) -> None:
+    watch = {event, *BATCHES}
+    if event is not Event.AFTER_FORWARD:  # where the algorithm runs eagerly
+        with pytest.raises(CompileError, match="a number of the step is put into"):
+            fit(
+                plain,
+                compile=True,
+                algorithms=[numbered],
+                loss=lambda outputs, targets: outputs[0].sum() * outputs[1],
+                watch=watch,
+            )
+    with pytest.raises(CompileError, match="a Closed holds tensors where no graph finds them"):
+        fit(Closing, compile=True, loss=lambda outputs, _: outputs.scores.sum(), watch=watch)
+
+
+@pl.algorithm(Event.AFTER_TRAIN_BATCH)
+def doubled_gradients(state: pl.State) -> pl.State:
+    return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
+
+
+@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
+    settings: dict[str, Any] = {"model": Closing, "loss": lambda outputs, _: outputs.scores.square().sum()}
+    settings |= {"algorithms": [doubled_gradients], "watch": {event, *BATCHES}}
+    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
+        torch.testing.assert_close(dict(one.params), dict(other.params))
+
+
+class Reading(torch.autograd.Function):
+    """Its backward reads a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient if float(gradient.sum()) < 1e9 else gradient
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_a_backward_that_cannot_be_traced(event: Event) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = nn.functional.cross_entropy(Reading.apply(outputs), targets)
+        return found
+
+    settings: dict[str, Any] = {"model": plain, "loss": loss, "watch": {event, *BATCHES}}
+    with pytest.raises(CompileError, match=r"the backward can't be compiled: .*reads a number"):
+        fit(compile=True, **settings)
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
