@@ -227,6 +227,51 @@ def distilled(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
     return {"total": total, "shown": total.detach()}
 
 
+class Repeated(nn.Module):
+    """Computes the same twice, which a compiler does once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).tanh(), self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("event", INSIDE[:2])
+def test_outputs_that_are_the_same_have_each_their_gradient(event: Event) -> None:
+    def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs[0], targets) + (outputs[1] * outputs[0].detach()).sum()
+
+    settings: dict[str, Any] = {"model": Repeated, "loss": loss, "watch": {event, *BATCHES}}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+def test_outputs_of_a_piece_lie_side_by_side() -> None:
+    for event, state in stream(Pair, loss=distilled, compile=True, watch={Event.AFTER_FORWARD}, max_duration="1ba"):
+        assert event is Event.AFTER_FORWARD
+        tensors = [*state.outputs.values(), *state.params.values()]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def only_a_penalty(state: pl.State) -> pl.State:
+    weights = sum(parameter.square().sum() for parameter in state.params.values())
+    return state.replace(loss=0.1 * weights)
+
+
+def test_outputs_that_were_kept_are_differentiated_with_the_numbers_of_their_step() -> None:
+    """Their graph is left where another loss takes the place of the one that led to it."""
+    watch = {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD}
+    settings: dict[str, Any] = {"model": plain, "algorithms": [colder, only_a_penalty], "watch": watch}
+    slopes = []
+    for compiled in (True, False):
+        kept = [state for _, state in stream(compile=compiled, **settings) if state.event is Event.BEFORE_LOSS]
+        slopes.append([torch.autograd.grad(s.outputs.square().sum(), list(s.params.values())) for s in kept])
+    for found, wanted in zip(*slopes, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("event", INSIDE)
 def test_outputs_that_share_their_memory_have_each_their_gradient(event: Event) -> None:
     settings: dict[str, Any] = {"model": Pair, "loss": distilled, "watch": {event, *BATCHES}}

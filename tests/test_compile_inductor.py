@@ -78,6 +78,18 @@ def test_a_forward_that_somebody_looks_at() -> None:
     assert [each.stretch for each in made] == ["forward", "BEFORE_LOSS to loss", "update"]
 
 
+@pl.algorithm(Event.AFTER_LOSS)
+def summed(state: pl.State) -> pl.State:
+    """The gradient by the outputs is one number, seen in each place."""
+    return state.replace(loss=state.outputs.sum())
+
+
+def test_a_gradient_that_is_laid_out_otherwise_than_the_outputs() -> None:
+    settings: dict[str, Any] = {"model": plain, "algorithms": [summed], "watch": {Event.AFTER_LOSS}}
+    settings |= {"data": batches((8, 8), 1), "max_duration": "2ba"}
+    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+
+
 class Showing(nn.Module):
     """Gives its weights, and a view of one of them, with what it computes."""
 

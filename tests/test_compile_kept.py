@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping
 from tests.compiling import BATCHES, EPOCHS, fit, stream
-from tests.models import batches
+from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -82,6 +83,26 @@ def test_memory_is_copied_after_somebody_was_shown_a_state_and_only_then(
     asked.clear()
     fit(compile=True, steps_per_call=steps, donate=False)
     assert not asked
+
+
+@pytest.mark.parametrize("old_kept", [1, 2, 3])
+@pytest.mark.parametrize("new_kept", [1, 2])
+def test_weights_that_an_algorithm_puts_in_are_not_the_memory_of_a_graph(old_kept: int, new_kept: int) -> None:
+    """Whoever keeps the old ones, too, may make up for the references that were lost when they were replaced."""
+    kept = []
+
+    @pl.algorithm(Event.BATCH_START)
+    def puts_in(state: pl.State) -> pl.State:
+        new = state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
+        old = [list(state.params.values()) for _ in range(old_kept)]
+        kept.append((old, [new.params] * new_kept, frozen_copy(new.params)))
+        return new
+
+    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "data": batches((8, 8), 1)}
+    for _ in stream(plain, compile=True, watch={Event.BATCH_START, *BATCHES}, algorithms=[puts_in], **settings):
+        pass
+    for _, new, numbers in kept:
+        assert_same(leaves(new[0]), numbers, "kept")
 
 
 def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

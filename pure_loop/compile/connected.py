@@ -116,11 +116,7 @@ class _Halves:
     reached: dict[int, frozenset[int]]
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
-        # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
-        given = [
-            tensor.detach() if place is None and tensor.requires_grad else tensor
-            for tensor, place in zip(tensors, self.inputs, strict=True)
-        ]
+        given = tuple(tensors)
         tensors.clear()
         with GradMode(True):
             found: Sequence[Any] = _Function.apply(self, *given)  # type: ignore[no-untyped-call]
@@ -131,8 +127,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: _Halves, *given: Tensor) -> tuple[Tensor, ...]:
         found = halves.forward(list(given))
-        results = _apart(found[: halves.results], given)
+        results = _apart(found[: halves.results])
         ctx.halves = halves
+        # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
         ctx.set_materialize_grads(False)
         # Numbers of the step are written anew for the next one.
         kept = [given[i].clone() if i in halves.numbers else given[i] for i in halves.kept]
@@ -160,11 +157,15 @@ class _Function(torch.autograd.Function):
         return None, *[None if place is None else found[place] for place in inputs]
 
 
-def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results, each an object of its own: autograd notes by the object which of them are differentiated."""
-    known, results = set(map(id, given)), []
+def _apart(found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results, each an object of its own, also where a compiler has computed two that are the same as one.
+
+    Autograd notes by the object which of them are differentiated.
+    """
+    known: set[int] = set()
+    results = []
     for tensor in found:
-        if id(tensor) in known or tensor._is_view():
+        if id(tensor) in known:
             tensor = tensor.clone()
         known.add(id(tensor))
         results.append(tensor)

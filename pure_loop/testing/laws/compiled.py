@@ -26,6 +26,10 @@ _WATCHED = (
     {Event.BATCH_END, Event.EVAL_END},
     {Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END},
     {Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, Event.BATCH_END},
+    # From here on autograd goes from one graph into the next.
+    {Event.AFTER_FORWARD, Event.BATCH_END},
+    {Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END},
+    {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD, Event.BATCH_END},
 )
 _FIELDS = ("params", "buffers", "opt_state", "algorithm_state", "metrics", "loss", "outputs", "grads", "skipped")
 
