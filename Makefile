@@ -12,7 +12,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-thorough lint typecheck bench bench-peers bench-page bench-ranks docs clean
+.PHONY: demo test test-thorough test-compiler lint typecheck bench bench-peers bench-page bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,11 +24,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: about eight minutes on two cores
+test: $(STAMP)  ## the fast tier: about a quarter of an hour on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
 	PURE_LOOP_THOROUGH=1 $(BIN)/python -m pytest -n 2 --timeout=3600
+
+COMPILED := test_compile test_compile_connected test_compile_refusals test_compile_kept test_compile_inductor
+
+test-compiler: $(STAMP)  ## compiled steps through torch's compiler, and not operation by operation: about 40 minutes
+	PURE_LOOP_COMPILER=1 $(BIN)/python -m pytest -n 2 --timeout=3600 $(COMPILED:%=tests/%.py)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""One thread a process, Hypothesis's tiers, and a check that no test leaves a process behind."""
+"""What all tests share: one thread a process, two tiers, graphs compiled or not, and that no process is left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch
 torch.set_num_threads(1)
 
 THOROUGH = bool(os.environ.get("PURE_LOOP_THOROUGH"))
+COMPILER = bool(os.environ.get("PURE_LOOP_COMPILER"))
 
 hypothesis.settings.register_profile(
     "fast",
@@ -58,10 +60,10 @@ def leaves_no_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[None]:
-    """Graphs of compiled steps are run as they are, and not compiled."""
+    """Graphs of compiled steps are run as they are, and not compiled, unless it is asked for the compiler."""
     import pure_loop.compile  # with it comes the compiler
 
-    with pure_loop.compile.interpreted():
+    with contextlib.nullcontext() if COMPILER else pure_loop.compile.interpreted():
         yield
 
 
