@@ -99,7 +99,7 @@ def test_weights_that_an_algorithm_puts_in_are_not_the_memory_of_a_graph(old_kep
         return new
 
     settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "data": batches((8, 8), 1)}
-    for _ in stream(plain, compile=True, watch={Event.BATCH_START, *BATCHES}, algorithms=[puts_in], **settings):
+    for _, _ in stream(plain, compile=True, watch={Event.BATCH_START, *BATCHES}, algorithms=[puts_in], **settings):
         pass
     for _, new, numbers in kept:
         assert_same(leaves(new[0]), numbers, "kept")
