@@ -26,6 +26,8 @@ from pure_loop.testing.wrong_algorithms import (
 )
 
 FEW: dict[str, Any] = {"problems": "linear", "max_examples": 4}
+# For what is said about laws, and not about these.
+QUICK: dict[str, Any] = {**FEW, "skip": dict.fromkeys(("world_size", "compile_equality"), "takes seconds")}
 
 
 def clip() -> pl.Algorithm:
@@ -48,7 +50,12 @@ LIBRARY: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+VARIANTS = {"gradient_clipping_by_value", "adaptive_gradient_clipping", "ema_by_epochs"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in VARIANTS else name for name in LIBRARY]
+)
 def test_the_library_s_algorithms_keep_every_law(name: str) -> None:
     make, options = LIBRARY[name]
     report = check_algorithm(make, max_examples=5, **options)
@@ -149,18 +156,18 @@ def test_a_violation_is_found_on_the_smallest_plan_that_shows_it() -> None:
 
 def test_expected_failures_are_strict() -> None:
     reason = {"microbatch_invariance": "warms up by microbatches"}
-    report = check_algorithm(counts_microbatches_as_batches, expected_failures=reason, **FEW)
+    report = check_algorithm(counts_microbatches_as_batches, expected_failures=reason, **QUICK)
     outcome = report["microbatch_invariance"]
     assert (outcome.result, outcome.reason) == ("expected failure", reason["microbatch_invariance"])
     assert report.ok
     with pytest.raises(CheckFailed, match="microbatch_invariance was expected to fail") as caught:
-        check_algorithm(clip, expected_failures=reason, **FEW)
+        check_algorithm(clip, expected_failures=reason, **QUICK)
     assert caught.value.report["microbatch_invariance"].result == "UNEXPECTED PASS"
 
 
 def test_what_rests_on_an_expected_failure_is_tried_all_the_same() -> None:
     with pytest.raises(CheckFailed) as caught:
-        check_algorithm(remembers_in_a_closure, expected_failures={"memory": "it is a test"}, **FEW)
+        check_algorithm(remembers_in_a_closure, expected_failures={"memory": "it is a test"}, **QUICK)
     assert caught.value.report["resumption"].result == "FAILED"
 
 
@@ -214,7 +221,7 @@ def test_an_error_in_a_law_is_a_violation_with_its_case() -> None:
         return state.replace(loss=torch.lerp(torch.zeros(()), state.loss, 0.5))  # float32 only
 
     with pytest.raises(CheckFailed) as caught:
-        check_algorithm(mixed, **FEW)
+        check_algorithm(mixed, **QUICK)
     (failure,) = caught.value.report.failures
     assert failure.law == "microbatch_invariance"
     assert failure.violation is not None
@@ -296,7 +303,7 @@ def test_other_arguments(options: dict[str, Any], message: str) -> None:
 def test_an_algorithm_that_never_runs_fails() -> None:
     late = lambda: pl.algorithm(Event.BATCH_END, when="1000ba", name="late")(lambda state: state)  # noqa: E731
     with pytest.raises(CheckFailed, match=r"(?s)The algorithm 'late' never ran .*BATCH_END") as caught:
-        check_algorithm(late, **FEW)
+        check_algorithm(late, **QUICK)
     assert caught.value.report.never == (("late", Event.BATCH_END),)
     assert not caught.value.report.failures
 
@@ -304,7 +311,7 @@ def test_an_algorithm_that_never_runs_fails() -> None:
 def test_what_never_ran_is_in_the_report() -> None:
     ends = lambda: pl.algorithm(Event.BATCH_END, Event.ITERATION_END, name="ends")(lambda state: state)  # noqa: E731
     plan = Plan(batches=(2,), max_duration="1ba")
-    report = check_algorithm(ends, plans=st.just(plan), **FEW)
+    report = check_algorithm(ends, plans=st.just(plan), **QUICK)
     assert report.ok
     assert report.never == (("ends", Event.ITERATION_END),)
     assert "handlers that never ran:\n    ends at ITERATION_END" in str(report)

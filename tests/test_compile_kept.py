@@ -35,7 +35,7 @@ ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1
     ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch"],
 )
 @pytest.mark.parametrize("donate", [False, "auto", True], ids=str)
-@pytest.mark.parametrize("compile", [False, True, "where possible"], ids=str)
+@pytest.mark.parametrize("compile", [False, True, pytest.param("where possible", marks=pytest.mark.thorough)], ids=str)
 def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donate: Any, compile: Any) -> None:
     """Law 9. Copies are compared, so that memory may be reused; and what was kept stays what it was."""
     settings: dict[str, Any] = {"watch": watch, "algorithms": ALGORITHMS, "microbatch_size": 3}

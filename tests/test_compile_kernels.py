@@ -70,9 +70,12 @@ PARTS = pl.optim.partition(
     "settings",
     [
         {},
-        {"steps_per_call": 3},
+        pytest.param({"steps_per_call": 3}, marks=pytest.mark.thorough),
         {"watch": {Event.BATCH_END}, "microbatch_size": 3, "clip_grad": 1.0},
-        {"optimizer": pl.optim.adam(lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True)},
+        pytest.param(
+            {"optimizer": pl.optim.adam(lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True)},
+            marks=pytest.mark.thorough,
+        ),
         {"algorithms": [ema(half_life="3ba")], "steps_per_call": 2},
         {"watch": {Event.AFTER_TRAIN_BATCH, Event.BATCH_END}},
     ],
@@ -108,9 +111,9 @@ def distance(state: pl.State) -> pl.State:
     [
         {"model": lambda: deep(3)},
         {"model": strange},
-        {"nonfinite": "skip"},
+        pytest.param({"nonfinite": "skip"}, marks=pytest.mark.thorough),
         {"algorithms": [before]},
-        {"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9)},
+        pytest.param({"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9)}, marks=pytest.mark.thorough),
     ],
     ids=["few tensors", "another layout", "steps that may be left out", "an algorithm remembers", "sgd"],
 )

@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("event", [Event.BEFORE_LOSS, Event.BATCH_END])
+@pytest.mark.parametrize("event", [pytest.param(Event.BEFORE_LOSS, marks=pytest.mark.thorough), Event.BATCH_END])
 def test_a_rank_that_hangs(pool, kind, event):
     def program(rank):
         @pl.algorithm(event)
