@@ -58,9 +58,8 @@ class Images(nn.Module):
         self.head = nn.Linear(8 * 4, CLASSES)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        hidden = self.features(x.reshape(-1, 1, 4, 4))
-        out: Tensor = self.head(hidden)
-        return out, out.detach(), out[:, :2], self.head(hidden)  # which the compiler may give as one tensor
+        out: Tensor = self.head(self.features(x.reshape(-1, 1, 4, 4)))
+        return out, out.detach(), out[:, :2], out * torch.ones_like(out)  # which the compiler may give as one tensor
 
 
 def of_all(outputs: tuple[Tensor, Tensor, Tensor, Tensor], targets: Tensor) -> dict[str, Tensor]:
@@ -100,7 +99,8 @@ class Showing(nn.Module):
 
 def rows(state: pl.State) -> dict[str, Tensor]:
     first = torch.arange(12.0).reshape(4, 3)
-    return {"first": first, "second": first.flip(0), "third": torch.ones(4, 3), "x": first + 1, "y": first - 1}
+    names = ("first", "second", "third", "x", "y", "copied", "moved", "times_one")
+    return {name: first + number for number, name in enumerate(names)}
 
 
 @pl.algorithm(Event.AFTER_LOSS, init=rows)
@@ -110,7 +110,13 @@ def rotated(state: pl.State) -> pl.State:
     put = old["x"].index_put((torch.tensor([1]),), old["first"][0])
     put = put.index_put((torch.tensor([2]),), old["first"][3])
     new = {"first": old["second"], "second": old["third"], "third": old["first"], "x": old["y"], "y": put}
-    return state.remember("rotated", new).replace(outputs=(*state.outputs, *old.values()))
+    copied = torch.empty_like(old["copied"])
+    copied[:] = old["copied"]
+    copied[1] = 7.0
+    new |= {"copied": old["copied"] + 1, "moved": copied, "times_one": old["times_one"] + 1}
+    shown = (torch.ones(12) * old["times_one"].view(-1)).view(4, 3)
+    number = torch.zeros(()) + state.timestamp.batch
+    return state.remember("rotated", new).replace(outputs=(*state.outputs, *old.values(), shown, number))
 
 
 @pytest.mark.parametrize("watch", [{Event.EPOCH_END}, {Event.BATCH_END}], ids=["not shown", "shown"])
@@ -121,6 +127,21 @@ def test_memory_that_is_overwritten_with_what_was_elsewhere(watch: set[Event]) -
 
     settings: dict[str, Any] = {"model": Showing, "loss": loss, "algorithms": [rotated], "data": batches((8, 8), 1)}
     assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings), 1e-5)
+
+
+@pl.algorithm(Event.BATCH_END, init=lambda state: {"now": torch.arange(3) * 1j, "was": torch.zeros(3) * 1j})
+def complex_memory(state: pl.State) -> pl.State:
+    old = state.algorithm_state["complex_memory"]
+    return state.remember("complex_memory", {"now": old["now"] + 1, "was": old["now"]})
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_complex_memory_that_moves() -> None:
+    settings: dict[str, Any] = {"model": plain, "algorithms": [complex_memory], "data": batches((8, 8), 1)}
+    found, wanted = (fit(compile=each, **settings)[-1][1].algorithm_state for each in (True, False))
+    for name, tensor in wanted["complex_memory"].items():
+        torch.testing.assert_close(found["complex_memory"][name], tensor)
 
 
 @pytest.mark.thorough

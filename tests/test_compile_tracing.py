@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +15,59 @@ from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, NonFiniteError
-from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several
+from tests.compiling import BATCHES, EPOCHS, SHORT, WITH_NAN, assert_close, every_third, fit, several
 from tests.models import CLASSES, FEATURES, batches, plain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def counts_some(state: pl.State) -> pl.State:
+    some = state.outputs[:, 0] > 0
+    batch = state.timestamp.batch
+    return state.replace(outputs=(state.outputs, some * batch, torch.where(some, batch, 0)))
+
+
+def test_a_number_beside_truth_values_is_a_whole_number() -> None:
+    settings: dict[str, Any] = {**SHORT, "algorithms": [counts_some], "watch": BATCHES}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+class Scale:
+    """Equal to itself alone, and with no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, batch: Any) -> Tensor:
+        out: Tensor = self.layer(batch["x"]) * batch["scale"].by
+        return out
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(outputs, batch["y"])
+
+
+def test_an_object_that_comes_to_lie_where_another_one_lay_is_another_one() -> None:
+    def data() -> Iterator[dict[str, Any]]:
+        for i, (x, y) in enumerate(batches((8,) * 6, 1)):
+            yield {"x": x, "y": y, "scale": Scale(i)}
+
+    settings: dict[str, Any] = {"model": Scaled, "loss": None, "watch": EPOCHS, "max_duration": "6ba"}
+    assert_close(fit(compile=True, data=data(), **settings), fit(data=data(), **settings))
+
+
+def test_a_tensor_that_shows_the_negative_of_its_memory_is_refused() -> None:
+    data = [(torch.view_as_complex(torch.randn(8, FEATURES, 2)).conj().imag, torch.zeros(8, dtype=torch.long))] * 2
+    with pytest.raises(CompileError, match=r"hand over tensor\.resolve_neg\(\)"):
+        fit(plain, compile=True, data=data)
 
 
 @pl.algorithm(Event.AFTER_LOSS)

@@ -159,7 +159,12 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _like(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    """Whether the one can be written where the other is.
+
+    Complex numbers can't: the compiler may read them after it has written there.
+    """
+    same = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return same and not one.is_complex()
 
 
 def after(

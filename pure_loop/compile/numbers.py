@@ -194,7 +194,8 @@ def _dtype_beside(value: Any, tensors: list[Tensor]) -> torch.dtype:
         return max(floating, key=lambda dtype: torch.finfo(dtype).bits)
     if isinstance(value, float):
         return torch.get_default_dtype()
-    return tensors[0].dtype if tensors else torch.int64
+    integral = [tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool]
+    return integral[0] if integral else torch.int64
 
 
 def _evaluator(given: Any) -> Evaluate:

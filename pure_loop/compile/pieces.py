@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pure_loop.compile.kernels import ADAM, NONFINITE, run_adam, run_nonfinite, serves
 
-__all__ = ["Call", "Pieces", "alike", "cut", "has_kernels", "memory_of", "origin"]
+__all__ = ["Call", "Pieces", "cut", "has_kernels", "memory_of", "origin"]
 
 _aten: Any = torch.ops.aten
 _SAME = frozenset({_aten.clone.default, _aten.alias.default, _aten.detach.default})
@@ -30,19 +30,16 @@ def origin(value: Any) -> Any:
     while isinstance(value, Node):
         if value.target in _SAME:
             value = value.args[0]
-        elif value.target is _aten.copy.default and alike(*value.args[:2]):
+        elif value.target is _aten.copy.default and _alike(*value.args[:2]):
             value = value.args[1]
         else:
             break
     return value
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two tensors have the same shape, dtype and device."""
-    a, b = one.meta.get("val"), other.meta.get("val")
-    return (
-        isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    )
+def _alike(one: Any, other: Any) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def memory_of(value: Any) -> Any:

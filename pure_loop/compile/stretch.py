@@ -321,7 +321,7 @@ def _all_tensors(batch: tuple[Any, ...]) -> bool:
 
 def _flight_key(flight: tuple[Any, ...]) -> Any:
     if len(flight) == 1 and type(flight[0]) is tuple and _all_tensors(flight[0]):
-        return tuple([(each.shape, each.stride(), each.dtype, each.device) for each in flight[0]])
+        return tuple([(each.shape, each.stride(), each.dtype, each.device, each.is_neg()) for each in flight[0]])
     return tuple(map(walk, flight))
 
 

@@ -70,6 +70,12 @@ class Tracing:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without numbers; each is one of its own, whatever memory is shared."""
+        if tensor.is_neg():
+            raise CompileError(
+                f"a tensor of shape {tuple(tensor.shape)} in the batch or the State shows the negative of its memory, "
+                "as the imaginary part of a conjugate does, and machine code reads memory: hand over "
+                "tensor.resolve_neg()."
+            )
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
@@ -306,13 +312,13 @@ def _half(graph: torch.fx.GraphModule, backward: bool) -> tuple[Call, Sequence[A
 
 
 def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -> Any:
-    joint_graph_passes(graph)
     on_gpu = any(example.device.type == "cuda" for example in examples)
     # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
     # compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
     in_cpp = not on_gpu and len(graph.graph.nodes) <= CPP_WRAPPER_UP_TO
     try:
         with inductor.patch(_SETTINGS):
+            joint_graph_passes(graph)
             return compile_fx_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, **options)
     except Exception as error:
         cause: BaseException | None = error
@@ -328,5 +334,9 @@ def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -
 
 # Nodes of a graph.
 CPP_WRAPPER_UP_TO = 2000
-# What the asserts look at is in the key by which a graph was chosen.
-_SETTINGS: dict[str, Any] = {"size_asserts": False}
+_SETTINGS: dict[str, Any] = {
+    # What the asserts look at is in the key by which a graph was chosen.
+    "size_asserts": False,
+    # It makes an input of `zeros + input`, whoever writes to that input later.
+    "joint_graph_constant_folding": False,
+}

@@ -59,7 +59,7 @@ _pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
     """What a graph takes for granted about a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
 
 
 @attrs.define
@@ -115,8 +115,21 @@ def _leaf_key(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), id(leaf)
+        return _This(leaf)
     return type(leaf), leaf
+
+
+@attrs.frozen(eq=False)
+class _This:
+    """Equal to itself alone, by the object that it holds, so that no other object has its address meanwhile."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _This) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pure_loop.compile.pieces import alike, memory_of, origin
+from pure_loop.compile.pieces import memory_of, origin
 
 __all__ = ["drop_unused", "write_back"]
 
 _aten: Any = torch.ops.aten
+_COPYING = frozenset({_aten.copy.default, _aten.slice_scatter.default})
 
 
 def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any]) -> list[int]:
@@ -33,7 +36,7 @@ def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any
             if not isinstance(node, Node) or node in safe:
                 continue
             found = memory_of(node)
-            own = number in targets and in_place.get(found) == memory_of(targets[number])
+            own = number in targets and in_place.get(found) == {memory_of(targets[number])}
             # It is, looks at, or may come to be in memory that is about to be written to.
             if found in written or found in unsafe or (found in in_place and not own):
                 # A `clone` the compiler takes out again, whatever is written to what was cloned (pytorch #198131).
@@ -49,30 +52,42 @@ def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any
     return sorted(position for number, position in places.items() if results[number] is not inputs[position])
 
 
-def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, Any]:
+def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, set[Any]]:
     """Memory that a compiler may lay into memory that is written to in the end; and which.
 
     It computes ``index_put(a, ...)`` in a's own memory if that is written to at all, with whatever (pytorch #198096).
     """
-    found: dict[Any, Any] = {}
+    found: dict[Any, set[Any]] = {}
     for node in graph.graph.nodes:
-        base = _base(node)
-        if base is not None and alike(base, node):
-            memory = memory_of(base)
-            memory = found.get(memory, memory)
-            if memory in written and memory_of(node) not in written:
-                found[memory_of(node)] = memory
+        own = memory_of(node)
+        if own in written:
+            continue
+        for base in _bases(node):
+            if _as_large(base, node):
+                memory = memory_of(base)
+                inside = found.get(memory, {memory} & written)
+                if inside:
+                    found[own] = found.get(own, set()) | inside
     return found
 
 
-def _base(node: Node) -> Node | None:
-    """The tensor in whose place this one could be computed: by PyTorch's custom the first."""
+def _bases(node: Node) -> Iterator[Node]:
+    """The tensors in whose place this one could be computed: by PyTorch's custom the first, or what is copied."""
     if node.op != "call_function" or not node.args:
-        return None
+        return
     first: Any = node.args[0]
     if node.target is operator.getitem and first.args and isinstance(first.args[0], list):
         first = first.args[0][node.args[1]]  # type: ignore[index]  # of a _foreach_ operation
-    return first if isinstance(first, Node) else None
+    if isinstance(first, list) and len(first) == 1:
+        first = first[0]
+    given = [first, node.args[1]] if node.target in _COPYING else [first]
+    yield from (each for each in given if isinstance(each, Node))
+
+
+def _as_large(one: Node, other: Node) -> bool:
+    """Whether two tensors have the same shape; their dtypes may be made one by leaving out casts."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.device) == (b.shape, b.device)
 
 
 def drop_unused(graph: GraphModule) -> list[int]:
