@@ -50,6 +50,7 @@ LIBRARY: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+# Of algorithms that are tried in the fast tier in another form.
 VARIANTS = {"gradient_clipping_by_value", "adaptive_gradient_clipping", "ema_by_epochs"}
 
 

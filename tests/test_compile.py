@@ -21,6 +21,7 @@ from pure_loop.compile import record
 from pure_loop.frozendict import FrozenDict
 from tests.compiling import (
     BATCHES,
+    MICROBATCHES,
     WITH_NAN,
     Attention,
     Named,
@@ -72,10 +73,10 @@ PARTITION = pl.optim.partition(
 CASES: dict[str, dict[str, Any]] = {
     "dropout, BatchNorm, a ragged batch, a schedule": {},
     "seen at BATCH_END": {"watch": BATCHES},
-    "microbatches": {"microbatch_size": 3, "watch": BATCHES},
+    "microbatches": {**MICROBATCHES, "watch": BATCHES},
     "AFTER_TRAIN_BATCH": {"watch": {Event.AFTER_TRAIN_BATCH}, "algorithms": several()},
     "BATCH_START": {"watch": {Event.BATCH_START}, "algorithms": several()},
-    "AFTER_BACKWARD": {"watch": {Event.AFTER_BACKWARD, *BATCHES}, "microbatch_size": 3, "algorithms": several()},
+    "AFTER_BACKWARD": {"watch": {Event.AFTER_BACKWARD, *BATCHES}, **MICROBATCHES, "algorithms": several()},
     "algorithms": {"algorithms": several(), "clip_grad": 0.5, "watch": BATCHES},
     "algorithms inside": {"algorithms": several(), "clip_grad": 0.5},
     "SAM": {"algorithms": [sam(0.05, interval=2)], "watch": BATCHES},

@@ -11,7 +11,7 @@ from torch import Tensor
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping
-from tests.compiling import BATCHES, EPOCHS, fit, stream
+from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, fit, stream
 from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
 
@@ -38,7 +38,7 @@ ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1
 @pytest.mark.parametrize("compile", [False, True, pytest.param("where possible", marks=pytest.mark.thorough)], ids=str)
 def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donate: Any, compile: Any) -> None:
     """Law 9. Copies are compared, so that memory may be reused; and what was kept stays what it was."""
-    settings: dict[str, Any] = {"watch": watch, "algorithms": ALGORITHMS, "microbatch_size": 3}
+    settings: dict[str, Any] = {"watch": watch, "algorithms": ALGORITHMS, **MICROBATCHES}
     settings["evaluators"] = batches((4,), 2)
     wanted = fit(**settings, donate=False)
     given, kept = [], []

@@ -127,7 +127,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: _Halves, *given: Tensor) -> tuple[Tensor, ...]:
         found = halves.forward(list(given))
-        results = tuple(found[: halves.results])
+        results = _apart(found[: halves.results], given)
         ctx.halves = halves
         # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
         ctx.set_materialize_grads(False)
@@ -155,6 +155,18 @@ class _Function(torch.autograd.Function):
             there = frozenset[int]().union(*[halves.reached[place] for place in halves.reached.keys() - absent])
             inputs = tuple(place if number in there else None for number, place in enumerate(inputs))
         return None, *[None if place is None else found[place] for place in inputs]
+
+
+def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results, each an object of its own, also where a compiler makes one of two, or gives an input.
+
+    Autograd notes by the object which of them are differentiated.
+    """
+    known, results = set(map(id, given)), []
+    for tensor in found:
+        results.append(tensor.clone() if id(tensor) in known else tensor)
+        known.add(id(tensor))
+    return tuple(results)
 
 
 def _laid_out(tensor: Tensor | None, like: Tensor, device: torch.device) -> Tensor:

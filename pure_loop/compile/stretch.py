@@ -17,7 +17,7 @@ from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
-from pure_loop.compile.trees import Durable, UnreadFieldError, durable_fields, rebuild, tensors_of, walk
+from pure_loop.compile.trees import Durable, UnreadFieldError, describe, durable_fields, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict
 from pure_loop.loop import LoopStages
@@ -321,7 +321,7 @@ def _all_tensors(batch: tuple[Any, ...]) -> bool:
 
 def _flight_key(flight: tuple[Any, ...]) -> Any:
     if len(flight) == 1 and type(flight[0]) is tuple and _all_tensors(flight[0]):
-        return tuple([(each.shape, each.stride(), each.dtype, each.device, each.is_neg()) for each in flight[0]])
+        return tuple(map(describe, flight[0]))
     return tuple(map(walk, flight))
 
 
