@@ -67,7 +67,6 @@ class Pieces:
         taken: the inputs that kernels take.
         written: those of them that they write to.
         places: which outputs of the second piece are written to which input.
-        unsafe: memory that kernels write to, which no output may share.
     """
 
     inputs: list[str]
@@ -79,7 +78,6 @@ class Pieces:
     taken: list[int]
     written: list[int]
     places: dict[int, int]
-    unsafe: frozenset[Any]
 
     def described(self) -> tuple[str, ...]:
         """The kernels, for whoever asks what was compiled."""
@@ -183,7 +181,6 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
         taken=[position for position, node in enumerate(inputs) if node in read],
         written=[position for position, node in enumerate(inputs) if node in written],
         places={index: places[number] for index, number in enumerate(kept) if number in places},
-        unsafe=frozenset({*old_memory, *map(memory_of, made)}),
     )
 
 

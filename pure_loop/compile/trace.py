@@ -266,8 +266,8 @@ class _Code:
     operations: int
 
 
-def _code(graph: torch.fx.GraphModule, places: dict[int, int], unsafe: frozenset[Any] = frozenset()) -> _Code:
-    written = write_back(graph, places, unsafe)
+def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
+    written = write_back(graph, places)
     graph.graph.eliminate_dead_code()
     taken = drop_unused(graph)
     graph.recompile()
@@ -277,7 +277,7 @@ def _code(graph: torch.fx.GraphModule, places: dict[int, int], unsafe: frozenset
 
 
 def _joined(pieces: Pieces) -> _Code:
-    first, second = _code(pieces.first, {}), _code(pieces.second, pieces.places, pieces.unsafe)
+    first, second = _code(pieces.first, {}), _code(pieces.second, pieces.places)
     count = len(pieces.inputs)
     taken = sorted({*first.taken, *pieces.taken, *[i for i in second.taken if i < count]})
     return _Code(

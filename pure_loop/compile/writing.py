@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,8 @@ _aten: Any = torch.ops.aten
 _COPYING = frozenset({_aten.copy.default, _aten.slice_scatter.default})
 
 
-def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any]) -> list[int]:
-    """End the graph with writing outputs into the inputs that they replace; gives the positions of these.
-
-    ``unsafe`` is further memory that no output may share.
-    """
+def write_back(graph: GraphModule, places: dict[int, int]) -> list[int]:
+    """End the graph with writing outputs into the inputs that they replace; gives the positions of these."""
     nodes = graph.graph
     output = next(iter(reversed(nodes.nodes)))
     inputs = [node for node in nodes.nodes if node.op == "placeholder"]
@@ -38,7 +34,7 @@ def write_back(graph: GraphModule, places: dict[int, int], unsafe: frozenset[Any
             found = memory_of(node)
             own = number in targets and in_place.get(found) == {memory_of(targets[number])}
             # It is, looks at, or may come to be in memory that is about to be written to.
-            if found in written or found in unsafe or (found in in_place and not own):
+            if found in written or (found in in_place and not own):
                 # A `clone` the compiler takes out again, whatever is written to what was cloned (pytorch #198131).
                 safe[node] = nodes.call_function(_aten.lift_fresh_copy.default, (node,))
                 safe[node].meta["val"] = node.meta["val"]
@@ -76,10 +72,6 @@ def _bases(node: Node) -> Iterator[Node]:
     if node.op != "call_function" or not node.args:
         return
     first: Any = node.args[0]
-    if node.target is operator.getitem and first.args and isinstance(first.args[0], list):
-        first = first.args[0][node.args[1]]  # type: ignore[index]  # of a _foreach_ operation
-    if isinstance(first, list) and len(first) == 1:
-        first = first[0]
     given = [first, node.args[1]] if node.target in _COPYING else [first]
     yield from (each for each in given if isinstance(each, Node))
 
