@@ -10,13 +10,8 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from pure_loop.order import Plan
-from tests.conftest import THOROUGH
 
 SIMPLEST = Plan(batches=(1,), max_duration="1ba")
-
-
-def examples(fast: int, thorough: int) -> settings:
-    return settings(max_examples=thorough if THOROUGH else fast)
 
 
 def simplest(strategy: st.SearchStrategy[Any], condition: Callable[[Any], Any] = lambda value: True) -> Any:

@@ -24,6 +24,8 @@ from pure_loop.testing.wrong_algorithms import (
     remembers_in_a_closure,
     starts_over_at_fit_start,
 )
+from tests.conftest import THOROUGH
+from tests.tiers import tiers
 
 FEW: dict[str, Any] = {"problems": "linear", "max_examples": 4}
 # For what is said about laws, and not about these.
@@ -54,12 +56,10 @@ LIBRARY: dict[str, tuple[Any, dict[str, Any]]] = {
 VARIANTS = {"gradient_clipping_by_value", "adaptive_gradient_clipping", "ema_by_epochs"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in VARIANTS else name for name in LIBRARY]
-)
+@pytest.mark.parametrize("name", tiers(LIBRARY, LIBRARY.keys() - VARIANTS))
 def test_the_library_s_algorithms_keep_every_law(name: str) -> None:
     make, options = LIBRARY[name]
-    report = check_algorithm(make, max_examples=5, **options)
+    report = check_algorithm(make, max_examples=20 if THOROUGH else 3, **options)
     skipped = {outcome.law for outcome in report.outcomes if outcome.result == "skipped"}
     assert skipped == {*laws.UNAVAILABLE, *(["microbatch_invariance", "world_size"] if name == "blurpool" else [])}
     assert all(outcome.reason for outcome in report.outcomes if outcome.result == "skipped")
@@ -84,7 +84,7 @@ def test_random_compositions_of_them_keep_every_law() -> None:
     def holds(algorithm: Any) -> None:
         check_algorithm(algorithm, problems="mlp", max_examples=2)
 
-    nested = settings(max_examples=4, suppress_health_check=[HealthCheck.nested_given])
+    nested = settings(max_examples=20 if THOROUGH else 2, suppress_health_check=[HealthCheck.nested_given])
     nested(given(testing.algorithms())(holds))()
 
 
@@ -174,7 +174,8 @@ def test_what_rests_on_an_expected_failure_is_tried_all_the_same() -> None:
 
 def test_laws_can_be_skipped_with_a_reason() -> None:
     reason = "runs are never resumed"
-    report = check_algorithm(starts_over_at_fit_start, skip={"resumption": reason, "checkpoint": reason}, **FEW)
+    skip = {**QUICK["skip"], "resumption": reason, "checkpoint": reason}
+    report = check_algorithm(starts_over_at_fit_start, **{**QUICK, "skip": skip})
     assert (report["resumption"].result, report["resumption"].reason) == ("skipped", "runs are never resumed")
 
 
@@ -203,14 +204,12 @@ def test_a_law_is_expected_to_fail_or_skipped() -> None:
 
 def test_an_algorithm_that_needs_two_samples_says_so() -> None:
     """Where it raises it is passed over, and everywhere else it has to keep the laws."""
-    report = check_algorithm(
-        fails_on_a_single_sample, expected_failures={"order": "needs two samples"}, problems="linear", max_examples=8
-    )
+    reason = {"order": "needs two samples"}
+    report = check_algorithm(fails_on_a_single_sample, expected_failures=reason, **{**QUICK, "max_examples": 8})
     assert report["order"].result == "expected failure"
     # In microbatches of one sample it raises always, so that law has nothing to say.
     assert report["microbatch_invariance"].reason.startswith("every case that was drawn ended in an error")
-    # Nor have those that rest on it.
-    without = {"order", "microbatch_invariance", "world_size", "compile_equality"}
+    without = {"order", "microbatch_invariance", *QUICK["skip"]}
     others = [outcome.result for outcome in report.outcomes if outcome.law not in without]
     assert set(others) == {"passed"}
 
@@ -240,7 +239,7 @@ def test_memory_in_numpy_is_memory() -> None:
         return state
 
     options: dict[str, Any] = {"init": lambda state: numpy.zeros(3)}
-    assert check_algorithm(lambda: pl.Algorithm("np", {Event.BATCH_END: note}, **options), **FEW).ok
+    assert check_algorithm(lambda: pl.Algorithm("np", {Event.BATCH_END: note}, **options), **QUICK).ok
     with pytest.raises(LawViolation, match="purity does not hold"):
         laws.purity(lambda: pl.Algorithm("np", {Event.BATCH_END: fill}, **options), problems="linear")
 
@@ -249,7 +248,7 @@ def test_an_algorithm_may_remember_its_evaluations() -> None:
     def count(state: pl.State) -> pl.State:
         return state.remember("evaluated", state.algorithm_state["evaluated"] + 1)
 
-    assert check_algorithm(lambda: pl.Algorithm("evaluated", {Event.EVAL_END: count}, init=lambda state: 0), **FEW).ok
+    assert check_algorithm(lambda: pl.Algorithm("evaluated", {Event.EVAL_END: count}, init=lambda state: 0), **QUICK).ok
 
 
 def test_values_that_are_shown_alike_are_told_apart() -> None:
@@ -437,7 +436,7 @@ def test_an_algorithm_is_sent_to_processes_whatever_its_cases_are_drawn_from() -
         return state
 
     report = check_algorithm(
-        lambda: pl.Algorithm("sharing", {Event.BATCH_END: share}), plans=testing.plans(max_batches=2), **FEW
+        lambda: pl.Algorithm("sharing", {Event.BATCH_END: share}), plans=testing.plans(max_batches=2), **QUICK
     )
     assert report["rank_agreement"].result == "passed"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
@@ -19,6 +19,7 @@ from pure_loop.errors import CheckpointError
 from tests import sameness
 from tests.conftest import THOROUGH
 from tests.faults import fit, messages, refused, small, wide
+from tests.tiers import examples
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ class TestDamage:
             assert pl.latest(folder) is None
         assert len(said) == 2
 
-    @settings(max_examples=1000 if THOROUGH else 60)
+    @examples(60, 1000)
     @given(st.data())
     def test_flipped_bits_of_a_larger_one(self, large: tuple[Path, bytes], data: st.DataObject) -> None:
         path, content = large

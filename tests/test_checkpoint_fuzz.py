@@ -11,19 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.tree import _READERS
 from pure_loop.errors import CheckpointError, ResumeError
-from tests.conftest import THOROUGH
 from tests.faults import fit, little_memory, messages, small
-
-
-def examples(fast: int, thorough: int) -> settings:
-    return settings(max_examples=thorough if THOROUGH else fast)
+from tests.tiers import examples
 
 
 def written() -> bytes:

@@ -180,6 +180,7 @@ def test_gradients_are_those_of_redistributed_dtensors(kind):
         assert apart < 1e-12
 
 
+@pytest.mark.thorough
 def test_sharding_within_and_replicating_across_groups_of_ranks():
     with Pool(4, checked=False) as pool:
         program = compared_with_the_oracle("shard", [Replicate(), Shard(0)], (2, 2))

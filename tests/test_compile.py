@@ -35,6 +35,7 @@ from tests.compiling import (
     several,
 )
 from tests.models import FEATURES, Tied, batches, plain
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -104,18 +105,13 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = ("seen at BATCH_END", "AFTER_BACKWARD", "algorithms inside", "tied and frozen", "SGD", "skipping")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
-)
+@pytest.mark.parametrize("name", tiers(CASES, QUICK))
 def test_the_same_states_at_what_is_yielded(name: str) -> None:
     assert_close(fit(compile=True, **CASES[name]), fit(**CASES[name]))
 
 
 @pytest.mark.usefixtures("in_place")
-@pytest.mark.parametrize(
-    "name",
-    ["algorithms inside", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("SAM", "Nesterov"))],
-)
+@pytest.mark.parametrize("name", tiers(["algorithms inside", "SAM", "Nesterov"], ["algorithms inside"]))
 def test_in_its_own_memory(name: str) -> None:
     settings = CASES[name] | {"watch": {Event.FIT_END}}
     assert_close(fit(compile=True, **settings), fit(**settings))

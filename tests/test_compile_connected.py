@@ -33,8 +33,8 @@ from tests.compiling import (
     several,
     stream,
 )
-from tests.drawing import examples
 from tests.models import CLASSES, FEATURES, Tied, batches, plain
+from tests.tiers import examples, tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -107,7 +107,7 @@ def doubled(value: Any) -> Any:
     return type(value)(map(doubled, value))
 
 
-@examples(14, 500)
+@examples(8, 500)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     inside=st.sets(st.sampled_from(INSIDE), min_size=1),
@@ -210,7 +210,7 @@ class Heads(nn.Module):
         return self.one(hidden), self.other(hidden)
 
 
-@pytest.mark.parametrize("event", INSIDE)
+@pytest.mark.parametrize("event", tiers(INSIDE, [Event.AFTER_FORWARD, Event.AFTER_LOSS]))
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_head_that_the_loss_does_not_use_has_no_gradient(which: int, event: Event) -> None:
     def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def another_batch(state: pl.State) -> pl.State:
     return state.replace(batch=(state.batch[0] * 2, state.batch[1]))
 
 
-@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+@pytest.mark.parametrize("event", tiers([*INSIDE, Event.AFTER_BACKWARD], [Event.AFTER_FORWARD, Event.BEFORE_BACKWARD]))
 @pytest.mark.parametrize("algorithm", [through_a_tree, other_gradients, another_batch], ids=lambda each: each.name)
 def test_whatever_an_algorithm_replaces_inside_a_piece_is_replaced(algorithm: Any, event: Event) -> None:
     settings: dict[str, Any] = {"algorithms": [algorithm], "watch": {event, *BATCHES}, "microbatch_size": 4}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +23,7 @@ from tests.donating import CONSUMERS, DATA, Kept, consume, plain, tensors_of
 from tests.sameness import assert_same
 from tests.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
 from tests.test_donation_kept import WAYS
+from tests.tiers import examples, tiers
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),
@@ -69,7 +70,7 @@ def fit(model: Any = None, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(
     "watch",
-    [BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}, *INSIDE],
+    tiers([BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}, *INSIDE], [BATCHES, *INSIDE[1:]]),
     ids=["batches", "starts", "epochs", "after train batch", "after backward", "all"],
 )
 def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -> None:
@@ -122,7 +123,7 @@ def test_each_way_of_keeping_keeps() -> None:
     kept.check()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(10, 200)
 @given(
     keepings=st.lists(
         st.tuples(

@@ -102,6 +102,7 @@ def of_twins(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return cross_entropy(outputs["out"], targets) + (outputs["more"].exp() * outputs["target"]).mean()
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_gives_two_outputs_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch 2.13 does with this setting, which is off for other reasons.
     monkeypatch.setitem(trace._SETTINGS, "joint_graph_constant_folding", True)

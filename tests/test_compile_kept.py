@@ -14,6 +14,7 @@ from pure_loop.algorithms import ema, gradient_clipping
 from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, fit, stream
 from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -34,7 +35,7 @@ ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1
     [None, BATCHES, EPOCHS, {Event.AFTER_BACKWARD}, {Event.AFTER_FORWARD, Event.EPOCH_END}, {Event.AFTER_TRAIN_BATCH}],
     ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch"],
 )
-@pytest.mark.parametrize("donate", [False, "auto", True], ids=str)
+@pytest.mark.parametrize("donate", tiers([False, "auto", True], ["auto", True]), ids=str)
 @pytest.mark.parametrize("compile", [False, True, pytest.param("where possible", marks=pytest.mark.thorough)], ids=str)
 def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donate: Any, compile: Any) -> None:
     """Law 9. Copies are compared, so that memory may be reused; and what was kept stays what it was."""
@@ -115,7 +116,7 @@ def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("steps", tiers([1, 2, 3, 8], [1, 3]))
 @pytest.mark.parametrize("watch", [EPOCHS, {Event.EPOCH_START, Event.EVAL_END}], ids=["epochs", "evaluations"])
 def test_what_was_kept_never_changes_whatever_goes_through_in_one_call(steps: int, watch: Any) -> None:
     settings: dict[str, Any] = {"watch": watch, "max_duration": "5ep", "evaluators": batches((4,), 2)}

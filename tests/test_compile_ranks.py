@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,7 +22,7 @@ from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import LawViolation
 from pure_loop.testing.laws.world import compare, whole, witness
 from pure_loop.testing.ranks import RankError
-from tests.conftest import THOROUGH
+from tests.tiers import examples, tiers
 from tests.worlds import ALGORITHMS, an_epoch, pool, two_halves
 
 EPOCHS = {Event.EPOCH_END, Event.FIT_END}
@@ -45,14 +45,14 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, **options):
     st.sampled_from(WATCHES),
     st.sampled_from([2, 2, 3]),
 )
-@settings(max_examples=300 if THOROUGH else 8)
+@examples(5, 300)
 def test_ranks_are_one_rank(case, watch, ranks):
     alone = witness(whole(case, ranks).stream(watch=watch))
     for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch)):
         compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["label_smoothing", "asam", "composed"]))
 def test_algorithms_of_the_library_keep_the_law(name):
     plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
     case = testing.Case(plan=plan, problem="tied")
@@ -160,6 +160,7 @@ def test_where_it_is_possible():
         pool().run(refused)
 
 
+@pytest.mark.thorough
 def test_by_torch_s_compiler():
     case = testing.Case(plan=Plan(batches=(4, 4), max_duration="2ep", evaluators={"val": EvaluatorPlan((4,))}))
     alone = witness(case.stream(watch=EPOCHS))

@@ -15,6 +15,7 @@ from pure_loop.compile import record
 from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
 from tests.compiling import BATCHES, INSIDE, Pair, assert_close, fit
 from tests.models import CLASSES, FEATURES, plain
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -174,7 +175,7 @@ def doubled_gradients(state: pl.State) -> pl.State:
     return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
 
 
-@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
+@pytest.mark.parametrize("event", tiers([*INSIDE, Event.AFTER_BACKWARD], [Event.AFTER_FORWARD, Event.AFTER_LOSS]))
 def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
     settings: dict[str, Any] = {"model": Closing, "loss": lambda outputs, _: outputs.scores.square().sum()}
     settings |= {"algorithms": [doubled_gradients], "watch": {event, *BATCHES}}

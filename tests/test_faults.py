@@ -107,7 +107,12 @@ def test_a_rank_that_leaves_the_loop(pool, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"), [("replicate", Event.BEFORE_FORWARD), ("shard", Event.AFTER_TRAIN_BATCH)], ids=KINDS
+    ("kind", "where"),
+    [
+        ("replicate", Event.BEFORE_FORWARD),
+        pytest.param("shard", Event.AFTER_TRAIN_BATCH, marks=pytest.mark.thorough),
+    ],
+    ids=KINDS,
 )
 def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
     # The pool ends as soon as a rank is dead; here the others get the time that they need to say so.
@@ -133,7 +138,15 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("event", [pytest.param(Event.BEFORE_LOSS, marks=pytest.mark.thorough), Event.BATCH_END])
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("replicate", Event.BATCH_END),
+        pytest.param("replicate", Event.BEFORE_LOSS, marks=pytest.mark.thorough),
+        pytest.param("shard", Event.BATCH_END, marks=pytest.mark.thorough),
+        pytest.param("shard", Event.BEFORE_LOSS, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_rank_that_hangs(pool, kind, event):
     def program(rank):
         @pl.algorithm(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
@@ -14,12 +14,9 @@ from pure_loop.testing.laws.resumption import resumption_from
 from pure_loop.testing.subject import AlgorithmSubject
 from tests.conftest import THOROUGH
 from tests.sameness import Pairs, assert_same_stream
+from tests.tiers import examples
 
 LOOP = AlgorithmSubject(None)
-
-
-def examples(fast: int, thorough: int) -> settings:
-    return settings(max_examples=thorough if THOROUGH else fast)
 
 
 BOTH_ORDERS = plans(orders=("current", "current", "current", "2021"), min_batches=0)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +17,9 @@ from pure_loop.checkpoint import container, resharding
 from pure_loop.checkpoint.sharded import ShardedCheckpoint, write
 from pure_loop.frozendict import FrozenDict
 from pure_loop.testing.ranks import simulate
-from tests.conftest import THOROUGH
 from tests.sameness import leaves
 from tests.sharding import Here, in_parts
+from tests.tiers import examples
 
 
 class _Some(nn.Module):
@@ -57,7 +57,7 @@ def states(draw):
 
 
 @given(states(), st.integers(1, 4), st.integers(1, 4), st.booleans())
-@settings(max_examples=500 if THOROUGH else 12)
+@examples(12, 500)
 def test_any_state_of_n_ranks_is_the_same_on_m(tmp_path_factory, state, n, m, replicated):
     path = str(tmp_path_factory.mktemp("folder") / "a.sharded")
     shape = (2, n) if replicated else (n,)

@@ -9,16 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY
-from tests.conftest import THOROUGH
 from tests.sameness import assert_same
 from tests.sharding import network, parts, small, train
+from tests.tiers import examples
 
 
 def rewrite(path, change, document=None):
@@ -133,7 +133,7 @@ NASTY = st.one_of(
 
 
 @given(st.data())
-@settings(max_examples=5000 if THOROUGH else 60)
+@examples(60, 5000)
 def test_any_change_to_an_index_is_refused_or_none(sharded_saves, tmp_path_factory, data):
     path = str(tmp_path_factory.mktemp("run") / "a.sharded")
     shutil.copytree(os.path.join(sharded_saves, "newer.sharded"), path)

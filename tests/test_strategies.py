@@ -19,7 +19,8 @@ from pure_loop.testing.case import Case
 from pure_loop.testing.problems import PROBLEMS
 from pure_loop.testing.strategies import cases, plans, problems
 from pure_loop.time import TimeUnit
-from tests.drawing import SIMPLEST, examples, sample, simplest
+from tests.drawing import SIMPLEST, sample, simplest
+from tests.tiers import examples
 
 
 def trained(plan: Plan) -> int:

@@ -22,7 +22,8 @@ from pure_loop.data import num_samples
 from pure_loop.order import Plan
 from pure_loop.testing._types import BY_TYPE
 from pure_loop.testing.strategies import batches, cases, plans
-from tests.drawing import examples, sample, simplest
+from tests.drawing import sample, simplest
+from tests.tiers import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -32,7 +32,8 @@ from pure_loop.testing.strategies import (
     timestamps,
 )
 from pure_loop.time import Time, Timestamp, TimeUnit
-from tests.drawing import SIMPLEST, examples, sample, simplest
+from tests.drawing import SIMPLEST, sample, simplest
+from tests.tiers import examples
 
 # Times and timestamps
 

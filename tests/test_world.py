@@ -7,7 +7,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
@@ -18,11 +18,8 @@ from pure_loop.order import EvaluatorPlan, Plan, expected
 from pure_loop.testing import LawViolation, laws
 from pure_loop.testing.laws.world import compare, on_ranks, whole, witness
 from tests.conftest import THOROUGH
+from tests.tiers import examples, tiers
 from tests.worlds import ALGORITHMS, KINDS, A, pool
-
-
-def examples(fast, thorough):
-    return settings(max_examples=thorough if THOROUGH else fast)
 
 
 def rank_of_world():
@@ -33,7 +30,7 @@ def rank_of_world():
 
 
 @given(testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]), rank_of_world())
-@examples(fast=14, thorough=1500)
+@examples(fast=8, thorough=1500)
 def test_ranks_are_one_rank(case, chosen):
     kind, ranks = chosen
     alone = witness(whole(case, ranks).stream())
@@ -85,7 +82,7 @@ def test_all_ranks_yield_the_same_events_counts_and_values(case, chosen):
         compare(other, first, f"{kind}: a rank of {ranks}", 0.0)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["label_smoothing", "asam", "composed"]))
 def test_algorithms_of_the_library_keep_the_law(name):
     laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 4)
 

@@ -19,8 +19,8 @@ from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.donation import Donation
 from pure_loop.errors import DonatedStateError
-from tests.drawing import examples
 from tests.sameness import frozen_copy, leaves
+from tests.tiers import examples
 from tests.worlds import ALGORITHMS, pool
 
 BATCHES = {Event.BATCH_END}
@@ -104,7 +104,7 @@ def differing(one, other):
     frozen=st.booleans(),
     compile=st.booleans(),
 )
-@examples(6, 400)
+@examples(4, 400)
 def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, ranks, what, **options):
     copying = seen(donate=False, **options)
     for (found, _, changed), (wanted, _, _) in zip(seen(keeps, ranks, what, **options), copying, strict=True):

@@ -12,6 +12,7 @@ from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, witness
 from pure_loop.testing.ranks import RankError
+from tests.tiers import tiers
 from tests.worlds import ALGORITHMS, KINDS, A, pool
 
 # What ranks start from, and what differs between them.
@@ -49,7 +50,7 @@ def test_all_start_from_the_parameters_of_rank_0(kind):
 # Going on.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["replicate"]))
 def test_going_on_is_bitwise_the_rest(kind):
     case = testing.Case(
         plan=Plan(batches=(5, 3, 4), max_duration="2ep", microbatch_size=2),
