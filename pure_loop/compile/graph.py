@@ -161,7 +161,7 @@ def make_graph(
         place_of = {id(fake): place for place, fake in enumerate(fakes)}
         inputs = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         inputs |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
-        with naming("the backward", ("forward", None)):
+        with naming(tracing, "the backward", ("forward", None)):
             return results, written, differentiate(tracing, results, _with_graphs(found), inputs)
 
     # Made now: a module can't be copied on tensors without numbers.

@@ -1,11 +1,13 @@
-"""Random numbers as inputs of a graph."""
+"""Random numbers, and tensors from elsewhere, as inputs of a graph."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
+from torch import Tensor, nn
 
 from pure_loop.compile.draws import DROPOUT, Draw, is_draw
 from pure_loop.errors import CompileError
@@ -13,9 +15,11 @@ from pure_loop.errors import CompileError
 if TYPE_CHECKING:
     from pure_loop.compile.trace import Tracing
 
-__all__ = ["StrayDrawError", "lift_draws"]
+__all__ = ["StrayDrawError", "in_order", "lift_captured", "lift_draws", "writes_to_captured"]
 
 _aten: Any = torch.ops.aten
+# What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
+_MADE = frozenset({_aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
 class StrayDrawError(CompileError):
@@ -23,7 +27,7 @@ class StrayDrawError(CompileError):
 
 
 def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
-    """Make inputs of what is drawn, and bring all inputs to the front."""
+    """Make inputs of what is drawn."""
     graph = raw.graph
     found: list[Draw] = []
     known = {node.name for _, node in tracing.draws}
@@ -55,12 +59,68 @@ def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
             copied = drawn
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return found
+
+
+def lift_captured(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Tensor]:
+    """Make inputs of the tensors that Python had from elsewhere (a loss's weights, a teacher's parameters).
+
+    As constants of the graph they would be what they were while it was made.
+    """
+    graph = raw.graph
+    found: dict[int, torch.fx.Node] = {}
+    tensors: list[Tensor] = []
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(raw, str(node.target))
+        # What isn't plain memory has no stand-in, and stays a constant.
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or all(user.target in _MADE for user in node.users):
+            continue
+        if id(tensor) not in found:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                found[id(tensor)] = graph.placeholder(f"captured_{len(tensors)}")
+            found[id(tensor)].meta["val"] = tracing.fake(tensor)
+            tensors.append(tensor)
+        node.replace_all_uses_with(found[id(tensor)])
+        graph.erase_node(node)
+    return tensors
+
+
+def writes_to_captured(nodes: Iterable[torch.fx.Node]) -> bool:
+    """Whether one of these operations writes to a tensor that Python had from elsewhere, or to a view of one."""
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        given = [*node.args, *map(node.kwargs.get, [each.name for each in schema.arguments[len(node.args) :]])]
+        for argument, value in zip(schema.arguments, given, strict=True):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and any(_base(each).op == "get_attr" for each in _nodes(value)):
+                return True
+    return False
+
+
+def _nodes(value: Any) -> list[torch.fx.Node]:
+    return [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, torch.fx.Node)]
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _nodes(node.args[:1]):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.arguments[0].alias_info is None:
+            break
+        (node,) = _nodes(node.args[:1])
+    return node
+
+
+def in_order(raw: torch.fx.GraphModule) -> None:
+    """Bring all inputs to the front, by their kinds."""
+    placeholders = [node for node in raw.graph.nodes if node.op == "placeholder"]
     ordered = sorted(placeholders, key=lambda node: _rank(node.name))
     for node in reversed(ordered):
-        next(iter(graph.nodes)).prepend(node)
+        next(iter(raw.graph.nodes)).prepend(node)
     raw.recompile()
-    return found
 
 
 def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: float) -> None:
@@ -79,7 +139,7 @@ def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: fl
 
 
 def _rank(name: str) -> tuple[int, int]:
-    for kind, prefix in enumerate(("number_", "draw_", "tangent_"), start=1):
+    for kind, prefix in enumerate(("number_", "draw_", "captured_", "tangent_"), start=1):
         if name.startswith(prefix):
             return kind, int(name.removeprefix(prefix))
     return 0, 0  # sorting is stable

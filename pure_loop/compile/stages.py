@@ -25,6 +25,7 @@ from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group, is_draw
 from pure_loop.compile.kernels import NONFINITE
+from pure_loop.compile.lifting import writes_to_captured
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -59,8 +60,9 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
 
 
 @contextmanager
-def naming(what: str, part: tuple[str, Event | None]) -> Iterator[None]:
+def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Iterator[None]:
     """Turn what a tracer raises, in the middle of somebody's code, into an error that names the code."""
+    last = tracing.mark()
     try:
         yield
     except PureLoopError:
@@ -68,6 +70,12 @@ def naming(what: str, part: tuple[str, Event | None]) -> Iterator[None]:
     # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too.
     except RuntimeError as error:
         raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
+    if writes_to_captured(tracing.since(last)):
+        raise Untraceable(
+            f"{what} can't be compiled: it writes to a tensor that it has from elsewhere. What lasts from step to step "
+            f"belongs into the State: state.remember(...), or a buffer of the model; {WHERE_POSSIBLE}",
+            part,
+        )
 
 
 def _reason(error: BaseException) -> str:
@@ -124,7 +132,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
         def call(*args: Any) -> Any:
             last = tracing.mark()
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
-            with tracing.host.on_behalf_of(what), naming(what, part), whole:
+            with tracing.host.on_behalf_of(what), naming(tracing, what, part), whole:
                 result = function(*args)
                 _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), part)
             grouped = {node for _, node in tracing.draws}
@@ -188,25 +196,25 @@ class TracedStages(LoopStages):
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model._skeleton).__name__}"
-        with self.tracing.host.quiet(), naming(what, ("forward", None)):
+        with self.tracing.host.quiet(), naming(self.tracing, what, ("forward", None)):
             return LoopStages.forward(self, state, index=index, last=last)
 
     def loss(self, state: State, *, index: int = 0) -> State:
-        with self.tracing.host.quiet(), naming("the loss", ("forward", None)), self._whole("the loss"):
+        with self.tracing.host.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
             return LoopStages.loss(self, state, index=index)
 
     def _whole(self, what: str) -> AbstractContextManager[Any]:
         return nullcontext() if self.tracing.begins_with_leaves else _Undifferentiated(what, ("forward", None))
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
-        with self.tracing.host.quiet(), naming("the backward", ("forward", None)):
+        with self.tracing.host.quiet(), naming(self.tracing, "the backward", ("forward", None)):
             return LoopStages.backward(self, state, weight=weight)
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         microbatch, task = state.microbatch, self.task
         what = f"the forward of {type(state.model._skeleton).__name__} in evaluation"
         params = self.engine.leaves(state, last=False)
-        with GradMode(False), self._autocast(state), naming(what, ("forward", None)):
+        with GradMode(False), self._autocast(state), naming(self.tracing, what, ("forward", None)):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -216,7 +224,7 @@ class TracedStages(LoopStages):
         return draft  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State) -> Tensor:
-        with GradMode(False), self._autocast(state), naming("the loss in evaluation", ("forward", None)):
+        with GradMode(False), self._autocast(state), naming(self.tracing, "the loss in evaluation", ("forward", None)):
             return total_loss(self._loss(state, training=False)[0])
 
     def _seeded(self, state: State, stage: str, index: int) -> Any:
@@ -237,7 +245,7 @@ def update(
     host = stages.tracing.host
     what = f"optimizer {optimizer.name!r}"
     with GradMode(False):
-        with host.on_behalf_of(what), naming(what, ("update", None)):
+        with host.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
             new, opt_state = _updated(stages.engine, optimizer, state, trained)
         loss = total_loss(state.loss)
         old = list(trained.values())

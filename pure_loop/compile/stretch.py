@@ -183,6 +183,15 @@ class Stretch:
             number.set(env)
             given.append(number.tensor)
         given += drawn
+        for tensor, before in compiled.captured:
+            if describe(tensor) != before:
+                raise CompileError(
+                    f"a tensor that the model, the loss or an algorithm has from elsewhere had shape "
+                    f"{tuple(before[0])} and dtype {before[2]} when the stretch {self.name!r} was compiled, and has "
+                    f"{tuple(tensor.shape)} and {tensor.dtype} at batch {env.timestamps[1].batch}, or lies in memory "
+                    "otherwise: keep what changes in the State, state.remember(...)."
+                )
+            given.append(tensor.detach())
         return given
 
     def _take(self, names: list[str]) -> None:

@@ -21,10 +21,11 @@ from torch import Tensor
 from pure_loop.compile.connected import Connection, connect
 from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
 from pure_loop.compile.interpreter import interpret, is_on
-from pure_loop.compile.lifting import StrayDrawError, lift_draws
+from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
+from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 
@@ -72,9 +73,8 @@ class Tracing:
         """A tensor without numbers; each is one of its own, whatever memory is shared."""
         if tensor.is_neg():
             raise CompileError(
-                f"a tensor of shape {tuple(tensor.shape)} in the batch or the State shows the negative of its memory, "
-                "as the imaginary part of a conjugate does, and machine code reads memory: hand over "
-                "tensor.resolve_neg()."
+                f"a tensor of shape {tuple(tensor.shape)} shows the negative of its memory, as the imaginary part of a "
+                "conjugate does, and machine code reads memory: hand over tensor.resolve_neg()."
             )
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -155,6 +155,8 @@ class Compiled:
         numbers: further inputs, after these: 0-d tensors, and what their values are.
         draws: further inputs, after these.
         drawn: which of them.
+        captured: further inputs, after these: tensors that Python had from elsewhere, and what was taken for granted
+            about them.
         written: positions of tensors that it writes to.
         seconds: how long compiling took, in CPU time of this process and in wall-clock time.
         operations: how many there are in the graph.
@@ -166,6 +168,7 @@ class Compiled:
     numbers: list[_Scalar]
     draws: list[Draw]
     drawn: list[int]
+    captured: list[tuple[Tensor, tuple[Any, ...]]]
     written: list[int]
     seconds: float
     operations: int
@@ -223,7 +226,8 @@ def compile_function(
 
     with enable_python_dispatcher(), tracing.mode:
         raw = make_fx(body)(*fakes)
-        draws = lift_draws(raw, tracing)
+        draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
+        in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
             whole = _functional(raw, {**decompositions(), **taken_apart()})
@@ -235,13 +239,15 @@ def compile_function(
         code = _code(whole, places) if pieces is None else _joined(pieces)
     first = len(tensors)
     second = first + len(tracing.numbers)
+    third = second + len(draws)
     return Compiled(
         call=code.call,
         taken=[i for i in code.taken if i < first],
         numbers=[_Scalar(*tracing.numbers[i - first]) for i in code.taken if first <= i < second],
         draws=draws,
         # All draws are made, in order, whether the graph uses them or not: those that follow depend on it.
-        drawn=[i - second for i in code.taken if i >= second],
+        drawn=[i - second for i in code.taken if second <= i < third],
+        captured=[(captured[i - third], describe(captured[i - third])) for i in code.taken if i >= third],
         written=code.written,
         seconds=time.perf_counter() - begin,
         operations=code.operations,
