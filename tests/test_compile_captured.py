@@ -1,7 +1,8 @@
-"""Tensors that models, losses and algorithms have from elsewhere: read anew at each call, and not written to."""
+"""Tensors that models, losses and algorithms have from elsewhere, or twice: read anew, and not written to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -131,3 +132,39 @@ def test_one_of_another_shape_is_an_error() -> None:
     settings: dict[str, Any] = {**SHORT, "loss": loss, "watch": BATCHES, "callbacks": [shrinks]}
     with interpreted(), pytest.raises(CompileError, match=r"shape \(3,\) and dtype .*'.*' .* \(\) .* at batch 1"):
         fit(compile=True, **settings)
+
+
+class InPlace(nn.Module):
+    """Writes to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.relu_())
+        return out
+
+
+def pairs(second: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
+    with pl.random.seeded(1):
+        both = [torch.randn(16, FEATURES) for _ in range(2)]
+    return [(each[:8], second(each)) for each in both]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+@pytest.mark.parametrize("which", ["rows that it looks at", "other rows"])
+def test_inputs_that_are_targets_too_are_not_written_to(which: str, microbatch_size: int | None) -> None:
+    rows = slice(8) if which == "rows that it looks at" else slice(8, None)
+    settings: dict[str, Any] = {"loss": nn.functional.mse_loss, "microbatch_size": microbatch_size}
+
+    def trained(compile: Any) -> Any:
+        return fit(InPlace, data=pairs(lambda each: each[rows]), compile=compile, **settings)
+
+    with interpreted():
+        if which == "other rows":
+            assert_close(trained(True), trained(False))
+            return
+        with pytest.raises(CompileError, match=r"^the forward of InPlace can't be .* shares .* x = x\.clone\(\)"):
+            trained(True)
+        assert_close(trained("where possible"), trained(False))

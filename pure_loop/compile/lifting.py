@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from pure_loop.errors import CompileError
 if TYPE_CHECKING:
     from pure_loop.compile.trace import Tracing
 
-__all__ = ["StrayDrawError", "in_order", "lift_captured", "lift_draws", "writes_to_captured"]
+__all__ = ["StrayDrawError", "in_order", "lift_captured", "lift_draws", "written"]
 
 _aten: Any = torch.ops.aten
 # What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
@@ -86,18 +87,16 @@ def lift_captured(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Tensor]:
     return tensors
 
 
-def writes_to_captured(nodes: Iterable[torch.fx.Node]) -> bool:
-    """Whether one of these operations writes to a tensor that Python had from elsewhere, or to a view of one."""
+def written(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+    """What these operations write to, or of what it is a view."""
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             continue
         given = [*node.args, *map(node.kwargs.get, [each.name for each in schema.arguments[len(node.args) :]])]
         for argument, value in zip(schema.arguments, given, strict=True):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and any(_base(each).op == "get_attr" for each in _nodes(value)):
-                return True
-    return False
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from map(_base, _nodes(value))
 
 
 def _nodes(value: Any) -> list[torch.fx.Node]:
@@ -108,7 +107,7 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
     """What a node is a view of."""
     while node.op == "call_function" and _nodes(node.args[:1]):
         schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.arguments[0].alias_info is None:
+        if node.target is not operator.getitem and (schema is None or schema.arguments[0].alias_info is None):
             break
         (node,) = _nodes(node.args[:1])
     return node

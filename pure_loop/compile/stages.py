@@ -25,7 +25,7 @@ from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group, is_draw
 from pure_loop.compile.kernels import NONFINITE
-from pure_loop.compile.lifting import writes_to_captured
+from pure_loop.compile.lifting import written
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -70,12 +70,20 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
     # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too.
     except RuntimeError as error:
         raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
-    if writes_to_captured(tracing.since(last)):
-        raise Untraceable(
-            f"{what} can't be compiled: it writes to a tensor that it has from elsewhere. What lasts from step to step "
-            f"belongs into the State: state.remember(...), or a buffer of the model; {WHERE_POSSIBLE}",
-            part,
-        )
+    for node in written(tracing.since(last)):
+        if node.op == "get_attr":
+            raise Untraceable(
+                f"{what} can't be compiled: it writes to a tensor that it has from elsewhere. What lasts from step to "
+                f"step belongs into the State: state.remember(...), or a buffer of the model; {WHERE_POSSIBLE}",
+                part,
+            )
+        if node in tracing.in_shared_memory():
+            raise Untraceable(
+                f"{what} can't be compiled: it writes to a tensor that it was given, whose memory another one shares "
+                "(the targets, where a model learns its inputs), and in a graph each has its own. Write to a copy: "
+                f"x = x.clone(), or no inplace=True; {WHERE_POSSIBLE}",
+                part,
+            )
 
 
 def _reason(error: BaseException) -> str:

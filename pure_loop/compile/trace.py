@@ -58,6 +58,7 @@ class Tracing:
 
     Attributes:
         begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
+        sharing: which of the tensors that it is given share memory with another one.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class Tracing:
         self.draws: list[tuple[Group, torch.fx.Node]] = []
         self.tangents = 0
         self.begins_with_leaves = True
+        self.sharing: frozenset[int] = frozenset()
         self._group: Group | None = None
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -131,6 +133,14 @@ class Tracing:
         """A place in the list of operations."""
         mode = get_proxy_mode()
         return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+    def in_shared_memory(self) -> set[torch.fx.Node]:
+        """The inputs that share memory with another one, and don't here."""
+        mode = get_proxy_mode()
+        if mode is None or not self.sharing:
+            return set()
+        inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+        return {inputs[position] for position in self.sharing}
 
     def since(self, last: Any) -> list[torch.fx.Node]:
         """The operations after a place."""
@@ -216,6 +226,7 @@ def compile_function(
     """
     begin = time.perf_counter()
     fakes = [tracing.fake(tensor) for tensor in tensors]
+    tracing.sharing = _sharing(tensors)
     places: dict[int, int] = {}
     connection: Connection | None = None
 
@@ -253,6 +264,24 @@ def compile_function(
         operations=code.operations,
         kernels=() if pieces is None else pieces.described(),
     )
+
+
+def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:
+    """The positions of those that lie in memory in which others lie, too."""
+    spans = []
+    for position, tensor in enumerate(tensors):
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), position))
+    found: set[int] = set()
+    reach, farthest = 0, -1
+    for begin, end, position in sorted(spans):
+        if begin < reach:
+            found |= {farthest, position}
+        if end > reach:
+            reach, farthest = end, position
+    return frozenset(found)
 
 
 def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
