@@ -73,10 +73,11 @@ class Tracing:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without numbers; each is one of its own, whatever memory is shared."""
-        if tensor.is_neg():
+        if tensor.is_neg() or tensor.is_conj():
+            shows, what = ("conjugate", "conj") if tensor.is_conj() else ("negative", "neg")
             raise CompileError(
-                f"a tensor of shape {tuple(tensor.shape)} shows the negative of its memory, as the imaginary part of a "
-                "conjugate does, and machine code reads memory: hand over tensor.resolve_neg()."
+                f"a tensor of shape {tuple(tensor.shape)} shows the {shows} of its memory, and machine code reads "
+                f"memory: hand over tensor.resolve_{what}()."
             )
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

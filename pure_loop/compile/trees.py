@@ -59,7 +59,7 @@ _pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
     """What a graph takes for granted about a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg() or tensor.is_conj()
 
 
 @attrs.define
