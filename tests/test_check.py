@@ -248,7 +248,7 @@ def test_an_algorithm_may_remember_its_evaluations() -> None:
     def count(state: pl.State) -> pl.State:
         return state.remember("evaluated", state.algorithm_state["evaluated"] + 1)
 
-    assert check_algorithm(lambda: pl.Algorithm("evaluated", {Event.EVAL_END: count}, init=lambda state: 0), **QUICK).ok
+    assert check_algorithm(lambda: pl.Algorithm("evaluated", {Event.EVAL_END: count}, init=lambda state: 0), **FEW).ok
 
 
 def test_values_that_are_shown_alike_are_told_apart() -> None:

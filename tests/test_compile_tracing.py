@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,18 @@ def test_what_cannot_be_traced(algorithm: Any, says: str) -> None:
         fit(compile=True, algorithms=[algorithm], **SHORT)
     settings = SHORT | {"algorithms": [ema(half_life="3ba"), algorithm]}
     assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+def test_memory_in_numpy_cannot_be_traced() -> None:
+    def note(state: pl.State) -> pl.State:
+        return state.remember("np", state.algorithm_state["np"] * 0.5 + 1)
+
+    algorithm = pl.Algorithm("np", {Event.BATCH_END: note}, init=lambda state: numpy.zeros(3))
+    settings: dict[str, Any] = {**SHORT, "algorithms": [algorithm]}
+    with pytest.raises(CompileError, match=r"^algorithm 'np' at BATCH_END .* its memory is NumPy's"):
+        fit(compile=True, **settings)
+    found, wanted = (fit(compile=each, **settings)[-1][1].algorithm_state["np"] for each in ("where possible", False))
+    numpy.testing.assert_array_equal(found, wanted)
 
 
 class Reads(nn.Module):

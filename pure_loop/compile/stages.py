@@ -61,7 +61,10 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
 
 @contextmanager
 def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Iterator[None]:
-    """Turn what a tracer raises, in the middle of somebody's code, into an error that names the code."""
+    """Turn what a tracer raises, in the middle of somebody's code, into an error that names the code.
+
+    What it doesn't notice is an error, too: writing to memory that others read, which a graph has apart.
+    """
     last = tracing.mark()
     try:
         yield
