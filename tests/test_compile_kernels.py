@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
-from pure_loop.compile import record
+from pure_loop.compile import record, trace
+from pure_loop.compile.pieces import cut, origin
 from pure_loop.errors import NonFiniteError
 from tests.models import CLASSES, FEATURES, batches
 from tests.sameness import leaves
@@ -85,6 +86,21 @@ def test_a_list_of_many_tensors_is_one_call(settings: dict[str, Any]) -> None:
     name = settings["optimizer"].name if "optimizer" in settings else "adamw"
     *_, (_, kernels) = same_but_for_rounding(settings)
     assert kernels == (f"{name} of 36 tensors",)
+
+
+@pytest.mark.parametrize("settings", [{}, {"algorithms": [ema(half_life="3ba")]}], ids=["plain", "average"])
+def test_nothing_is_copied_that_the_kernel_writes_to(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noted(graph: Any, places: Any) -> Any:
+        made.append(cut(graph, places))
+        return made[-1]
+
+    monkeypatch.setattr(trace, "cut", noted)
+    fit(compile=True, **settings)
+    (pieces,) = made
+    (output,) = (node for node in pieces.first.graph.nodes if node.op == "output")
+    assert not [node for node in output.args[0] if origin(node).op == "placeholder"]
 
 
 def test_two_parts_are_two_calls() -> None:

@@ -30,11 +30,16 @@ def origin(value: Any) -> Any:
     while isinstance(value, Node):
         if value.target in _SAME:
             value = value.args[0]
-        elif value.target is _aten.copy.default and _alike(*value.args[:2]):
+        elif _copies(value):
             value = value.args[1]
         else:
             break
     return value
+
+
+def _copies(node: Node) -> bool:
+    """Whether it is what its second argument is, in the place of the first."""
+    return node.target is _aten.copy.default and _alike(*node.args[:2])
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -144,7 +149,7 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
             return None
     kept = [number for number in range(len(results)) if number not in places or origin(results[number]) not in made]
     needed: dict[Node, None] = {}
-    readers = [node.all_input_nodes for node in nodes if node in following]
+    readers = [[node.args[1]] if _copies(node) else node.all_input_nodes for node in nodes if node in following]
     readers += [[each for each in map(results.__getitem__, kept) if isinstance(each, Node)]]
     readers += [_of(kernel, _READS) for kernel in adams] + [_of(look, (1,)) for look in looks]
     for source in (each for reader in readers for each in reader):
@@ -162,7 +167,9 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
         theirs[node].meta = dict(node.meta)
     theirs |= {item: theirs[old] for item, old in made.items()}
     for node in nodes:
-        if node in following:
+        if node in following and _copies(node):
+            theirs[node] = theirs[node.args[1]]  # what it copies to would have to be there for nothing
+        elif node in following:
             theirs[node] = second.node_copy(node, theirs.__getitem__)
         elif node not in ours and node not in kernels and node not in made:
             ours[node] = first.node_copy(node, ours.__getitem__)
