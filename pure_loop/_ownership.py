@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
+from pure_loop._parts import part_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
@@ -58,12 +59,17 @@ class Held:
         self._note(trained, in_mappings=1 if trained is params else 2)
         for _, mapping in self._mappings:
             self._note(mapping)
+        held = list(map(part_of, self._tensors))
         # The storages themselves are held too, so that their addresses stay theirs.
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._storages = [tensor.untyped_storage() for tensor in held]
         self._pointers = [storage._cdata for storage in self._storages]
         # Handing one to another process moves it, and leaves no reference here.
         self._addresses = list(map(address_of, self._storages))
         self._storage_counts = [_OF_STORAGE] * len(self._pointers)
+        # A part is a tensor of its own, which is in the whole.
+        parts = [part for part, tensor in zip(held, self._tensors, strict=True) if part is not tensor]
+        self._tensors += parts
+        self._counts += [_OURS + 1] * len(parts)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
 

@@ -36,14 +36,12 @@ class Engine:
         ranks: how many there are.
         padding: whether the batch at hand only keeps this rank company: it has samples, and none of them counts.
         compiles: whether what a rank does between two exchanges can be a graph.
-        donates: whether an update can write the new parameters where the old ones are.
     """
 
     rank = 0
     ranks = 1
     padding = False
     compiles = True
-    donates = True
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         """Meet the others, see that all are about to do the same, and start from the same State."""
@@ -170,6 +168,10 @@ class Engine:
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         """What the optimizer makes of the parameters and its memory."""
         return optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
+
+    def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
+        """The same, written where the parameters and the memory are; both were taken out of the State."""
+        return optimizer.overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
 
     def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
         """What this rank holds of these tensors."""

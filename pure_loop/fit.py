@@ -256,7 +256,7 @@ def prepare(
         nonfinite=nonfinite,
         handlers=bind(listed),
         donation=None
-        if strict or not engine.donates
+        if strict
         else read_donate(
             donate,
             compile,

@@ -236,9 +236,9 @@ class Stages:
         # A step that may be left out needs the old numbers once more; a compiled one has its own way.
         if donation is not None and (self.nonfinite != "error" or state.loss_scale is not None or donation.compiled):
             donation = None
-        overwrite = optimizer.overwrite if donation is not None else None
+        overwrites = donation is not None and optimizer.overwrite is not None
         taken = None
-        if overwrite is not None:
+        if overwrites:
             taken = donation.take(state, shared=self.engine.shares(state.params))  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
         if taken is not None:
@@ -248,7 +248,7 @@ class Stages:
             trained = state.model.trained(params)
         with GradMode(False):
             if taken is not None:
-                new, opt_state = overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
+                new, opt_state = self.engine.overwrite(optimizer, state, trained, memory)
                 fresh = list(new.values())
             else:
                 new, opt_state = _updated(self.engine, optimizer, state, trained)
@@ -274,7 +274,7 @@ class Stages:
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
-        if overwrite is not None:
+        if overwrites:
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None))  # type: ignore[union-attr]
         for name, value in counted.items():
             setattr(draft, name, value)

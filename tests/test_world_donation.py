@@ -1,8 +1,9 @@
-"""Replicated ranks write in place where nobody on this rank can see it: each by itself, and with the same numbers."""
+"""Ranks write in place where nobody on this rank can see it: each by itself, and with the same numbers."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from sys import getrefcount
 from unittest.mock import patch
 
 import pytest
@@ -15,17 +16,37 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._ownership import Held
+from pure_loop._parts import part_of
 from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
+from pure_loop.distributed.shard import ShardEngine
 from pure_loop.donation import Donation
 from pure_loop.errors import DonatedStateError
-from tests.sameness import frozen_copy, leaves
+from tests.sameness import leaves
 from tests.tiers import examples
-from tests.worlds import ALGORITHMS, pool
+from tests.worlds import ALGORITHMS, KINDS
+from tests.worlds import pool as pool_of
 
 BATCHES = {Event.BATCH_END}
 KEPT = [Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END]
-OPTIMIZERS = {"adamw": lambda: pl.optim.adamw(lr=0.1), "sgd": lambda: pl.optim.sgd(lr=0.1, momentum=0.9)}
+OPTIMIZERS = {
+    "adamw": lambda: pl.optim.adamw(lr=0.1),
+    "sgd": lambda: pl.optim.sgd(lr=0.1, momentum=0.9),
+    "partition": lambda: pl.optim.partition(
+        {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1)}, label=lambda name, _: "a" if "weight" in name else "b"
+    ),
+}
+
+
+def pool():
+    return pool_of(2, "replicate")  # of which there is one, for both kinds
+
+
+def numbers_of(tree):
+    """Copies of what this rank has of every leaf, by path."""
+    return {
+        path: part_of(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(tree).items()
+    }
 
 
 def network(frozen=False):
@@ -35,18 +56,20 @@ def network(frozen=False):
     return module
 
 
-def stream(frozen=False, algorithm=None, optimizer="adamw", **options):
+def stream(kind="replicate", frozen=False, algorithm=None, optimizer="adamw", **options):
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(3)]
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[optimizer](), "max_duration": "2ep"}
     algorithms = () if algorithm is None else [ALGORITHMS[algorithm]()]
-    return pl.fit(network(frozen), data, algorithms=algorithms, parallel="replicate", **settings, **options)
+    return pl.fit(network(frozen), data, algorithms=algorithms, parallel=kind, **settings, **options)
 
 
 WHAT = {
     "the State": lambda state: state,
     "its parameters": lambda state: state.params,
-    "a view of one": lambda state: {"view": state.params["3.weight"][1:]},
+    "a tensor": lambda state: {"tensor": state.params["3.weight"]},
+    "a part": lambda state: {"part": part_of(state.params["3.weight"])},
+    "a view of one": lambda state: {"view": part_of(state.params["3.weight"])[:1]},
     "memory of the optimizer": lambda state: {"memory": list(leaves(state.opt_state).values())[-1]},
 }
 
@@ -65,17 +88,17 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, **options)
 
         with wrong(), interpreted(), patch.object(Donation, "take", take):
             for event, state in stream(**options):
-                numbers = frozen_copy(state)
+                numbers = numbers_of(state)
                 copies.append((event, numbers))
                 if event in keeps and rank in ranks and state.timestamp.batch % 2:
                     thing = WHAT[what](state)
-                    kept.append((thing, frozen_copy(thing)))
+                    kept.append((thing, numbers_of(thing)))
                     del thing
         changed = [
             path
             for thing, numbers in kept
             for path, value in leaves(thing).items()
-            if isinstance(value, torch.Tensor) and not torch.equal(value, numbers[path])
+            if isinstance(value, torch.Tensor) and not torch.equal(part_of(value), numbers[path])
         ]
         return copies, taken, changed
 
@@ -94,6 +117,7 @@ def differing(one, other):
 
 
 @given(
+    kind=st.sampled_from(KINDS),
     keeps=st.sets(st.sampled_from(KEPT)),
     ranks=st.sampled_from([(0,), (1,), (0, 1)]),
     what=st.sampled_from(sorted(WHAT)),
@@ -106,6 +130,7 @@ def differing(one, other):
 )
 @examples(4, 400)
 def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, ranks, what, **options):
+    options["compile"] &= options["kind"] == "replicate"
     copying = seen(donate=False, **options)
     for (found, _, changed), (wanted, _, _) in zip(seen(keeps, ranks, what, **options), copying, strict=True):
         assert not changed
@@ -114,36 +139,48 @@ def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, rank
 
 @pytest.mark.parametrize("watch", [None, BATCHES])
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"compile": True}], ids=["eager", "frozen", "compiled"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"frozen": True}, {"compile": True}, {"kind": "shard"}, {"kind": "shard", "frozen": True}],
+    ids=["eager", "frozen", "compiled", "sharded", "sharded and frozen"],
+)
 def test_every_step_writes_in_place_where_nothing_was_kept(watch, microbatch_size, options):
     def program(rank):
         addresses = set()
         with interpreted():
             for event, state in stream(watch=watch, microbatch_size=microbatch_size, **options):
                 if event is Event.BATCH_END:
-                    addresses.add(tuple(tensor.data_ptr() for tensor in state.params.values()))
+                    addresses.add(tuple(part_of(tensor).data_ptr() for tensor in state.params.values()))
         return len(addresses)
 
-    # The first step may copy: what rank 0 broadcast is one piece of memory.
-    assert max(pool().run(program)) <= 2
+    # Replicated, the first step may copy: what rank 0 broadcast is one piece of memory.
+    assert max(pool().run(program)) <= (1 if "kind" in options else 2)
 
 
-def test_a_rank_that_keeps_a_state_copies_and_the_others_do_not():
-    (_, one, _), (_, other, _) = seen({Event.BATCH_END}, ranks=(0,))
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_parts_are_written_in_place_by_every_optimizer_that_can(optimizer):
+    for _, taken, _ in seen(kind="shard", optimizer=optimizer):
+        assert taken
+        assert all(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_keeps_a_state_copies_and_the_others_do_not(kind):
+    (_, one, _), (_, other, _) = seen({Event.BATCH_END}, ranks=(0,), kind=kind)
     assert one.count(False) > other.count(False)
     assert all(other[1:])
 
 
-def test_what_was_taken_on_all_ranks_raises_when_it_is_touched():
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_taken_on_all_ranks_raises_when_it_is_touched(kind):
     def program(rank):
-        kept = [state for event, state in stream(donate=True) if event is Event.BATCH_END]
+        kept = [state for event, state in stream(kind, donate=True) if event is Event.BATCH_END]
         with pytest.raises(DonatedStateError):
             kept[0].params["0.weight"]
-        return {name: tensor.clone() for name, tensor in kept[-1].params.items()}
+        return numbers_of(kept[-1].params)
 
-    (copies, _, _), _ = seen(donate=False)
-    wanted = copies[-1][1]
-    for found in pool().run(program):
+    for found, (copies, _, _) in zip(pool().run(program), seen(kind=kind, donate=False), strict=True):
+        wanted = copies[-1][1]
         assert all(torch.equal(tensor, wanted[f"params.{name}"]) for name, tensor in found.items())
 
 
@@ -156,10 +193,41 @@ def test_an_engine_whose_parameters_stay_behind_is_caught():
     assert differing(seen(donate=False, wrong=wrong)[0][0], seen(donate=False)[0][0])
 
 
+def test_a_sharded_engine_whose_module_stays_behind_is_caught():
+    """It believes that its module has the numbers of a State still, which a step has written over."""
+    real = ShardEngine.overwrite
+
+    def overwrite(self, *arguments):
+        copied = self._copied
+        found = real(self, *arguments)
+        self._copied = copied
+        return found
+
+    def wrong():
+        return patch.object(ShardEngine, "overwrite", overwrite)
+
+    assert differing(seen(kind="shard", wrong=wrong)[0][0], seen(kind="shard", donate=False)[0][0])
+
+
+@pytest.mark.parametrize("what", ["a part", "a view of one"])
+def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
+    def tensors_alone(self, memory, *, shared=False):
+        wholes = [tensor for tensor in self._tensors if tensor is not part_of(tensor)]
+        return list(map(getrefcount, wholes)) == [count + 1 for count in self._counts[: len(wholes)]]
+
+    def wrong():
+        return patch.object(Held, "tensors_alone", tensors_alone)
+
+    (_, taken, changed), _ = seen({Event.BATCH_END}, what=what, kind="shard", wrong=wrong)
+    assert all(taken)
+    assert changed
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["a view of one", "memory of the optimizer"])
-def test_a_loop_that_does_not_count_is_caught(what):
+def test_a_loop_that_does_not_count_is_caught(what, kind):
     def wrong():
         return patch.object(Held, "tensors_alone", lambda *_, **__: True)
 
-    (_, _, changed), _ = seen({Event.BATCH_END}, what=what, wrong=wrong)
+    (_, _, changed), _ = seen({Event.BATCH_END}, what=what, kind=kind, wrong=wrong)
     assert changed

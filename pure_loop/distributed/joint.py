@@ -27,7 +27,7 @@ from pure_loop.metrics import Metric
 from pure_loop.sources import END, Source
 from pure_loop.state import State, device_of
 
-__all__ = ["JointEngine"]
+__all__ = ["JointEngine", "no_parameters"]
 
 # What a rank has instead of a batch that counts.
 _NOTHING, _PADDING, _BATCH = 0, 1, 2
@@ -37,6 +37,10 @@ _ENDS = {
     Event.EVAL_BATCH_START: Event.EVAL_END,
     Event.PREDICT_BATCH_START: Event.PREDICT_END,
 }
+
+
+def no_parameters() -> None:
+    """Stands for a weak reference to parameters, before there are any."""
 
 
 class JointEngine(Engine):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pure_loop._autograd import GradMode, graph_of
 from pure_loop.distributed._leaves import Leaves
-from pure_loop.distributed.joint import JointEngine
+from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -40,10 +40,6 @@ class _Holder(nn.Module):
         return loss
 
 
-def _nothing() -> None:
-    """Stands for a reference to parameters, before there are any."""
-
-
 class ReplicateEngine(JointEngine):
     """Gradients averaged by DistributedDataParallel."""
 
@@ -52,7 +48,7 @@ class ReplicateEngine(JointEngine):
     _held: Mapping[str, nn.Parameter] = FrozenDict()
     _bound: FrozenDict[str, Tensor] = FrozenDict()
     # The parameters whose memory these have, unless they are gone.
-    _lender: Callable[[], Any] = staticmethod(_nothing)
+    _lender: Callable[[], Any] = staticmethod(no_parameters)
     _averaging: DistributedDataParallel | None = None
     _leaves: Leaves | None = None
     _anchor: nn.Parameter
@@ -189,7 +185,7 @@ class ReplicateEngine(JointEngine):
         self._forget()
         self._held = {name: nn.Parameter(torch.empty_like(state.params[name])) for name in state.model.trainable}
         self._bound = FrozenDict(self._held)
-        self._lender = _nothing
+        self._lender = no_parameters
         self._model = state.model
 
     def _wrapped(self, state: State, loss: Tensor | None) -> DistributedDataParallel:
@@ -229,7 +225,7 @@ class ReplicateEngine(JointEngine):
         self._averaging = self._model = self._leaves = self._unused = None
         self._held = FrozenDict()
         self._bound = FrozenDict()
-        self._lender = _nothing
+        self._lender = no_parameters
 
 
 def _count_unreached(loss: Tensor, parameters: Iterable[Tensor]) -> int:

@@ -8,10 +8,10 @@ copied into it. Optimizers work on the parts alone.
 from __future__ import annotations
 
 import copy
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import ref
 
 import optree
 import torch
@@ -25,7 +25,7 @@ from pure_loop._autograd import GradMode
 from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
-from pure_loop.distributed.joint import JointEngine
+from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.errors import ArgumentError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 # For each kind of device: the default process group in which the mesh was made, and with which it goes (None once it is
 # broken), how many there have been, and the mesh.
-_meshes: dict[str, tuple[weakref.ref[Any] | None, int, DeviceMesh]] = {}
+_meshes: dict[str, tuple[ref[Any] | None, int, DeviceMesh]] = {}
 
 
 class ShardEngine(JointEngine):
@@ -47,17 +47,17 @@ class ShardEngine(JointEngine):
 
     _mesh: DeviceMesh
     compiles = False
-    donates = False
     _meets_before_forwards = True
     _model: ModelDef | None = None
     _module: Any = None
     _groups: Sequence[FSDPModule] = ()
     _held: dict[str, nn.Parameter]
     _buffers: list[tuple[str, dict[str, Any], str]]
-    _copied: Any = None
+    # The parameters whose numbers the module has, unless they are gone.
+    _copied: Callable[[], Any] = staticmethod(no_parameters)
     _last = True
     # What somebody looked at between the forward and the backward, and the gradients of this batch from there.
-    _leaves: Leaves
+    _leaves: Leaves | None = None
     _penalties: dict[str, Any]
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
@@ -96,7 +96,7 @@ class ShardEngine(JointEngine):
             number = 1 + max(each for _, each in everybody)
             # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
             mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=(f"shard_{number}",))
-            _meshes[kind] = weakref.ref(world), number, mesh
+            _meshes[kind] = ref(world), number, mesh
             self.talk.keep()
         return mesh
 
@@ -123,15 +123,12 @@ class ShardEngine(JointEngine):
         place = self._mesh.get_local_rank(self._mesh.ndim - 1)
         size = self._mesh.size(self._mesh.ndim - 1)
         chunks = whole.detach().chunk(size, 0)
-        part = chunks[place] if place < len(chunks) else whole.detach()[:0]
-        return DTensor.from_local(
-            part.clone(memory_format=torch.contiguous_format),
-            self._mesh,
-            self._placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=torch.empty(whole.shape, device="meta").stride(),
+        part = (chunks[place] if place < len(chunks) else whole.detach()[:0]).clone(
+            memory_format=torch.contiguous_format
         )
+        stride = torch.empty(whole.shape, device="meta").stride()
+        like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=stride)
+        return with_part(like, part)  # the one above has a view of it
 
     # Forward and backward.
 
@@ -161,7 +158,7 @@ class ShardEngine(JointEngine):
             self._build(state.model)
         module = self._module
         origin = getattr(params, "origin", params)
-        if self._copied is not origin:
+        if self._copied() is not origin:
             torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
@@ -169,7 +166,7 @@ class ShardEngine(JointEngine):
                 torch._foreach_copy_(
                     [part_of(held) for held in self._held.values()], [part_of(origin[name]) for name in self._held]
                 )
-            self._copied = origin
+            self._copied = ref(origin)
         if module.training is not training:
             module.train(training)
         if training and hold:
@@ -194,8 +191,10 @@ class ShardEngine(JointEngine):
                 # It divides by the number of ranks.
                 factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
                 torch.autograd.backward(loss, factor)
-        self._leaves.close()
-        for name, whole in self._leaves.seen.items():
+        leaves, self._leaves = self._leaves, None
+        assert leaves is not None
+        leaves.close()
+        for name, whole in leaves.seen.items():
             before = self._penalties.get(name)
             self._penalties[name] = (
                 whole.grad if before is None else before if whole.grad is None else before + whole.grad
@@ -265,17 +264,41 @@ class ShardEngine(JointEngine):
 
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         assert state._grads is not None
-        memory: Any = optree.tree_map(part_of, state.opt_state, namespace=NAMESPACE)
-        new, opt_state = optimizer.update(_parts(state._grads), memory, _parts(trained), state.timestamp)
+        new, opt_state = optimizer.update(
+            _parts(state._grads), _parts_in(state.opt_state), _parts(trained), state.timestamp
+        )
         params = FrozenDict((name, with_part(trained[name], new[name])) for name in trained)
         return params, self._wrapped(opt_state, trained)
 
-    def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor]) -> Any:
-        """An optimizer's memory of parts, as parts of what it would remember of the whole."""
+    def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
+        assert state._grads is not None
+        assert optimizer.overwrite is not None
+        self._copied = no_parameters  # the parameters stay the same tensors, with other numbers
+        params, parts = _parts(trained), _parts_in(memory)
+        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, state.timestamp)
+        if new is params:
+            return trained, self._merged(memory, parts, opt_state, trained)
+        return (
+            FrozenDict((name, with_part(trained[name], new[name])) for name in trained),
+            self._wrapped(opt_state, trained),
+        )
+
+    def _merged(
+        self, memory: Any, parts: Any, new: Any, trained: FrozenDict[str, Tensor], path: tuple[Any, ...] = ()
+    ) -> Any:
+        """The memory, with what is new in its parts; mappings that are not stay the same objects."""
+        if new is parts:
+            return memory
+        if type(new) is not FrozenDict or type(parts) is not FrozenDict or new.keys() != parts.keys():
+            return self._wrapped(new, trained, path)
+        return FrozenDict((key, self._merged(memory[key], parts[key], new[key], trained, (*path, key))) for key in new)
+
+    def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
+        """An optimizer's memory of parts, or what is there ``inside`` it, as parts of what it would be of wholes."""
         shapes = {name: part_of(tensor).shape for name, tensor in trained.items()}
 
         def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
-            name = next((each for each in path if each in shapes), None)
+            name = next((each for each in (*inside, *path) if each in shapes), None)
             if name is None or not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape != shapes[name]:
                 return leaf
             return with_part(trained[name], leaf)
@@ -289,7 +312,8 @@ class ShardEngine(JointEngine):
         return self.talk.max(found.clone())
 
     def _forget(self) -> None:
-        self._module = self._model = self._copied = None
+        self._module = self._model = None
+        self._copied = no_parameters
         self._held, self._buffers, self._groups = {}, [], ()
         self._penalties = {}
 
@@ -308,6 +332,10 @@ def _cut(group: FSDPModule) -> None:
     ):
         if hasattr(owner, name):
             setattr(owner, name, empty)
+
+
+def _parts_in(memory: Any) -> Any:
+    return optree.tree_map(part_of, memory, namespace=NAMESPACE)
 
 
 def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:

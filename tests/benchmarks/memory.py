@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.loops import BASE, Loop
-from tests.benchmarks.workloads import SCALED, Workload
+from tests.benchmarks.turns import Turns
+from tests.benchmarks.workloads import SCALED
 
 __all__ = ["measure", "peaks"]
 
@@ -27,17 +29,17 @@ def measure(loops: Sequence[Loop]) -> dict[str, dict[str, float]]:
     """For each loop the peak until its first step is done, and that of the steps after it, in MB and as a ratio."""
     found = {}
     for loop in loops:
-        first, later = peaks(SCALED, loop)
+        first, later = peaks(partial(loop.turns, SCALED))
         found[loop.name] = {"first_mb": first / 1e6, "mb": later / 1e6}
     for values in found.values():
         values["ratio"] = values["mb"] / found[BASE]["mb"]
     return found
 
 
-def peaks(workload: Workload, loop: Loop) -> tuple[int, int]:
-    """Bytes alive at once, at most: until the first step is done, and from then on."""
+def peaks(begin: Callable[[], Turns]) -> tuple[int, int]:
+    """Bytes alive at once, at most, from the beginning of a loop: until its first step is done, and from then on."""
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
-        turns = loop.turns(workload)
+        turns = begin()
         turns.run(1)
         middle = _mark()
         turns.run(STEPS - 1)

@@ -1,7 +1,8 @@
 """``make bench-ranks``: two ranks with gloo, against hand-written loops with torch's own engines, as ratios in one run.
 
 The loops take turns on the same two processes; a figure is the median over the turns of a loop's wall-clock time a
-step divided by that of its hand-written loop in the same turn.
+step divided by that of its hand-written loop in the same turn. Memory is that of one rank: the peak of parameters,
+gradients and optimizer's memory of a GPT with 25 million parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 import pure_loop as pl
 from pure_loop.distributed.shard import repeated_layers
 from pure_loop.testing.ranks import Pool
-from tests.benchmarks.workloads import WORKLOADS, Workload
+from tests.benchmarks.memory import peaks
+from tests.benchmarks.turns import OfGenerator
+from tests.benchmarks.workloads import SCALED, WORKLOADS, Workload
 
 RANKS = 2
 CHOSEN = ("W3", "W4")
+# Of the peak of memory, relative to the loop by hand: sharded, the module has parameters in parts, and the State has.
+MEMORY = {'pl.fit, parallel="replicate"': 1.02, 'pl.fit, parallel="shard"': 1.25}
 LIMITS = {("W3", "replicate"): 1.10, ("W4", "replicate"): 1.25, ("W3", "shard"): 1.10, ("W4", "shard"): 1.10}
 
 
@@ -121,6 +126,16 @@ def measure(name: str, turns: int, seconds: float) -> Callable[[int], dict[str, 
     return program
 
 
+def _peak(make: Callable[[Workload, int], Iterator[None]]) -> Callable[[int], int]:
+    """A program for every rank: bytes alive at once in the steps after the first."""
+
+    def program(rank: int) -> int:
+        _, later = peaks(lambda: OfGenerator(1 for _ in make(SCALED, rank)))
+        return later
+
+    return program
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=15)
@@ -144,6 +159,16 @@ def main() -> int:
                 print(f"{key:36s}{ratio:6.2f}{milliseconds:10.2f}")
                 if not key.startswith("hand-written") and ratio > LIMITS[name, kind]:
                     failed.append(f"{name}, {kind}: {ratio:.2f}, the limit is {LIMITS[name, kind]}")
+        results["memory"] = {}
+        print(f"\n25 million parameters, {RANKS} ranks{'':9s}ratio  MB of a rank")
+        bases = {}
+        for key, (kind, make) in LOOPS.items():
+            peak = max(pool.run(_peak(make)))
+            ratio = peak / bases.setdefault(kind, peak)
+            results["memory"][key] = {"ratio": ratio, "mb": peak / 1e6}
+            print(f"{key:36s}{ratio:6.2f}{peak / 1e6:10.0f}")
+            if ratio > MEMORY.get(key, ratio):
+                failed.append(f"memory, {key}: {ratio:.2f}, the limit is {MEMORY[key]}")
     options.output.write_text(json.dumps(results, indent=2) + "\n")
     for line in failed:
         print("above the limit:", line)
