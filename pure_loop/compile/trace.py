@@ -21,6 +21,7 @@ from torch import Tensor
 from pure_loop.compile.connected import Connection, connect
 from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
 from pure_loop.compile.interpreter import interpret, is_on
+from pure_loop.compile.layouts import channels_last, laid_out_like
 from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
@@ -286,10 +287,21 @@ def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
-    """The same without operations that write, and with others instead of some."""
-    inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
+    """The same without operations that write, with others instead of some, and images as convolutions like them."""
+    nodes = raw.graph.nodes
+    inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    results: Any = next(iter(reversed(nodes))).args[0]
+    layouts = channels_last(raw)
+
+    def body(*given: Tensor) -> list[Any]:
+        found = torch.func.functionalize(raw)(*given)
+        if not layouts:
+            return found  # type: ignore[no-any-return]
+        pairs = zip(found, results, strict=True)
+        return [laid_out_like(each, node.meta["val"]) if isinstance(each, Tensor) else each for each, node in pairs]
+
     with torch.no_grad():
-        return make_fx(torch.func.functionalize(raw), decomposition_table={**select_decomp_table(), **instead})(*inputs)
+        return make_fx(body, decomposition_table={**select_decomp_table(), **layouts, **instead})(*inputs)
 
 
 @attrs.frozen
