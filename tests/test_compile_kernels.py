@@ -15,6 +15,7 @@ from pure_loop.algorithms import ema
 from pure_loop.compile import record, trace
 from pure_loop.compile.pieces import cut, origin
 from pure_loop.errors import NonFiniteError
+from pure_loop.frozendict import FrozenDict
 from tests.models import CLASSES, FEATURES, batches
 from tests.sameness import leaves
 
@@ -139,6 +140,23 @@ def test_elsewhere_it_is_taken_to_pieces(settings: dict[str, Any]) -> None:
 
 def test_what_is_computed_from_old_parameters_before_the_step_is_no_hindrance() -> None:
     assert same_but_for_rounding({"algorithms": [distance]}) == [("step", ("adamw of 36 tensors",))]
+
+
+@pl.algorithm(
+    Event.BATCH_END,
+    init=lambda state: FrozenDict(sum=torch.zeros(FEATURES, FEATURES), then=torch.zeros(FEATURES * FEATURES)),
+    name="both",
+)
+def both(state: pl.State) -> pl.State:
+    """Remembers a sum, and a view of a copy of what it was before."""
+    memory, weight = state.algorithm_state["both"], state.params["0.weight"]
+    copy = weight.clone()
+    copy.copy_(memory["sum"])
+    return state.remember("both", FrozenDict(sum=memory["sum"] + weight, then=copy.view(-1)))
+
+
+def test_a_copy_of_what_is_written_in_the_end_shows_what_was_there_before() -> None:
+    assert same_but_for_rounding({"algorithms": [both]}) == [("step", ("adamw of 36 tensors",))]
 
 
 def test_an_update_that_is_not_finite_is_found() -> None:

@@ -56,12 +56,13 @@ def network(frozen=False):
     return module
 
 
-def stream(kind="replicate", frozen=False, algorithm=None, optimizer="adamw", **options):
+def stream(kind="replicate", frozen=False, algorithm=None, optimizer="adamw", model=None, **options):
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(3)]
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[optimizer](), "max_duration": "2ep"}
     algorithms = () if algorithm is None else [ALGORITHMS[algorithm]()]
-    return pl.fit(network(frozen), data, algorithms=algorithms, parallel=kind, **settings, **options)
+    module = network(frozen) if model is None else model()
+    return pl.fit(module, data, algorithms=algorithms, parallel=kind, **settings, **options)
 
 
 WHAT = {
@@ -74,7 +75,7 @@ WHAT = {
 }
 
 
-def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, **options):
+def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_until=6, **options):
     """On each rank: copies of what was yielded, which steps wrote in place, and what of the things kept changed."""
 
     def program(rank):
@@ -90,7 +91,12 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, **options)
             for event, state in stream(**options):
                 numbers = numbers_of(state)
                 copies.append((event, numbers))
-                if event in keeps and rank in ranks and state.timestamp.batch % 2:
+                if (
+                    event in keeps
+                    and rank in ranks
+                    and state.timestamp.batch % 2
+                    and state.timestamp.batch < keeps_until
+                ):
                     thing = WHAT[what](state)
                     kept.append((thing, numbers_of(thing)))
                     del thing
@@ -162,6 +168,24 @@ def test_parts_are_written_in_place_by_every_optimizer_that_can(optimizer):
     for _, taken, _ in seen(kind="shard", optimizer=optimizer):
         assert taken
         assert all(taken)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_a_gradient_is_copied_once_where_it_was_kept(kind):
+    (_, taken, changed), _ = seen({Event.BATCH_END}, kind=kind, model=Unused, keeps_until=2)
+    assert taken.count(False) <= 2
+    assert taken[-3:] == [True] * 3
+    assert not changed
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -161,3 +161,23 @@ def test_buffers_that_are_written_to_late_agree_as_well():
     for buffers in pool().run(program):
         assert buffers["steps"] == 4
         assert buffers["mean"] == pytest.approx(6.0 + 8.0)
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+def test_sharded_ranks_go_through_a_forward_inside_another_one(event):
+    @pl.algorithm(event)
+    def twice(state, stages):
+        stages.backward(stages.loss(stages.forward(state)))
+        return state
+
+    def program(rank):
+        generator = torch.Generator().manual_seed(0)
+        data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
+        found = []
+        for algorithms in ([twice], []):
+            torch.manual_seed(0)
+            state = pl.run(an_epoch(torch.nn.Linear(3, 1), data, algorithms=algorithms, parallel="shard"))
+            found.append(state.params["weight"].full_tensor())
+        return torch.equal(*found)
+
+    assert all(pool(kind="shard").run(program))

@@ -149,7 +149,9 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
             return None
     kept = [number for number in range(len(results)) if number not in places or origin(results[number]) not in made]
     needed: dict[Node, None] = {}
-    readers = [[node.args[1]] if _copies(node) else node.all_input_nodes for node in nodes if node in following]
+    # What they copy to would have to be there for nothing: they are what a kernel has written.
+    copies = {node for node in following if _copies(node) and node.args[1] in made}
+    readers = [[node.args[1]] if node in copies else node.all_input_nodes for node in nodes if node in following]
     readers += [[each for each in map(results.__getitem__, kept) if isinstance(each, Node)]]
     readers += [_of(kernel, _READS) for kernel in adams] + [_of(look, (1,)) for look in looks]
     for source in (each for reader in readers for each in reader):
@@ -167,8 +169,8 @@ def cut(graph: GraphModule, places: dict[int, int]) -> Pieces | None:
         theirs[node].meta = dict(node.meta)
     theirs |= {item: theirs[old] for item, old in made.items()}
     for node in nodes:
-        if node in following and _copies(node):
-            theirs[node] = theirs[node.args[1]]  # what it copies to would have to be there for nothing
+        if node in copies:
+            theirs[node] = theirs[node.args[1]]
         elif node in following:
             theirs[node] = second.node_copy(node, theirs.__getitem__)
         elif node not in ours and node not in kernels and node not in made:

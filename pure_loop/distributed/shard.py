@@ -56,8 +56,7 @@ class ShardEngine(JointEngine):
     # The parameters whose numbers the module has, unless they are gone.
     _copied: Callable[[], Any] = staticmethod(no_parameters)
     _last = True
-    # What somebody looked at between the forward and the backward, and the gradients of this batch from there.
-    _leaves: Leaves | None = None
+    # The gradients of this batch from what somebody looked at between the forward and the backward.
     _penalties: dict[str, Any]
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
@@ -142,8 +141,7 @@ class ShardEngine(JointEngine):
             whole: Tensor = whole_of(origin[name].detach())
             return whole.requires_grad_(name in trained)
 
-        self._leaves = Leaves(origin, gathered, origin.__getitem__)
-        return self._leaves
+        return Leaves(origin, gathered, origin.__getitem__)
 
     def apply(
         self,
@@ -191,8 +189,7 @@ class ShardEngine(JointEngine):
                 # It divides by the number of ranks.
                 factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
                 torch.autograd.backward(loss, factor)
-        leaves, self._leaves = self._leaves, None
-        assert leaves is not None
+        leaves: Any = state.params
         leaves.close()
         for name, whole in leaves.seen.items():
             before = self._penalties.get(name)
@@ -264,11 +261,9 @@ class ShardEngine(JointEngine):
 
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         assert state._grads is not None
-        new, opt_state = optimizer.update(
-            _parts(state._grads), _parts_in(state.opt_state), _parts(trained), state.timestamp
-        )
-        params = FrozenDict((name, with_part(trained[name], new[name])) for name in trained)
-        return params, self._wrapped(opt_state, trained)
+        params, parts = _parts(trained), _parts_in(state.opt_state)
+        new, opt_state = optimizer.update(_parts(state._grads), parts, params, state.timestamp)
+        return _with_parts(trained, params, new), self._merged(state.opt_state, parts, opt_state, trained)
 
     def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
         assert state._grads is not None
@@ -276,30 +271,28 @@ class ShardEngine(JointEngine):
         self._copied = no_parameters  # the parameters stay the same tensors, with other numbers
         params, parts = _parts(trained), _parts_in(memory)
         new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, state.timestamp)
-        if new is params:
-            return trained, self._merged(memory, parts, opt_state, trained)
-        return (
-            FrozenDict((name, with_part(trained[name], new[name])) for name in trained),
-            self._wrapped(opt_state, trained),
-        )
+        return _with_parts(trained, params, new), self._merged(memory, parts, opt_state, trained)
 
     def _merged(
-        self, memory: Any, parts: Any, new: Any, trained: FrozenDict[str, Tensor], path: tuple[Any, ...] = ()
+        self, memory: Any, parts: Any, new: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()
     ) -> Any:
-        """The memory, with what is new in its parts; mappings that are not stay the same objects."""
+        """The memory, with what is new in its parts; what is not stays the same object."""
         if new is parts:
             return memory
         if type(new) is not FrozenDict or type(parts) is not FrozenDict or new.keys() != parts.keys():
-            return self._wrapped(new, trained, path)
-        return FrozenDict((key, self._merged(memory[key], parts[key], new[key], trained, (*path, key))) for key in new)
+            return self._wrapped(new, trained, inside)
+        return FrozenDict(
+            (key, self._merged(memory[key], parts[key], new[key], trained, (*inside, key))) for key in new
+        )
 
     def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
         """An optimizer's memory of parts, or what is there ``inside`` it, as parts of what it would be of wholes."""
-        shapes = {name: part_of(tensor).shape for name, tensor in trained.items()}
 
         def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
-            name = next((each for each in (*inside, *path) if each in shapes), None)
-            if name is None or not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape != shapes[name]:
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+                return leaf
+            name = next((each for each in (*inside, *path) if each in trained), None)
+            if name is None or leaf.shape != part_of(trained[name]).shape:
                 return leaf
             return with_part(trained[name], leaf)
 
@@ -332,6 +325,15 @@ def _cut(group: FSDPModule) -> None:
     ):
         if hasattr(owner, name):
             setattr(owner, name, empty)
+
+
+def _with_parts(wholes: FrozenDict[str, Tensor], parts: FrozenDict[str, Tensor], new: Any) -> FrozenDict[str, Tensor]:
+    """The tensors with new parts; those whose part is not new are the same objects."""
+    if new is parts:
+        return wholes
+    return FrozenDict(
+        (name, whole if new[name] is parts[name] else with_part(whole, new[name])) for name, whole in wholes.items()
+    )
 
 
 def _parts_in(memory: Any) -> Any:
