@@ -182,7 +182,7 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_a_gradient_is_copied_once_where_it_was_kept(kind):
-    (_, taken, changed), _ = seen({Event.BATCH_END}, kind=kind, model=Unused, keeps_until=2)
+    (_, taken, changed), _ = seen({Event.BATCH_END}, kind=kind, model=Unused, keeps_until=2, watch=BATCHES)
     assert taken.count(False) <= 2
     assert taken[-3:] == [True] * 3
     assert not changed
