@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["is_part", "on_parts", "part_of", "sum_over_parts", "whole_of", "with_part"]
+__all__ = ["is_part", "on_mesh", "on_parts", "part_of", "sum_over_parts", "whole_of", "with_part"]
 
 
 def is_part(tensor: Any) -> bool:
@@ -42,6 +42,12 @@ def with_part(tensor: Any, part: Tensor) -> Any:
     if part.dtype is not tensor.dtype:
         spec = type(spec)(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=part.dtype))
     return type(tensor)(part, spec, requires_grad=False)
+
+
+def on_mesh(tensor: Any, mesh: Any) -> Any:
+    """A tensor in the same parts, over another mesh of the same shape."""
+    spec = tensor._spec
+    return type(tensor)(part_of(tensor), type(spec)(mesh, spec.placements, spec.tensor_meta), requires_grad=False)
 
 
 def on_parts(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor]) -> list[Tensor]:

@@ -85,17 +85,17 @@ class Donation:
         # One that the consumer keeps counts as somebody else's.
         self._shown = shown if replaced else None
 
-    def leaves(self, state: State, engine: Engine, *, last: bool) -> FrozenDict[str, Tensor]:
+    def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
         held, params = self._held, state.params
         if held is None or held.params is not params or engine.ranks > 1:
-            return engine.leaves(state, last=last)
+            return engine.leaves(state, index=index, last=last)
         leaves = held.leaves
         if leaves is None:
-            leaves = engine.leaves(state, last=last)
+            leaves = engine.leaves(state, index=index, last=last)
             held.lend(leaves)
         elif leaves.holder is not None:  # a graph goes through them still
-            return engine.leaves(state, last=last)
+            return engine.leaves(state, index=index, last=last)
         leaves.origin = params
         return leaves
 

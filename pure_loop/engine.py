@@ -102,8 +102,14 @@ class Engine:
         """How many microbatches of an evaluation every rank goes through, if this one has so many."""
         return pieces
 
-    def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
-        """The parameters that a forward differentiates by; ``last`` in this batch, after which ranks exchange."""
+    def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
+        """The parameters that a forward differentiates by.
+
+        Args:
+            state: the one that has them.
+            index: the microbatch's number in its batch.
+            last: whether it is the last one, after which ranks exchange.
+        """
         return state.model.leaves(state.params)
 
     def apply(

@@ -37,7 +37,7 @@ from pure_loop.gradients import clip_by_norm, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
-from pure_loop.state import State, device_of, fresh_draft_of
+from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of
 from pure_loop.task import Task
 
 __all__ = ["Stages", "value_and_grad"]
@@ -98,7 +98,10 @@ class Stages:
     def _forward(self, state: Any, index: int, last: bool) -> None:
         """Of a draft, as the following ones: what nobody sees in between need not be copied in between."""
         microbatch, forward, engine, donation = state.microbatch, self.task.forward, self.engine, self.donation
-        params = engine.leaves(state, last=last) if donation is None else donation.leaves(state, engine, last=last)
+        if donation is None:
+            params = engine.leaves(state, index=index, last=last)
+        else:
+            params = donation.leaves(state, engine, index=index, last=last)
 
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
             return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
@@ -142,6 +145,8 @@ class Stages:
         return _frozen(draft, state)
 
     def _backward(self, state: Any, weight: float | Tensor) -> None:
+        if state._grads is NOT_READY:  # an algorithm takes a gradient of its own, at an event that has none yet
+            state._grads = None
         loss, leaves = total_loss(state.loss), state.params
         origin = getattr(leaves, "origin", None)
         if origin is None:
@@ -312,7 +317,7 @@ class Stages:
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
-        params = self.engine.leaves(state, last=False)
+        params = self.engine.leaves(state, index=index, last=False)
         with seeded(seed, state.device), GradMode(False), self._autocast(state):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False

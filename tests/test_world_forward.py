@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event, testing
+from pure_loop._parts import whole_of
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
 from pure_loop.testing.laws.world import compare, whole, witness
@@ -163,21 +165,78 @@ def test_buffers_that_are_written_to_late_agree_as_well():
         assert buffers["mean"] == pytest.approx(6.0 + 8.0)
 
 
-@pytest.mark.parametrize("event", [Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
-def test_sharded_ranks_go_through_a_forward_inside_another_one(event):
+def _a_gradient(state, stages):
+    stages.backward(stages.loss(stages.forward(state)))
+
+
+def _others(state):
+    return {name: 2 * tensor.detach() for name, tensor in state.params.items()}
+
+
+def _an_evaluation(state, stages):
+    stages.validate(state, label="inside", batch=0)
+
+
+def _an_evaluation_of_others(state, stages):
+    stages.validate(state.replace(params=_others(state)), label="inside", batch=0)
+
+
+def _a_gradient_of_others(state, stages):
+    _a_gradient(state.replace(params=_others(state)), stages)
+
+
+class _Recomputed(torch.nn.Sequential):
+    """Its first half is gone through again in the backward, in the mode and with the numbers that it had."""
+
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x, use_reentrant=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(None, None), (None, 1), ("replicate", None), ("replicate", 1), ("shard", None)]
+)
+def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, size):
+    def run(*algorithms):
+        generator = torch.Generator().manual_seed(0)
+        data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(2)]
+        torch.manual_seed(0)
+        half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
+        model = _Recomputed(half, torch.nn.Linear(4, 1))
+        state = pl.run(an_epoch(model, data, algorithms=algorithms, microbatch_size=size, parallel=kind))
+        return [whole_of(tensor) for tensor in state.params.values()]
+
+    def meanwhile(event, inside):
+        def changes_nothing(state, stages):
+            inside(state, stages)
+            return state
+
+        return pl.algorithm(event)(changes_nothing)
+
+    def program(rank):
+        plain = run()
+        events = (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
+        insides = (_a_gradient, _an_evaluation, _an_evaluation_of_others, _a_gradient_of_others)
+        return [
+            (event, inside.__name__)
+            for event, inside in itertools.product(events, insides)
+            if not all(map(torch.equal, run(meanwhile(event, inside)), plain))
+        ]
+
+    changed = [program(0)] if kind is None else pool(kind=kind).run(program)
+    assert not any(changed), changed
+
+
+@pytest.mark.parametrize("event", [Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD])
+def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
     @pl.algorithm(event)
-    def twice(state, stages):
-        stages.backward(stages.loss(stages.forward(state)))
+    def meanwhile(state, stages):
+        _a_gradient(state, stages)
         return state
 
     def program(rank):
-        generator = torch.Generator().manual_seed(0)
-        data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
-        found = []
-        for algorithms in ([twice], []):
-            torch.manual_seed(0)
-            state = pl.run(an_epoch(torch.nn.Linear(3, 1), data, algorithms=algorithms, parallel="shard"))
-            found.append(state.params["weight"].full_tensor())
-        return torch.equal(*found)
+        data = [(torch.ones(4, 1), torch.zeros(4, 1))]
+        model = torch.nn.Linear(1, 1)
+        pl.run(an_epoch(model, data, algorithms=[meanwhile], microbatch_size=1, parallel="shard"))
 
-    assert all(pool(kind="shard").run(program))
+    with pytest.raises(RankError, match=r"a gradient of microbatch 0 .* has come to microbatch 1: .* BATCH_START"):
+        pool(kind="shard").run(program)

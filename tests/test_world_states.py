@@ -161,6 +161,34 @@ def test_leaving_the_loop_on_all_ranks_leaves_a_state_that_goes_on(kind):
         compare([went_on], [whole_run], kind, 0.0)
 
 
+@pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
+@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_after_an_error_in_the_stream_that_it_was_kept_of(kind, then, where, tmp_path):
+    case = testing.Case(plan=Plan(batches=(6, 4), max_duration="2ep"), problem="linear", optimizer="adamw")
+
+    def program(rank):
+        @pl.algorithm(Event.BEFORE_LOSS)
+        def fails(state):
+            if state.timestamp.batch == 2 and (where == "everywhere" or rank == 1):
+                raise ValueError("on purpose")
+            return state
+
+        every = []
+        with pytest.raises((ValueError, pl.DistributedError)):
+            every.extend(case.stream([fails], parallel=kind))
+        kept = [state for event, state in every if event is Event.BATCH_END][-1]
+        path = str(tmp_path / ("parts.sharded" if kind == "shard" else f"{rank}.safetensors"))
+        pl.save(kept, path)
+        went_on = witness(case.stream(start=kept, parallel=then))[-1]
+        from_disk = witness(case.stream(start=pl.load(path, model=case.model()), parallel=then))[-1]
+        return went_on, from_disk, witness(case.stream(parallel=then))[-1]
+
+    for went_on, from_disk, whole_run in pool(kind="replicate").run(program):
+        compare([went_on], [whole_run], "went on", 0.0 if kind == then else 1e-6)
+        compare([from_disk], [went_on], "from disk", 0.0)
+
+
 def test_strict_looks_at_the_part_of_this_rank_alone():
     def program(rank):
         case = testing.Case(plan=Plan(batches=(4, 4), max_duration="1ep"))

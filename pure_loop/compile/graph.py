@@ -142,7 +142,7 @@ def make_graph(
         if connected:
             for fake, real in zip(fakes[len(places) :], in_flight, strict=False):
                 fake.requires_grad_(real.requires_grad)
-            start.params = leaves = traced.stages.engine.leaves(start, last=True)
+            start.params = leaves = traced.stages.engine.leaves(start, index=0, last=True)
         start.__class__ = state.__class__
         end_state, report, in_flight_then = program(start, given, traced)
         for field, stand_in in unread.items():

@@ -111,7 +111,7 @@ def _piece(
     if not any(not isinstance(step, Event) or step in compiler.stages.handlers for step in steps):
         return state
     if "forward" in steps:
-        state = holding(state, params=compiler.alone.engine.leaves(state, last=True))
+        state = holding(state, params=compiler.alone.engine.leaves(state, index=0, last=True))
     name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
     fields = _fields(compiler, steps, _CHANGED[:3])
     flight = tuple(getattr(state, field) if field in fields else None for field in _CHANGED)

@@ -224,7 +224,7 @@ class TracedStages(LoopStages):
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         microbatch, task = state.microbatch, self.task
         what = f"the forward of {type(state.model._skeleton).__name__} in evaluation"
-        params = self.engine.leaves(state, last=False)
+        params = self.engine.leaves(state, index=index, last=False)
         with GradMode(False), self._autocast(state), naming(self.tracing, what, ("forward", None)):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False

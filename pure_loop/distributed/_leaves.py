@@ -25,14 +25,23 @@ class Leaves(FrozenDict[str, Tensor]):
         origin: the parameters of the State.
         make: from a name to the tensor that is shown, until :meth:`close`.
         after: the same from then on, for those that nobody has looked at.
+        index: the microbatch's number in its batch.
+        last: whether no other one follows in it.
     """
 
-    __slots__ = ("_after", "_make", "seen")
+    __slots__ = ("_after", "_make", "index", "last", "seen")
 
     def __init__(
-        self, origin: FrozenDict[str, Tensor], make: Callable[[str], Tensor], after: Callable[[str], Tensor]
+        self,
+        origin: FrozenDict[str, Tensor],
+        make: Callable[[str], Tensor],
+        after: Callable[[str], Tensor],
+        *,
+        index: int,
+        last: bool,
     ) -> None:
         super().__init__(origin)
+        self.index, self.last = index, last
         self.origin = origin
         self._make, self._after = make, after
         self.seen: dict[str, Tensor] = {}

@@ -17,6 +17,7 @@ from pure_loop._parts import is_part, whole_of
 from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import Weights, power_of_two
 from pure_loop.data import map_tensors
+from pure_loop.distributed._meshes import on_usable_mesh
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.engine import Engine
@@ -85,6 +86,8 @@ class JointEngine(Engine):
         if not fresh:
             mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
         self._compare(mine, "is about to do something else than rank 0")
+        if any(map(is_part, state.params.values())):
+            state = on_usable_mesh(state, self.talk)
         if any(map(is_part, state.params.values())) and self.parallel.kind == "replicate":
             state = optree.tree_map(whole_of, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
         if fresh:

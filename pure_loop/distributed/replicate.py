@@ -50,12 +50,11 @@ class ReplicateEngine(JointEngine):
     # The parameters whose memory these have, unless they are gone.
     _lender: Callable[[], Any] = staticmethod(no_parameters)
     _averaging: DistributedDataParallel | None = None
-    _leaves: Leaves | None = None
     _anchor: nn.Parameter
     # Whether batches leave parameters out, where gradients come from graphs.
     _unused: bool | None = None
 
-    def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
+    def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
             return state.model.leaves(state.params)
         if self._model is not state.model:
@@ -63,12 +62,7 @@ class ReplicateEngine(JointEngine):
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
         params = getattr(params, "origin", params)
-        if not self.shares(params):
-            for name, held in self._held.items():
-                held.data = params[name]
-            if len(self._held) < len(params):
-                self._bound = FrozenDict({**params, **self._held})
-            self._lender = ref(params)
+        self._borrow(params)
         parameters, trained = self._held, frozenset(self._held)
 
         def detached(name: str) -> Tensor:
@@ -81,8 +75,17 @@ class ReplicateEngine(JointEngine):
             with GradMode(True):
                 return parameters[name].view_as(parameters[name])
 
-        self._leaves = Leaves(params, view, detached)
-        return self._leaves
+        return Leaves(params, view, detached, index=index, last=last)
+
+    def _borrow(self, params: FrozenDict[str, Tensor]) -> None:
+        """Set the memory of the parameters that DistributedDataParallel knows to that of these."""
+        if self.shares(params):
+            return
+        for name, held in self._held.items():
+            held.data = params[name]
+        if len(self._held) < len(params):
+            self._bound = FrozenDict({**params, **self._held})
+        self._lender = ref(params)
 
     def apply(
         self,
@@ -93,7 +96,7 @@ class ReplicateEngine(JointEngine):
         training: bool,
         hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor]]:
-        if params is not self._leaves:
+        if not isinstance(params, Leaves):
             return super().apply(state, function, params, training=training, hold=hold)
         # The same mapping in every step, so that nothing has to be bound anew.
         bound = self._bound
@@ -109,15 +112,15 @@ class ReplicateEngine(JointEngine):
         return self._held.values()
 
     def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
-        leaves = self._leaves
-        if leaves is None or state.params is not leaves:
+        leaves = state.params
+        if not isinstance(leaves, Leaves):
             return super().gradient(state, loss, seed)
+        self._borrow(leaves.origin)  # another forward may have come in between, of other parameters
         try:
             found = self._average(state, loss, seed)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
-        self._leaves = None
         leaves.close()
         return found
 
@@ -222,7 +225,7 @@ class ReplicateEngine(JointEngine):
         )
 
     def _forget(self) -> None:
-        self._averaging = self._model = self._leaves = self._unused = None
+        self._averaging = self._model = self._unused = None
         self._held = FrozenDict()
         self._bound = FrozenDict()
         self._lender = no_parameters

@@ -15,7 +15,6 @@ from weakref import ref
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -25,8 +24,9 @@ from pure_loop._autograd import GradMode
 from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
+from pure_loop.distributed._meshes import break_mesh, find_mesh
 from pure_loop.distributed.joint import JointEngine, no_parameters
-from pure_loop.errors import ArgumentError, ModelError
+from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef, _places
@@ -36,10 +36,6 @@ from pure_loop.state import State
 __all__ = ["ShardEngine", "repeated_layers"]
 
 T = TypeVar("T")
-
-# For each kind of device: the default process group in which the mesh was made, and with which it goes (None once it is
-# broken), how many there have been, and the mesh.
-_meshes: dict[str, tuple[ref[Any] | None, int, DeviceMesh]] = {}
 
 
 class ShardEngine(JointEngine):
@@ -55,49 +51,28 @@ class ShardEngine(JointEngine):
     _buffers: list[tuple[str, dict[str, Any], str]]
     # The parameters whose numbers the module has, unless they are gone.
     _copied: Callable[[], Any] = staticmethod(no_parameters)
-    _last = True
-    # The gradients of this batch from what somebody looked at between the forward and the backward.
+    # How many microbatches of the batch fully_shard has added up the gradients of.
+    _added_up = 0
+    # Their gradients from what somebody looked at between the forward and the backward.
     _penalties: dict[str, Any]
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
         held: Any = next((tensor for tensor in state.params.values() if is_part(tensor)), None)
-        self._mesh = self._find_mesh() if held is None else held._spec.mesh
-        return state if held is not None else self._in_parts(state)
+        if held is not None:
+            self._mesh = held._spec.mesh
+            return state
+        self._mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
+        return self._in_parts(state)
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
         # Who leaves the loop, on all ranks, goes on to use States in parts.
         if not isinstance(error, GeneratorExit):
-            self._break()
+            # The others may wait in the middle of a forward.
+            for group in self._groups:
+                _cut(group)
+            break_mesh(self.talk)
         super().failed(error, event, state)
-
-    def _break(self) -> None:
-        """Break the connections for which the others may wait in the middle of a forward, so that they wake."""
-        for group in self._groups:
-            _cut(group)
-        made, number, mesh = _meshes.get(self.talk.device.type, (None, 0, None))
-        if mesh is not None and made is not None and made() is dist.group.WORLD:
-            dist.destroy_process_group(mesh.get_group())
-            getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
-            _meshes[self.talk.device.type] = None, number, mesh
-
-    def _find_mesh(self) -> DeviceMesh:
-        if self.parallel.mesh is not None:
-            return self.parallel.mesh
-        kind = self.talk.device.type
-        world = dist.group.WORLD
-        made, number, mesh = _meshes.get(kind, (None, 0, None))
-        usable = made is not None and made() is world
-        # A fault may have broken it on some ranks only.
-        everybody = self.talk.gather((usable, number))
-        if mesh is None or any(each != (True, number) for each in everybody):
-            # Not a group of the stream's: the State that is left after it is still in parts.
-            number = 1 + max(each for _, each in everybody)
-            # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
-            mesh = DeviceMesh.from_group(self.talk.new_group(), kind, mesh_dim_names=(f"shard_{number}",))
-            _meshes[kind] = ref(world), number, mesh
-            self.talk.keep()
-        return mesh
 
     @property
     def _placements(self) -> tuple[Placement, ...]:
@@ -131,8 +106,7 @@ class ShardEngine(JointEngine):
 
     # Forward and backward.
 
-    def leaves(self, state: State, *, last: bool) -> FrozenDict[str, Tensor]:
-        self._last = last
+    def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         params: Any = state.params
         origin = getattr(params, "origin", params)
         trained = frozenset(state.model.trainable)
@@ -141,7 +115,7 @@ class ShardEngine(JointEngine):
             whole: Tensor = whole_of(origin[name].detach())
             return whole.requires_grad_(name in trained)
 
-        return Leaves(origin, gathered, origin.__getitem__)
+        return Leaves(origin, gathered, origin.__getitem__, index=index, last=last)
 
     def apply(
         self,
@@ -155,20 +129,8 @@ class ShardEngine(JointEngine):
         if self._model is not state.model:
             self._build(state.model)
         module = self._module
-        origin = getattr(params, "origin", params)
-        if self._copied() is not origin:
-            torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
-            for group in self._groups:
-                group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
-            with GradMode(False):
-                torch._foreach_copy_(
-                    [part_of(held) for held in self._held.values()], [part_of(origin[name]) for name in self._held]
-                )
-            self._copied = ref(origin)
-        if module.training is not training:
-            module.train(training)
-        if training and hold:
-            module.set_requires_gradient_sync(self._last)
+        origin: Any = getattr(params, "origin", params)
+        self._load(origin, training)
         copies = {name: buffer.clone() for name, buffer in state.buffers.items()}
         for name, tensors, key in self._buffers:
             tensors[key] = copies[name]
@@ -176,10 +138,35 @@ class ShardEngine(JointEngine):
         after = {name: tensors[key] for name, tensors, key in self._buffers}
         return result, FrozenDict((name, after[name].detach().clone()) for name in state.buffers)
 
+    def _load(self, params: FrozenDict[str, Tensor], training: bool) -> None:
+        """Give the module the numbers of these parameters, and this mode."""
+        if self._copied() is not params:
+            torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
+            for group in self._groups:
+                group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
+            with GradMode(False):
+                given = [params[name] for name in self._held]
+                # An algorithm may have made others of the whole ones that are shown between a forward and its backward.
+                mine = [part_of(each if is_part(each) else self._part(each)) for each in given]
+                torch._foreach_copy_([part_of(held) for held in self._held.values()], mine)
+            self._copied = ref(params)
+        if self._module.training is not training:
+            self._module.train(training)
+
     def parameters(self) -> Iterable[Tensor] | None:
         return None  # the gathered ones are fully_shard's own
 
     def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
+        leaves: Any = state.params
+        if leaves.index != self._added_up:
+            raise DistributedError(
+                f"a gradient of microbatch {leaves.index} of batch {state.timestamp.batch} was taken where fully_shard "
+                f"adds up those of the batch and has come to microbatch {self._added_up}: it would be among them. An "
+                'algorithm takes one by itself at BATCH_START or AFTER_TRAIN_BATCH, or with parallel="replicate".'
+            )
+        # Another forward may have come in between, of other parameters, in evaluation, or of another microbatch.
+        self._load(leaves.origin, training=True)
+        self._module.set_requires_gradient_sync(leaves.last)
         with GradMode(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
@@ -189,15 +176,16 @@ class ShardEngine(JointEngine):
                 # It divides by the number of ranks.
                 factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
                 torch.autograd.backward(loss, factor)
-        leaves: Any = state.params
         leaves.close()
         for name, whole in leaves.seen.items():
             before = self._penalties.get(name)
             self._penalties[name] = (
                 whole.grad if before is None else before if whole.grad is None else before + whole.grad
             )
-        if not self._last:
+        if not leaves.last:
+            self._added_up += 1
             return None
+        self._added_up = 0
         held = {name: self._held[name] for name in state.model.trainable}
         found: dict[str, Any] = {name: each.grad for name, each in held.items()}
         for each in held.values():
@@ -308,7 +296,7 @@ class ShardEngine(JointEngine):
         self._module = self._model = None
         self._copied = no_parameters
         self._held, self._buffers, self._groups = {}, [], ()
-        self._penalties = {}
+        self._penalties, self._added_up = {}, 0
 
 
 def _cut(group: FSDPModule) -> None:
