@@ -48,6 +48,10 @@ class _Indexed(Source):
         self._pool: _loaders.Refillable | None = None
         self._pool_is_busy = False
 
+    @property
+    def stays(self) -> bool:
+        return self._free or self._loader.num_workers > 0 or _loaders.collates_by_default(self._loader)
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         order = _samplers.indices(
             self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)

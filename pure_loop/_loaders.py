@@ -22,7 +22,7 @@ from pure_loop import _samplers
 from pure_loop.random import reseed
 from pure_loop.sources import shut
 
-__all__ = ["Refillable", "draws_nothing", "is_table", "rebuilt", "rows"]
+__all__ = ["Refillable", "collates_by_default", "draws_nothing", "is_table", "rebuilt", "rows"]
 
 
 class Refillable:
@@ -104,6 +104,11 @@ def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> D
 def draws_nothing(loader: DataLoader[Any]) -> bool:
     """Whether loading a batch runs no code but torch's, none of which draws."""
     return loader.collate_fn in (default_collate, default_convert) and _is_fixed(loader.dataset)
+
+
+def collates_by_default(loader: DataLoader[Any]) -> bool:
+    """Whether torch puts samples together, which it does in new memory."""
+    return loader.collate_fn is default_collate and loader.batch_sampler is not None
 
 
 def _is_fixed(dataset: Any) -> bool:

@@ -172,6 +172,11 @@ class Source(ABC):
             return self._limit
         return length if self._limit is None else min(length, self._limit)
 
+    @property
+    def stays(self) -> bool:
+        """Whether a batch is known to stay as it is while the next ones are loaded: others may use its memory again."""
+        return False
+
     def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
         """The batches of one epoch; closing it early stops the workers.
 
@@ -210,9 +215,13 @@ class Source(ABC):
 class _Listed(Source):
     """A sequence of batches."""
 
+    @property
+    def stays(self) -> bool:
+        # A sequence of the user's own may make its batches when asked.
+        return type(self._loader) in (list, tuple)
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        # Nothing can draw in a list; a sequence of the user's own may make its batches when asked.
-        if type(self._loader) in (list, tuple):
+        if self.stays:  # so nothing can draw
             for position in range(start, len(self._loader)):
                 yield self._loader[position]
             return

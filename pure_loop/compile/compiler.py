@@ -20,10 +20,10 @@ from pure_loop.donation import ABOUT_TO_WRITE
 from pure_loop.driver import run_silently
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, LoopStages, Script, _load, gradients
+from pure_loop.loop import Fit, LoopStages, Script, gradients
 from pure_loop.sources import END
 from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
-from pure_loop.time import Timestamp, TimeUnit, due
+from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
 
@@ -85,7 +85,7 @@ class Compiler:
         stages: the loop's.
         attended: events that somebody outside the graphs sees: the user, callbacks, loggers.
         where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
-        steps: how many batches go through in one call.
+        steps: how many batches are loaded at a time; 1: the loop takes each.
         with_loss: whether evaluators measure the loss.
         own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
             same list, where nobody else can see them, or copies. None: copies, always.
@@ -235,45 +235,41 @@ class Compiler:
         )
 
     def several(self, state: State, fit: Fit, batches: Any, stopwatch: Any) -> State:
-        """Batches for which nobody is waiting, one after the other, ``steps - 1`` at most.
+        """Batches at which the loop has nothing to do, ``steps`` of them loaded, and then gone through, at a time.
 
-        The batch after which an evaluator is due or training ends is left to the loop, and so is the last of a call.
+        The batch after which an evaluator is due or training ends is left to the loop, and so is one that needs another
+        graph. What a loader would overwrite, or takes its time, is loaded when its turn comes.
         """
         if not self.goes_on(fit):
             return state
         stretch = self.stretch("step", self._step)
-        before, now = state.previous_timestamp, state.timestamp
-        end = now.max_duration
+        end = state.timestamp.max_duration
         assert end is not None
-        for _ in range(self.steps - 1):
-            loaded = next(batches, END)
-            ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
-            if ready is None:
-                break
-            batch, samples, tokens = ready
-            after = now.next_batch(samples, tokens, stopwatch.lap())
-            if after.get(end.unit) >= end.value or any(
-                due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
-                for each in fit.evaluators
-            ):
-                batches.push(loaded)
-                break
-            timestamps = (before, now, after)
-            report = stretch.again(state, timestamps, (batch,))
-            if report is None:
-                state = _timed(state, now, before)
-                holding = _load(state, fit, loaded, stopwatch)
-                assert holding is not None
-                try:
-                    run = stretch(holding[0], timestamps, (batch,))
-                except Untraceable:
-                    batches.push(loaded)  # the loop deals with it
+        ahead = self.steps if fit.source.stays and end.unit is not TimeUnit.SECOND else 1
+        calls: list[Any] = [None] * ahead
+        while len(calls) == ahead and stretch.repeats(state):
+            before, now = state.previous_timestamp, state.timestamp
+            calls = []
+            while len(calls) < ahead:
+                loaded = next(batches, END)
+                ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+                if ready is None:
                     break
-                state = self._ended(holding[0], run, after)
-            elif report.is_cpu and (found := report.item()):
-                raise _nonfinite(_timed(state, now, before), int(found))
-            before, now = now, after
-        return _timed(state, now, before)
+                batch, samples, tokens = ready
+                after = now.next_batch(samples, tokens, stopwatch.lap())
+                env = None if _loop_is_due(now, after, end, fit) else stretch.fits((before, now, after), (batch,))
+                if env is None:
+                    batches.push(loaded)
+                    break
+                calls.append((env, (batch,)))
+                before, now = now, after
+            stopped = stretch.again(state, calls)
+            if stopped is not None:
+                number, report = stopped
+                before, now, _ = calls[number][0].timestamps
+                raise _nonfinite(_timed(state, now, before), report)
+            state = _timed(state, now, before)
+        return state
 
     def _ended(self, state: State, run: Run, now: Timestamp) -> State:
         """The State after a batch at whose end nobody looks, outside of it."""
@@ -325,6 +321,14 @@ class Compiler:
         if Event.BATCH_END in self.attended:
             return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
         return at(Event.BATCH_END, state, traced), report, ()
+
+
+def _loop_is_due(now: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:
+    """Whether training ends with the batch between these, or an evaluator is due after it."""
+    return after.get(end.unit) >= end.value or any(
+        due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
+        for each in fit.evaluators
+    )
 
 
 def _timed(state: State, now: Timestamp, before: Timestamp) -> State:

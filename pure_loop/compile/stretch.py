@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
@@ -140,25 +140,48 @@ class Stretch:
         self._flight_key, self._made = key, made
         return self._run(made, state, durable, values, env, flight, index)
 
-    def again(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...]) -> Tensor | None:
-        """The last call once more, with other data, where it changes nothing but the memory of what lasts.
-
-        ``state`` is what the last call made, its timestamp excepted. Gives the report; None: call in full.
-        """
-        made, arguments, durable = self._made, self._arguments, self._durable
-        if made is None or arguments is None or durable is None or self.own is None or not made.steady:
-            return None
-        env = Env(timestamps, durable.leaves)
-        if _flight_key(flight) != self._flight_key or not _hold(made.moving, env):
-            return None
+    def repeats(self, state: State) -> bool:
+        """Whether :meth:`again` can follow: a call changes nothing but memory, and nobody has seen this State."""
+        made, durable = self._made, self._durable
+        if made is None or durable is None or self._fields is None or self.own is None or not made.steady:
+            return False
+        if not all(map(is_, self._fields(state), self._values)):
+            return False
         # `own` is asked only where it won't copy: what it gave would be lost here, and it would not copy again.
         before = [durable.leaves[i] for i in made.written]
-        if (self.shown is not None and self.shown()) or self.own(before, None) is not before:
-            return None
-        drawn = self._drawn(made, state, env, 0)
+        return not (self.shown is not None and self.shown()) and self.own(before, None) is before
+
+    def fits(self, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...]) -> Env | None:
+        """What the last call's graph reads these numbers from, if it serves a call with these, too."""
+        assert self._made is not None
+        assert self._durable is not None
+        env = Env(timestamps, self._durable.leaves)
+        return env if _flight_key(flight) == self._flight_key and _hold(self._made.moving, env) else None
+
+    def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[int, int] | None:
+        """The last call again and again, with other data that fits.
+
+        Args:
+            state: as :meth:`repeats` was asked about; its timestamp may be another one.
+            calls: for each what :meth:`fits` gave, and what is in flight.
+
+        Returns:
+            The number of the call after which nothing was called, because it reported something, and what it reported;
+            None, if none did. A report on another device than the CPU is not waited for.
+        """
+        made, durable = self._made, self._durable
+        assert made is not None
+        assert durable is not None
+        arguments = self._arguments
+        if arguments is None:
+            arguments = self._arguments = [durable.leaves[i] for i in made.start]
         with self.stages._without_autocast(state):
-            outputs = made.compiled.call(self._given(made, arguments, env, flight, drawn))
-        return outputs[0]  # type: ignore[no-any-return]
+            for number, (env, flight) in enumerate(calls):
+                drawn = self._drawn(made, state, env, 0)
+                report = made.compiled.call(self._given(made, arguments, env, flight, drawn))[0]
+                if report.is_cpu and (found := report.item()):
+                    return number, int(found)
+        return None
 
     def _drawn(self, made: Graph, state: State, env: Env, index: int) -> list[Tensor]:
         """The random numbers that the graph takes."""
@@ -262,7 +285,9 @@ class Stretch:
             or not memory.positions.issuperset(made.written)
             or not memory.is_in(durable, values, self._values)
         ):
-            owned = clone_all(before)
+            # Nobody has seen the copies, which is to be known from here on.
+            owned = before if self.own is None else self.own(before, None)
+            owned = clone_all(before) if owned is before else owned
         else:
 
             def alone(shown: State | None) -> bool:

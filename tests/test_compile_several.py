@@ -1,0 +1,145 @@
+"""``steps_per_call=``: batches are loaded ahead of the steps that go through them, where that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile.stretch import Stretch
+from pure_loop.sources import source
+from tests.compiling import EPOCHS, assert_close, every_third, fit, mlp
+from tests.loaders import noisy_collate
+from tests.models import FEATURES, batches, plain
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+SEVEN = batches((8,) * 7, 1)
+
+
+class Overwriting:
+    """A loader that gives the same memory each time, with other numbers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = torch.empty(8, FEATURES), torch.empty(8, dtype=torch.int64)
+        for inputs, targets in SEVEN:
+            x.copy_(inputs)
+            y.copy_(targets)
+            yield x, y
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each call went through."""
+    found: list[int] = []
+    real = Stretch.again
+
+    def again(self: Stretch, state: pl.State, calls: Any) -> Any:
+        found.append(len(calls))
+        return real(self, state, calls)
+
+    monkeypatch.setattr(Stretch, "again", again)
+    return found
+
+
+def as_often(settings: dict[str, Any]) -> list[tuple[Event, pl.State]]:
+    settings = {"watch": EPOCHS, "max_duration": "3ep", **settings}
+    given = fit(compile=True, steps_per_call=3, **settings)
+    assert_close(given, fit(**settings))
+    return given
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        # The first step after somebody looked copies, and is the loop's.
+        (SEVEN, [3, 3, 0]),
+        (tuple(SEVEN), [3, 3, 0]),
+        (Overwriting(), [1, 1, 1, 1, 1, 1, 0]),
+        (DataLoader(TensorDataset(*map(torch.cat, zip(*SEVEN, strict=True))), batch_size=8), [3, 3, 0]),
+        (batches((8, 8, 8, 8, 8, 5), 1), [3, 1, 0]),
+    ],
+    ids=["list", "tuple", "a loader that overwrites", "DataLoader", "ragged"],
+)
+def test_batches_are_loaded_ahead_only_if_they_stay_as_they_are(
+    data: Any, wanted: list[int], together: list[int]
+) -> None:
+    as_often({"data": data, "model": plain})
+    assert together[: len(wanted)] == wanted
+
+
+def test_loading_ahead_what_is_overwritten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pure_loop.sources import Iterated
+
+    monkeypatch.setattr(Iterated, "stays", True)
+    with pytest.raises(AssertionError):
+        as_often({"data": Overwriting(), "model": plain})
+
+
+def lazy() -> Any:
+    class Lazy:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.zeros(2, 1)
+
+    return Lazy()
+
+
+ROWS = [(torch.zeros(1), i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda: [torch.zeros(2, 1)], True),
+        (lazy, False),
+        (lambda: iter([torch.zeros(2, 1)]), False),
+        (lambda: DataLoader(ROWS, batch_size=2), True),
+        (lambda: DataLoader(lazy(), batch_size=2), True),
+        (lambda: DataLoader(lazy(), batch_size=None), False),
+        (lambda: DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate), False),
+        (lambda: DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate, num_workers=1), True),
+    ],
+    ids=[
+        *("list", "sequence", "iterator", "DataLoader", "default collate", "no collate"),
+        *("own collate", "in workers"),
+    ],
+)
+def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
+    assert source(make(), seed=0, stream="train").stays is wanted
+
+
+def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:
+    as_often({"data": SEVEN, "model": plain, "algorithms": [every_third]})
+    assert together[:2] == [2, 0]  # batch 3 (and 6) needs another one, and so does what follows it
+
+
+def test_dropout_masks_are_those_of_single_steps(together: list[int]) -> None:
+    as_often({"data": SEVEN, "model": mlp})
+    assert max(together) == 3
+
+
+@pytest.mark.parametrize("bad", [1, 2, 4, 6])
+def test_a_batch_that_is_not_finite_is_named(bad: int) -> None:
+    data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
+    with pytest.raises(pl.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
+        fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=data)
+
+
+def test_a_duration_in_seconds_is_looked_at_after_each_batch(together: list[int]) -> None:
+    fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=SEVEN * 3, max_duration="1s")
+    assert set(together) <= {0, 1}
+
+
+def test_evaluators_that_are_due_end_a_call(together: list[int]) -> None:
+    as_often({"evaluators": batches((8,), 2), "eval_interval": "3ba", "data": SEVEN, "model": plain})
+    # The loop takes the first batch of an epoch, those after which an evaluator is due (2, 5, 8), and those after them.
+    assert together[:4] == [1, 1, 0, 0]
