@@ -149,8 +149,8 @@ def fit(
             when it is touched; ``False``: never. See :mod:`pure_loop.donation`.
         compile: make graphs of what runs between events that somebody attends to: you (``watch``), callbacks, loggers.
             True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
-        steps_per_call: how many batches are loaded at a time for compiled steps that go through one after the other, where
-            nobody attends to anything in between.
+        steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nobody
+            attends to anything in between.
         strict: check while training the order of events and, by value, that nobody changes a State.
         order: ``"current"``, or ``"2021"``, the order of the older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
