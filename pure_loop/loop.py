@@ -408,5 +408,8 @@ def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
     if isinstance(loss, dict):
         before = mean or dict.fromkeys(loss)
         return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
-    part = loss * fraction
-    return part if mean is None else mean + part
+    if mean is None:
+        return loss * fraction
+    if type(mean) is type(loss) is torch.Tensor and is_number(fraction):
+        return torch.add(mean, loss, alpha=fraction)  # one operation, of which a microbatch has few
+    return mean + loss * fraction
