@@ -177,7 +177,8 @@ class Engine:
 
     def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
         """The same, written where the parameters and the memory are; both were taken out of the State."""
-        return optimizer.overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
+        assert optimizer.overwrite is not None
+        return optimizer.overwrite(state._grads, memory, trained, state.timestamp)
 
     def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
         """What this rank holds of these tensors."""
