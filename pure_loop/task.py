@@ -21,7 +21,7 @@ __all__ = ["Task", "make_task"]
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
     raise DataError(

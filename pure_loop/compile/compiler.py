@@ -13,6 +13,7 @@ from pure_loop._batches import next_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.microbatch import INSIDE, microbatch
+from pure_loop.compile.numbers import Env
 from pure_loop.compile.program import Ended, Flight, at, holding, put_in
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
@@ -246,10 +247,9 @@ class Compiler:
         end = state.timestamp.max_duration
         assert end is not None
         ahead = self.steps if fit.source.stays and end.unit is not TimeUnit.SECOND else 1
-        calls: list[Any] = [None] * ahead
-        while len(calls) == ahead and stretch.repeats(state):
+        while stretch.repeats(state):
             before, now = state.previous_timestamp, state.timestamp
-            calls = []
+            calls: list[tuple[Env, Flight]] = []
             while len(calls) < ahead:
                 loaded = next(batches, END)
                 ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
@@ -269,6 +269,8 @@ class Compiler:
                 before, now, _ = calls[number][0].timestamps
                 raise _nonfinite(_timed(state, now, before), report)
             state = _timed(state, now, before)
+            if len(calls) < ahead:
+                break
         return state
 
     def _ended(self, state: State, run: Run, now: Timestamp) -> State:
