@@ -7,7 +7,7 @@ one reference more is somebody else's, whenever it was taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -19,7 +19,17 @@ from pure_loop._parts import part_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["CAN_COUNT", "LISTED", "ONCE", "Held", "address_of", "has_tensors", "storage_uses", "tensor_uses"]
+__all__ = [
+    "CAN_COUNT",
+    "LISTED",
+    "ONCE",
+    "Held",
+    "address_of",
+    "has_tensors",
+    "held_once",
+    "storage_uses",
+    "tensor_uses",
+]
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -31,6 +41,8 @@ _OURS = 2
 # And to its storage: the tensor, and a Held.
 _OF_STORAGE = 2
 ONCE = {1}
+# Inside torch.func's transforms tensors have no memory of their own.
+_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 # A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
 LISTED = {3}
 address_of = torch.UntypedStorage.data_ptr
@@ -170,6 +182,37 @@ def _way_alone(memory: Any, path: Path) -> bool:
         if getrefcount(memory) != 3:  # in the mapping around it, `memory`, and asked about
             return False
     return True
+
+
+def held_once(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing but this tuple or list has these tensors, and nothing but them their memory, each its own.
+
+    A view, as autograd passes on, may have one tensor more, which nobody else has, behind it.
+
+    >>> import torch
+    >>> weight = torch.ones(2)
+    >>> held_once((torch.ones(2), torch.ones(3))), held_once((weight,)), held_once((weight[:1],))
+    (True, False, False)
+    """
+    if not CAN_COUNT or any(map(_is_transformed, tensors)):
+        return False
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    bases = [tensor._base for tensor in tensors if tensor._is_view()]
+    return (
+        set(map(getrefcount, tensors)) == {2}  # in the tuple, and asked about
+        and set(map(tensor_uses, tensors)) == ONCE
+        and set(map(getrefcount, storages)) == LISTED
+        and set(map(getrefcount, bases)) <= LISTED  # as with storages
+        and set(map(tensor_uses, bases)) <= {2}  # the view, and the list
+        and [storage_uses(storage._cdata) for storage in storages]
+        == [_OF_STORAGE + tensor._is_view() for tensor in tensors]
+        and all(map(torch.UntypedStorage.resizable, storages))  # else it is another library's
+        and all(map(_is_dense, tensors))
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def has_tensors(memory: FrozenDict[str, Any]) -> bool:

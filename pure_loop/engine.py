@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._autograd import gradient_of
+from pure_loop._ownership import held_once
 from pure_loop._weights import Weights
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -201,8 +202,15 @@ class Engine:
 
 ONE_RANK = Engine()
 
+# Numbers in gradients from which it takes less to ask who has their memory than to take other memory.
+_LARGE = 2**18
+
 
 def _sum(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(a is None or b is None for a, b in zip(before, found, strict=True)):
         return tuple(b if a is None else a if b is None else a + b for a, b in zip(before, found, strict=True))
+    # States have those before. What was just found is nobody's, if autograd didn't pass on what somebody has.
+    if type(found[0]) is Tensor and sum(map(Tensor.numel, found)) >= _LARGE and held_once(found):
+        torch._foreach_add_(found, before)
+        return found
     return tuple(torch._foreach_add(before, list(found)))

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.loops import BASE, Loop
 from tests.benchmarks.turns import Turns
-from tests.benchmarks.workloads import SCALED
+from tests.benchmarks.workloads import SCALED, SCALED_MICROBATCHES
 
 __all__ = ["measure", "peaks"]
 
@@ -26,13 +26,18 @@ STEPS = 4
 
 
 def measure(loops: Sequence[Loop]) -> dict[str, dict[str, float]]:
-    """For each loop the peak until its first step is done, and that of the steps after it, in MB and as a ratio."""
+    """For each loop the peak until its first step is done, and that of the steps after it, in MB and as a ratio.
+
+    And the latter for batches that go through in four microbatches.
+    """
     found = {}
     for loop in loops:
         first, later = peaks(partial(loop.turns, SCALED))
-        found[loop.name] = {"first_mb": first / 1e6, "mb": later / 1e6}
+        _, apart = peaks(partial(loop.turns, SCALED_MICROBATCHES))
+        found[loop.name] = {"first_mb": first / 1e6, "mb": later / 1e6, "microbatches_mb": apart / 1e6}
     for values in found.values():
-        values["ratio"] = values["mb"] / found[BASE]["mb"]
+        for key in ("", "microbatches_"):
+            values[f"{key}ratio"] = values[f"{key}mb"] / found[BASE][f"{key}mb"]
     return found
 
 

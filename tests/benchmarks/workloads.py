@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SCALED", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
+__all__ = ["SCALED", "SCALED_MICROBATCHES", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
 
 
 @attrs.frozen
@@ -142,8 +142,8 @@ def _tokens() -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _scaled_tokens() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(256, (1, 9))
+def _scaled_tokens(samples: int = 1) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(256, (samples, 9))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -160,3 +160,4 @@ WORKLOADS = [
 SCALED = Workload(
     "W3 scaled", "GPT, 8 layers of 512, 25 million parameters", lambda: _GPT(width=512, layers=8), _scaled_tokens
 )
+SCALED_MICROBATCHES = attrs.evolve(SCALED, batch=lambda: _scaled_tokens(4), microbatches=4)
