@@ -73,16 +73,20 @@ def graph_of(tensor: Tensor) -> Iterator[Any]:
         yield node
 
 
-def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = ()) -> None:
+def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
     """Refuse a loss whose graph goes where gradients would be lost without an error.
 
-    ``known`` parameters are no strangers; None: no parameter is.
+    Args:
+        loss: what is about to be differentiated.
+        known: parameters that are no strangers; None: no parameter is.
+        leaves: what it is differentiated by. Others with their memory are those of another forward.
 
     Raises:
-        ModelError: it depends on a parameter that the model was not called with, or goes through a reentrant
-            checkpoint.
+        ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
+            through a reentrant checkpoint.
     """
     family = None if known is None else set(map(id, known))
+    own = {each.data_ptr(): id(each) for each in leaves if each.numel()}
     for node in graph_of(loss):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":
@@ -91,6 +95,13 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = ()) -> None:
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
+        if own and stranger is not None and own.get(stranger.data_ptr(), id(stranger)) != id(stranger):
+            raise ModelError(
+                "the loss depends on a second forward of this batch, which an algorithm went through with the loop's "
+                "stages: by its parameters it isn't differentiated, so that gradient would be lost. Go through the "
+                "model twice in the forward of the task, pl.Task(forward=lambda model, batch: ...), or detach what "
+                "the second one gives."
+            )
         if isinstance(stranger, nn.Parameter) and family is not None and id(stranger) not in family:
             raise ModelError(
                 f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "

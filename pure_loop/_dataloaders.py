@@ -49,7 +49,7 @@ class _Indexed(Source):
         self._pool_is_busy = False
 
     @property
-    def stays(self) -> bool:
+    def batches_stay(self) -> bool:
         return self._free or self._loader.num_workers > 0 or _loaders.collates_by_default(self._loader)
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from pure_loop import _samplers
 from pure_loop.random import reseed
@@ -103,12 +104,18 @@ def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> D
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
     """Whether loading a batch runs no code but torch's, none of which draws."""
-    return loader.collate_fn in (default_collate, default_convert) and _is_fixed(loader.dataset)
+    torchs_own = loader.collate_fn is default_convert or (loader.collate_fn is default_collate and not _is_extended())
+    return torchs_own and _is_fixed(loader.dataset)
 
 
 def collates_by_default(loader: DataLoader[Any]) -> bool:
     """Whether torch puts samples together, which it does in new memory."""
-    return loader.collate_fn is default_collate and loader.batch_sampler is not None
+    return loader.collate_fn is default_collate and loader.batch_sampler is not None and not _is_extended()
+
+
+def _is_extended() -> bool:
+    """Whether somebody has told torch's collate what to do with samples of a class: it may do anything."""
+    return any(function.__module__ != default_collate.__module__ for function in default_collate_fn_map.values())
 
 
 def _is_fixed(dataset: Any) -> bool:

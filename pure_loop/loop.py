@@ -54,6 +54,10 @@ class Stopwatch:
         seconds, self._last = now - self._last, now
         return seconds
 
+    def put_back(self, seconds: float) -> None:
+        """They belong to the next lap."""
+        self._last -= seconds
+
 
 @attrs.frozen(kw_only=True)
 class LoopStages(Stages):

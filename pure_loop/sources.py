@@ -173,7 +173,7 @@ class Source(ABC):
         return length if self._limit is None else min(length, self._limit)
 
     @property
-    def stays(self) -> bool:
+    def batches_stay(self) -> bool:
         """Whether a batch is known to stay as it is while the next ones are loaded: others may use its memory again."""
         return False
 
@@ -216,12 +216,12 @@ class _Listed(Source):
     """A sequence of batches."""
 
     @property
-    def stays(self) -> bool:
+    def batches_stay(self) -> bool:
         # A sequence of the user's own may make its batches when asked.
         return type(self._loader) in (list, tuple)
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        if self.stays:  # so nothing can draw
+        if self.batches_stay:  # so nothing can draw
             for position in range(start, len(self._loader)):
                 yield self._loader[position]
             return

@@ -169,7 +169,9 @@ class Stages:
             found = self.engine.gradient(state, None, seed)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
-                refuse_strangers(loss, self.engine.parameters())  # once a run: it walks the whole graph
+                # Once a run: it walks the whole graph.
+                plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
+                refuse_strangers(loss, self.engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():

@@ -32,8 +32,11 @@ ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1
 
 @pytest.mark.parametrize(
     "watch",
-    [None, BATCHES, EPOCHS, {Event.AFTER_BACKWARD}, {Event.AFTER_FORWARD, Event.EPOCH_END}, {Event.AFTER_TRAIN_BATCH}],
-    ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch"],
+    [
+        *(None, BATCHES, EPOCHS, {Event.AFTER_BACKWARD}, {Event.AFTER_FORWARD, Event.EPOCH_END}),
+        *({Event.AFTER_TRAIN_BATCH}, {Event.BEFORE_FORWARD, Event.EPOCH_END}),
+    ],
+    ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch", "before forward"],
 )
 @pytest.mark.parametrize("donate", tiers([False, "auto", True], ["auto", True]), ids=str)
 @pytest.mark.parametrize("compile", [False, True, pytest.param("where possible", marks=pytest.mark.thorough)], ids=str)

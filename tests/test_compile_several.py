@@ -77,9 +77,18 @@ def test_batches_are_loaded_ahead_only_if_they_stay_as_they_are(
 def test_loading_ahead_what_is_overwritten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from pure_loop.sources import Iterated
 
-    monkeypatch.setattr(Iterated, "stays", True)
+    monkeypatch.setattr(Iterated, "batches_stay", True)
     with pytest.raises(AssertionError):
         as_often({"data": Overwriting(), "model": plain})
+
+
+def test_a_collate_that_somebody_extended_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils import collate
+
+    loader = DataLoader(ROWS, batch_size=2)
+    assert source(loader, seed=0, stream="train").batches_stay
+    monkeypatch.setitem(collate.default_collate_fn_map, torch.nn.Parameter, lambda batch, **_: batch[0])
+    assert not source(loader, seed=0, stream="train").batches_stay
 
 
 def lazy() -> Any:
@@ -114,7 +123,7 @@ ROWS = [(torch.zeros(1), i) for i in range(4)]
     ],
 )
 def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
-    assert source(make(), seed=0, stream="train").stays is wanted
+    assert source(make(), seed=0, stream="train").batches_stay is wanted
 
 
 def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:
@@ -132,6 +141,45 @@ def test_a_batch_that_is_not_finite_is_named(bad: int) -> None:
     data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
     with pytest.raises(pl.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
         fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=data)
+
+
+def test_what_fails_to_load_fails_after_the_steps_before_it() -> None:
+    class Broken(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index >= 24:
+                raise OSError(f"sample {index}")
+            return SEVEN[0][0][0] * (float("nan") if index == 16 else 1.0), SEVEN[0][1][0]
+
+    with pytest.raises(pl.NonFiniteError, match="batch 2 "):
+        fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=DataLoader(Broken(), batch_size=8))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_no_second_is_lost(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by one when a batch is loaded, and by ten with a step or an evaluation."""
+    now = [0.0]
+
+    class Slow(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            now[0] += 1
+            return super().__getitem__(index)
+
+    real = Stretch._given
+
+    def given(self: Stretch, *args: Any) -> Any:
+        now[0] += 10
+        return real(self, *args)
+
+    monkeypatch.setattr(Stretch, "_given", given)
+    monkeypatch.setattr("pure_loop.sources._Listed.batches_stay", True)
+    settings: dict[str, Any] = {"evaluators": batches((8,), 2), "eval_interval": "5ba", "clock": lambda: now[0]}
+    settings |= {"model": plain, "data": Slow(SEVEN), "watch": EPOCHS, "max_duration": "2ep"}
+    state = fit(compile=True, steps_per_call=steps, **settings)[0][1]
+    # Those of the last step and of what follows it are counted with the next batch.
+    assert state.timestamp.total_seconds == 7 + 6 * 10 + 10
 
 
 def test_a_duration_in_seconds_is_looked_at_after_each_batch(together: list[int]) -> None:

@@ -192,17 +192,21 @@ class _Recomputed(torch.nn.Sequential):
         return self[1](checkpoint(self[0], x, use_reentrant=False))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize(
     ("kind", "size"), [(None, None), (None, 1), ("replicate", None), ("replicate", 1), ("shard", None)]
 )
-def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, size):
+def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, size, precision):
     def run(*algorithms):
         generator = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(2)]
         torch.manual_seed(0)
         half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
         model = _Recomputed(half, torch.nn.Linear(4, 1))
-        state = pl.run(an_epoch(model, data, algorithms=algorithms, microbatch_size=size, parallel=kind))
+        options = {"algorithms": algorithms, "microbatch_size": size, "precision": precision, "parallel": kind}
+        # What autocast remembers of parameters lasts as long as the outermost one.
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+            state = pl.run(an_epoch(model, data, **options))
         return [whole_of(tensor) for tensor in state.params.values()]
 
     def meanwhile(event, inside):
@@ -240,3 +244,13 @@ def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
 
     with pytest.raises(RankError, match=r"a gradient of microbatch 0 .* has come to microbatch 1: .* BATCH_START"):
         pool(kind="shard").run(program)
+
+
+def test_a_second_forward_in_the_loss_is_refused():
+    @pl.algorithm(Event.AFTER_LOSS)
+    def consistent(state, stages):
+        again = stages.forward(state).outputs
+        return state.replace(loss=state.loss + (state.outputs - again).square().mean())
+
+    with pytest.raises(pl.errors.ModelError, match="depends on a second forward of this batch"):
+        pl.run(an_epoch(torch.nn.Linear(1, 1), [(torch.ones(4, 1), torch.zeros(4, 1))], algorithms=[consistent]))

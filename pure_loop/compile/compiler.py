@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from pure_loop._batches import next_batch
 from pure_loop.cadence import Cadence
@@ -123,16 +122,12 @@ class Compiler:
         found = self._stretches.get(key)
         if found is None:
             brief = name not in _UPDATING
-            # Only where an update begins does a driver count who has the State.
-            own = self._copies if self.own is not None and brief else self.own
+            # Only where an update begins does a driver count who has the State, and it is what writes to most of it.
+            own = None if brief else self.own
             found = self._stretches[key] = Stretch(
                 name, program, self.alone, own=own, shown=self.shown, brief=brief, connected=connected
             )
         return found
-
-    def _copies(self, tensors: list[Tensor], _: Any) -> list[Tensor]:
-        assert self.own is not None
-        return self.own(tensors, None)
 
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
@@ -246,20 +241,27 @@ class Compiler:
         stretch = self.stretch("step", self._step)
         end = state.timestamp.max_duration
         assert end is not None
-        ahead = self.steps if fit.source.stays and end.unit is not TimeUnit.SECOND else 1
+        ahead = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
         while stretch.repeats(state):
             before, now = state.previous_timestamp, state.timestamp
             calls: list[tuple[Env, Flight]] = []
+            failed: Exception | None = None
             while len(calls) < ahead:
-                loaded = next(batches, END)
-                ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+                try:
+                    loaded = next(batches, END)
+                    ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+                except Exception as error:
+                    failed = error  # its turn comes after the steps before it
+                    break
                 if ready is None:
                     break
                 batch, samples, tokens = ready
-                after = now.next_batch(samples, tokens, stopwatch.lap())
+                seconds = stopwatch.lap()
+                after = now.next_batch(samples, tokens, seconds)
                 env = None if _loop_is_due(now, after, end, fit) else stretch.fits((before, now, after), (batch,))
                 if env is None:
                     batches.push(loaded)
+                    stopwatch.put_back(seconds)
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after
@@ -268,6 +270,8 @@ class Compiler:
                 number, report = stopped
                 before, now, _ = calls[number][0].timestamps
                 raise _nonfinite(_timed(state, now, before), report)
+            if failed is not None:
+                raise failed
             state = _timed(state, now, before)
             if len(calls) < ahead:
                 break

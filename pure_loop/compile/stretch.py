@@ -285,8 +285,8 @@ class Stretch:
             or not memory.positions.issuperset(made.written)
             or not memory.is_in(durable, values, self._values)
         ):
-            # That nobody has seen the copies is to be known from here on; a brief stretch copies some of it only.
-            owned = before if self.own is None or self.brief else self.own(before, None)
+            # That nobody has seen the copies is to be known from here on.
+            owned = before if self.own is None else self.own(before, None)
             owned = clone_all(before) if owned is before else owned
         else:
 

@@ -81,6 +81,7 @@ class ReplicateEngine(JointEngine):
         """Set the memory of the parameters that DistributedDataParallel knows to that of these."""
         if self.shares(params):
             return
+        torch.clear_autocast_cache()  # of these very parameters, when they had other numbers
         for name, held in self._held.items():
             held.data = params[name]
         if len(self._held) < len(params):

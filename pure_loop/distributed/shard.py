@@ -140,8 +140,9 @@ class ShardEngine(JointEngine):
 
     def _load(self, params: FrozenDict[str, Tensor], training: bool) -> None:
         """Give the module the numbers of these parameters, and this mode."""
+        # Of these very parameters, when they had the numbers of another State, or from a forward without gradients.
+        torch.clear_autocast_cache()
         if self._copied() is not params:
-            torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
