@@ -20,6 +20,7 @@ from pure_loop.distributed.joint import JointEngine
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import LawViolation
+from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, whole, witness
 from pure_loop.testing.ranks import RankError
 from tests.tiers import examples, tiers
@@ -59,6 +60,25 @@ def test_algorithms_of_the_library_keep_the_law(name):
     alone = witness(whole(case, 2).stream(ALGORITHMS[name](), watch=BATCHES))
     for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES)):
         compare(seen, alone, f"rank {rank}", 1e-5)
+
+
+@pytest.mark.parametrize("watch", [{Event.BATCH_END}, {Event.EPOCH_END}], ids=["batches", "epochs"])
+def test_states_that_were_kept_stay_what_they_were(watch):
+    """With statistics, which the graph of the gradients writes to, before that of the update."""
+    data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(3)]
+
+    def program(rank):
+        keeper = Keeper()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with interpreted():
+            options = {"compile": True, "watch": watch, "max_duration": "3ep", "parallel": "replicate"}
+            for _, state in an_epoch(model, data, **options):
+                keeper.keep(state)
+        found = keeper.changed()
+        return None if found is None else str(found[1])
+
+    assert pool().run(program) == [None, None]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
