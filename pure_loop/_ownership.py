@@ -35,14 +35,14 @@ Path: TypeAlias = tuple[str, ...]
 
 tensor_uses: Any = getattr(Tensor, "_use_count", None)
 storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+# Inside torch.func's transforms tensors have no memory of their own.
+_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 # What refers to a tensor besides the mappings and lists that it is in: the list of a Held, and whoever asks.
 _OURS = 2
 # And to its storage: the tensor, and a Held.
 _OF_STORAGE = 2
 ONCE = {1}
-# Inside torch.func's transforms tensors have no memory of their own.
-_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 # A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
 LISTED = {3}
 address_of = torch.UntypedStorage.data_ptr
@@ -207,11 +207,11 @@ def held_once(tensors: Sequence[Tensor]) -> bool:
         and [storage_uses(storage._cdata) for storage in storages]
         == [_OF_STORAGE + tensor._is_view() for tensor in tensors]
         and all(map(torch.UntypedStorage.resizable, storages))  # else it is another library's
-        and all(map(_is_dense, tensors))
+        and all(map(_is_contiguous, tensors))
     )
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_contiguous(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="references can't be count
 
 WIDTH = 512
 WHATEVER = torch.ones(4, 4)
-LISTED = [WHATEVER]
 
 
 def two_of_the_same() -> tuple[Tensor, ...]:

@@ -170,7 +170,9 @@ def _a_gradient(state, stages):
 
 
 def _others(state):
-    return {name: 2 * tensor.detach() for name, tensor in state.params.items()}
+    with torch.device("meta"):  # for the shapes: to look at state.params would make what it shows
+        params = {name: torch.full(each.shape, 0.3, device="cpu") for name, each in _recomputed().named_parameters()}
+    return state.replace(params=params, buffers={name: 3 * tensor for name, tensor in state.buffers.items()})
 
 
 def _an_evaluation(state, stages):
@@ -178,18 +180,37 @@ def _an_evaluation(state, stages):
 
 
 def _an_evaluation_of_others(state, stages):
-    stages.validate(state.replace(params=_others(state)), label="inside", batch=0)
+    stages.validate(_others(state), label="inside", batch=0)
 
 
 def _a_gradient_of_others(state, stages):
-    _a_gradient(state.replace(params=_others(state)), stages)
+    _a_gradient(_others(state), stages)
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def _penalty(state):
+    return state.replace(loss=state.loss + 0.1 * sum(tensor.exp().sum() for tensor in state.params.values()))
 
 
 class _Recomputed(torch.nn.Sequential):
     """Its first half is gone through again in the backward, in the mode and with the numbers that it had."""
 
-    def forward(self, x):
-        return self[1](checkpoint(self[0], x, use_reentrant=False))
+    def __init__(self, *halves):
+        super().__init__(*halves)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, batch):
+        return self[1](checkpoint(lambda x: self[0](x * self.scale) ** 2, batch[0], use_reentrant=False))
+
+    def loss(self, outputs, batch):
+        with torch.autocast("cpu", enabled=False):  # a cast for the forward and for this would add up other numbers
+            penalty = self[1](torch.ones(1, 4)).exp().sum()
+        return (outputs - batch[1]).square().mean() + 0.1 * penalty
+
+
+def _recomputed():
+    half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
+    return _Recomputed(half, torch.nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
@@ -201,12 +222,11 @@ def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, si
         generator = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(2)]
         torch.manual_seed(0)
-        half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
-        model = _Recomputed(half, torch.nn.Linear(4, 1))
-        options = {"algorithms": algorithms, "microbatch_size": size, "precision": precision, "parallel": kind}
+        options = {"microbatch_size": size, "precision": precision, "parallel": kind}
+        options |= {"algorithms": (_penalty, *algorithms), "loss": None}  # after the loss the last one comes first
         # What autocast remembers of parameters lasts as long as the outermost one.
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
-            state = pl.run(an_epoch(model, data, **options))
+            state = pl.run(an_epoch(_recomputed(), data, **options))
         return [whole_of(tensor) for tensor in state.params.values()]
 
     def meanwhile(event, inside):

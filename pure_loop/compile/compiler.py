@@ -122,7 +122,7 @@ class Compiler:
         found = self._stretches.get(key)
         if found is None:
             brief = name not in _UPDATING
-            # Only where an update begins does a driver count who has the State, and it is what writes to most of it.
+            # Who has a State is counted once an update, and others write to little of it.
             own = None if brief else self.own
             found = self._stretches[key] = Stretch(
                 name, program, self.alone, own=own, shown=self.shown, brief=brief, connected=connected

@@ -27,9 +27,13 @@ class Leaves(FrozenDict[str, Tensor]):
         after: the same from then on, for those that nobody has looked at.
         index: the microbatch's number in its batch.
         last: whether no other one follows in it.
+
+    Attributes:
+        buffers: those that the forward went through, for a backward that goes through it again.
+        seen: what somebody has looked at, by name.
     """
 
-    __slots__ = ("_after", "_make", "index", "last", "seen")
+    __slots__ = ("_after", "_make", "buffers", "index", "last", "seen")
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Leaves(FrozenDict[str, Tensor]):
         super().__init__(origin)
         self.index, self.last = index, last
         self.origin = origin
+        self.buffers: Mapping[str, Tensor] = {}
         self._make, self._after = make, after
         self.seen: dict[str, Tensor] = {}
 

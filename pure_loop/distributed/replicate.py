@@ -62,16 +62,18 @@ class ReplicateEngine(JointEngine):
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
         params = getattr(params, "origin", params)
-        self._borrow(params)
         parameters, trained = self._held, frozenset(self._held)
+        alive = ref(self)  # a State that somebody keeps must not keep the process group
 
         def detached(name: str) -> Tensor:
             tensor: Tensor = params[name].detach()
             return tensor.requires_grad_(name in trained)
 
         def view(name: str) -> Tensor:
-            if name not in trained:
+            engine = alive()
+            if name not in trained or engine is None or engine._held is not parameters:
                 return detached(name)
+            engine._borrow(params)
             with GradMode(True):
                 return parameters[name].view_as(parameters[name])
 
@@ -99,6 +101,7 @@ class ReplicateEngine(JointEngine):
     ) -> tuple[T, FrozenDict[str, Tensor]]:
         if not isinstance(params, Leaves):
             return super().apply(state, function, params, training=training, hold=hold)
+        self._borrow(params.origin)  # another forward may have come in between, of other parameters
         # The same mapping in every step, so that nothing has to be bound anew.
         bound = self._bound
         bound.holder = getattr(params, "holder", None)
@@ -116,7 +119,7 @@ class ReplicateEngine(JointEngine):
         leaves = state.params
         if not isinstance(leaves, Leaves):
             return super().gradient(state, loss, seed)
-        self._borrow(leaves.origin)  # another forward may have come in between, of other parameters
+        self._borrow(leaves.origin)
         try:
             found = self._average(state, loss, seed)
         except BaseException:

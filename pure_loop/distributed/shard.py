@@ -131,11 +131,11 @@ class ShardEngine(JointEngine):
         module = self._module
         origin: Any = getattr(params, "origin", params)
         self._load(origin, training)
-        copies = {name: buffer.clone() for name, buffer in state.buffers.items()}
-        for name, tensors, key in self._buffers:
-            tensors[key] = copies[name]
+        self._bind({name: buffer.clone() for name, buffer in state.buffers.items()})
         result = function(module)
         after = {name: tensors[key] for name, tensors, key in self._buffers}
+        if isinstance(params, Leaves):
+            params.buffers = after
         return result, FrozenDict((name, after[name].detach().clone()) for name in state.buffers)
 
     def _load(self, params: FrozenDict[str, Tensor], training: bool) -> None:
@@ -154,6 +154,10 @@ class ShardEngine(JointEngine):
         if self._module.training is not training:
             self._module.train(training)
 
+    def _bind(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, tensors, key in self._buffers:
+            tensors[key] = buffers[name]
+
     def parameters(self) -> Iterable[Tensor] | None:
         return None  # the gathered ones are fully_shard's own
 
@@ -167,6 +171,7 @@ class ShardEngine(JointEngine):
             )
         # Another forward may have come in between, of other parameters, in evaluation, or of another microbatch.
         self._load(leaves.origin, training=True)
+        self._bind(leaves.buffers)
         self._module.set_requires_gradient_sync(leaves.last)
         with GradMode(True):
             if loss is None:
