@@ -13,7 +13,7 @@ from pure_loop.errors import ModelError
 # Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
 _run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
-__all__ = ["GradMode", "gradient_of", "graph_of", "refuse_strangers"]
+__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers"]
 
 
 class GradMode:
@@ -53,6 +53,32 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
         (loss,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+def add_gradient(
+    loss: Tensor, inputs: Sequence[Tensor], total: Sequence[Tensor], seed: Tensor | None = None
+) -> list[Tensor] | None:
+    """Add the gradient of a scalar to the tensors in ``total``, where they are, one after the other as it is found.
+
+    Gives the sums, which are other tensors where torch can't write to one; None where the scalar reaches no input.
+
+    >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    >>> total = [torch.tensor(1.0), torch.tensor(2.0)]
+    >>> _ = add_gradient(x * x, [x, y], total)
+    >>> total
+    [tensor(7.), tensor(2.)]
+    """
+    versions = [each._version for each in total]
+    try:
+        for leaf, each in zip(inputs, total, strict=True):
+            leaf.grad = each
+        torch.autograd.backward(loss, seed, inputs=list(inputs))
+        found: list[Any] = [leaf.grad for leaf in inputs]
+    finally:
+        for leaf in inputs:
+            leaf.grad = None
+    reached = any(a is not b for a, b in zip(found, total, strict=True))
+    return found if reached or versions != [each._version for each in total] else None
 
 
 def graph_of(tensor: Tensor) -> Iterator[Any]:

@@ -184,22 +184,23 @@ def _way_alone(memory: Any, path: Path) -> bool:
     return True
 
 
-def held_once(tensors: Sequence[Tensor]) -> bool:
+def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
     """Whether nothing but this tuple or list has these tensors, and nothing but them their memory, each its own.
 
-    A view, as autograd passes on, may have one tensor more, which nobody else has, behind it.
+    A view, as autograd passes on, may have one tensor more, which nobody else has, behind it. ``mappings`` says in how
+    many mappings they stand besides.
 
     >>> import torch
     >>> weight = torch.ones(2)
     >>> held_once((torch.ones(2), torch.ones(3))), held_once((weight,)), held_once((weight[:1],))
     (True, False, False)
     """
-    if not CAN_COUNT or any(map(_is_transformed, tensors)):
+    if not CAN_COUNT or set(map(type, tensors)) != {Tensor} or any(map(_is_transformed, tensors)):
         return False
     storages = [tensor.untyped_storage() for tensor in tensors]
     bases = [tensor._base for tensor in tensors if tensor._is_view()]
     return (
-        set(map(getrefcount, tensors)) == {2}  # in the tuple, and asked about
+        set(map(getrefcount, tensors)) == {2 + mappings}  # in the tuple, and asked about
         and set(map(tensor_uses, tensors)) == ONCE
         and set(map(getrefcount, storages)) == LISTED
         and set(map(getrefcount, bases)) <= LISTED  # as with storages

@@ -4,7 +4,7 @@ A pure update copies parameters and optimizer memory, and the copy is most of wh
 where somebody has kept what is copied. Python counts who refers to a State, a mapping or a tensor, and torch counts
 who refers to a storage; the loop knows how many of these references are its own. Where no other is left, but for the
 loop variable that the State after the update replaces (:mod:`pure_loop._consumer`), the optimizer's kernel writes in
-place. In any doubt it copies.
+place. In any doubt it copies. Gradients of large models are added up, divided and clipped by the same rules.
 
 What was overwritten leaves the State that had it: to touch it there is a
 :class:`~pure_loop.errors.DonatedStateError`, never other numbers.
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
+from sys import getrefcount
 from typing import Any, TypeAlias
+from weakref import ref
 
 from torch import Tensor
 
@@ -31,6 +33,11 @@ ABOUT_TO_WRITE: Any = object()
 
 _set_params = vars(State)["params"].__set__
 _set_opt_state = vars(State)["opt_state"].__set__
+_set_grads = vars(State)["_grads"].__set__
+
+
+def _nobody() -> None:
+    """Stands for a reference to the last State that was handed over, where that is of no account."""
 
 
 def protect(state: State) -> Callable[[], None]:
@@ -69,21 +76,25 @@ class Donation:
         self.compiled = compiled
         self.seen = True
         self._alone = False
-        self._shown: State | None = None
+        self._shown: Callable[[], State | None] = _nobody
         self._held: Held | None = None
 
     def look(self, others: int, shown: State | None, *, replaced: bool) -> None:
-        """Before an update: note who has the State that is about to be updated.
+        """Before memory is written to, in an update or a backward: note who has the State that has it.
 
         Args:
             others: how many references to it are neither the driver's nor the script's.
             shown: the last State that the consumer was given, if that is another one and alive.
-            replaced: whether the last State that the consumer was given is in one place only, where the State after the
-                update takes its place.
+            replaced: whether the last State that the consumer was given is in one place only, where a later State takes
+                its place before anybody can look.
         """
         self._alone = others == 0 or (others == 1 and shown is None and replaced)
-        # One that the consumer keeps counts as somebody else's.
-        self._shown = shown if replaced else None
+        # One that the consumer keeps counts as somebody else's. It isn't held here, where that would count too.
+        self._shown = _nobody if shown is None or not replaced else ref(shown)
+
+    def look_away(self) -> None:
+        """Somebody else is about to have the stages: what was noted doesn't hold for the States that they are given."""
+        self._shown, self._alone = _nobody, False
 
     def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
@@ -119,8 +130,8 @@ class Donation:
             tensors: what is about to be written to.
             alone: counts whether nobody refers to them but the step and this State, and takes them out of it.
         """
-        shown, only_the_loop, seen = self._shown, self._alone, self.seen
-        self._shown, self._alone, self.seen = None, False, False
+        shown, only_the_loop, seen = self._shown(), self._alone, self.seen
+        self._shown, self._alone, self.seen = _nobody, False, False
         if not seen:
             return tensors
         if only_the_loop and alone is not None and alone(shown):
@@ -136,8 +147,8 @@ class Donation:
             state: the one that is about to be updated.
             shared: whether the engine has the memory of the parameters that are trained, too.
         """
-        shown, alone, held = self._shown, self._alone, self._held
-        self._shown, self._alone = None, False
+        shown, alone, held = self._shown(), self._alone, self._held
+        self.look_away()
         if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state, shared=shared):
             self._held = None
             return None
@@ -158,6 +169,30 @@ class Donation:
         whole = held.trained is held.params
         params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)
         return params, params if whole else held.trained, memory
+
+    def take_gradients(self, state: State) -> FrozenDict[str, Tensor] | None:
+        """The gradients of the microbatches before; the State has none any more.
+
+        None: their mapping is somebody else's too.
+        """
+        shown, alone = self._shown(), self._alone
+        self.look_away()
+        too = shown is not None and shown._grads is state._grads
+        # NOT_READY, which stands where there are none, has many references.
+        if not alone or getrefcount(state._grads) != 2 + too:  # asked about
+            return None
+        grads = state._grads
+        _set_grads(state, OVERWRITTEN)
+        if too:
+            _set_grads(shown, OVERWRITTEN)
+        return grads  # type: ignore[no-any-return]
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients of the batch before, which only the State that the consumer was given last has."""
+        shown = self._shown()
+        self.look_away()
+        if shown is not None and shown._grads is not None:
+            _set_grads(shown, OVERWRITTEN)
 
     def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any]) -> None:
         """Note what an update has just made as the loop's own.
@@ -186,7 +221,7 @@ class Donation:
 
     def forget(self) -> None:
         """The stream is over: what it made is anybody's."""
-        self._held = self._shown = None
+        self._held, self._shown = None, _nobody
 
 
 def _overwritten_memory(memory: Any) -> Any:

@@ -16,6 +16,7 @@ from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
 from pure_loop.donation import ABOUT_TO_WRITE, Donation
+from pure_loop.engine import are_large
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -223,6 +224,10 @@ def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
 _OF_THE_FIRST_BATCH = frozenset({Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD})
 
 
+# Before gradients are added to, divided or clipped.
+_OF_GRADIENTS = frozenset({Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
+
+
 def _no_state() -> None:
     """Stands for a reference to the last State that was handed over, before there is one."""
 
@@ -249,20 +254,22 @@ def run_script(
     send, last = script.send, Event.INIT
     marking = donation is not None and donation.compiled
     plain = watch is None and strict is None and not marking
-    updating = None if donation is None or marking else Event.AFTER_TRAIN_BATCH
+    # After which memory is written to or freed, if nobody else sees it; that of gradients, if they are large.
+    writing: frozenset[Event] = frozenset() if donation is None or marking else frozenset({Event.AFTER_TRAIN_BATCH})
+    measured = large = False
     # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
     # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
     followed, unsure = watch is None or Event.BATCH_END in watch, donation is not None
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
-        ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - {updating}
+        ignored = frozenset(Event) - POSITIONS - set(watch) - set(attached) - writing
     if marking:
         ignored |= {ABOUT_TO_WRITE}
     # Where there is nothing to do but to hand the State over.
     swift: frozenset[Event] = frozenset()
     if plain:
-        swift = frozenset(Event) - set(attached) - {updating}
+        swift = frozenset(Event) - set(attached) - writing
     known, swift = swift, swift - _OF_THE_FIRST_BATCH if unsure else swift
     given: Any = None  # what a generator that has not begun takes
     event = last
@@ -305,6 +312,8 @@ def run_script(
             if event in attached:
                 handling, observing = attached[event]
                 if handling is not None:
+                    if large:
+                        donation.look_away()  # type: ignore[union-attr]
                     given = apply(event, given, handling, stages, strict)
                 if observing is not None:
                     _observe(event, given, observing, strict)
@@ -312,11 +321,12 @@ def run_script(
                     donation.seen = True  # type: ignore[union-attr]
             if plain:
                 yield event, given
-                if event is not updating:
+                if event not in writing:
                     if unsure and event in _OF_THE_FIRST_BATCH:
                         followed = followed and gives_up(_getframe(1), given)
                     continue
-                unsure, swift = False, known
+                if event is Event.AFTER_TRAIN_BATCH:
+                    unsure, swift = False, known
             elif watch is None or event in watch:
                 if strict is not None:
                     strict.hand_over(given)
@@ -330,7 +340,7 @@ def run_script(
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
                 strict.hand_over(given)
-            if event is updating and donation is not None:
+            if event in writing and donation is not None:
                 # Counted here, where nothing but variables refers to it: `given` and `state`, that of the script if it
                 # is the one that it yielded, and what is counted with.
                 same, state = given is state, given
@@ -344,6 +354,14 @@ def run_script(
                 in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
                 donation.look(others, last_shown, replaced=in_turn)
                 del last_shown
+                if event is Event.BATCH_START:
+                    donation.drop_gradients()
+                elif not measured:
+                    measured = True
+                    large = given._grads is not None and are_large(given._grads.values())
+                    if large:
+                        writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
+                        swift, known, ignored = swift - writing, known - writing, ignored - writing
     except BaseException as error:
         if failed is not None:
             failed(error, event, given)

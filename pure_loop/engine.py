@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pure_loop._autograd import gradient_of
+from pure_loop._autograd import add_gradient, gradient_of
 from pure_loop._ownership import held_once
 from pure_loop._weights import Weights
 from pure_loop.event import Event
@@ -133,24 +133,30 @@ class Engine:
         """Whether each of these parameters that is trained has its memory in one more tensor, of the engine's own."""
         return False
 
-    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
+    def gradient(
+        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+    ) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
         Args:
             state: with the gradients of the microbatches before, and the leaves that the forward went through.
             loss: what is differentiated; None for a microbatch that counts nothing.
             seed: what the loss is multiplied by.
+            alone: whether nobody but this State has the mapping of the gradients before, which it has no more then.
         """
         leaves, names = state.params, state.model.trainable
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
+        before = None if state._grads is None else list(state._grads.values())
         if loss is None:
             found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
+        elif alone and before is not None and writable(before):
+            total = add_gradient(loss, inputs, before, seed)
+            return (None,) * len(inputs) if total is None else tuple(total)
         else:
             found = gradient_of(loss, inputs, seed)
-        before = state._grads
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
             return found
-        return _sum([before[name] for name in names], found)
+        return _sum(before, found)
 
     def alone(self) -> Engine:
         """The engine of what this rank does by itself, between two exchanges: what a graph can hold."""
@@ -206,11 +212,21 @@ ONE_RANK = Engine()
 _LARGE = 2**18
 
 
+def are_large(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether to ask who has their memory takes less than to take other memory."""
+    return sum(0 if each is None else each.numel() for each in gradients) >= _LARGE
+
+
+def writable(gradients: list[Any]) -> bool:
+    """Whether these gradients, which stand in one mapping and are large, can be written to: nobody else has them."""
+    return are_large(gradients) and held_once(gradients, mappings=1)
+
+
 def _sum(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(a is None or b is None for a, b in zip(before, found, strict=True)):
         return tuple(b if a is None else a if b is None else a + b for a, b in zip(before, found, strict=True))
-    # States have those before. What was just found is nobody's, if autograd didn't pass on what somebody has.
-    if type(found[0]) is Tensor and sum(map(Tensor.numel, found)) >= _LARGE and held_once(found):
+    # Somebody has those before. What was just found is nobody's, if autograd didn't pass on what somebody has.
+    if are_large(found) and held_once(found):
         torch._foreach_add_(found, before)
         return found
     return tuple(torch._foreach_add(before, list(found)))

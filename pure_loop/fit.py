@@ -144,8 +144,8 @@ def fit(
         batches_per_epoch: cut epochs to so many batches; gives endless data epochs.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
-        donate: let a step write the new parameters where the old ones are. ``"auto"``: where nobody can tell, because
-            nobody but the loop variable has them; ``True``: always, and a State that you kept raises DonatedStateError
+        donate: let a step write to the memory of the State before it. ``"auto"``: where nobody can tell, because
+            nobody but the loop variable has it; ``True``: always, and a State that you kept raises DonatedStateError
             when it is touched; ``False``: never. See :mod:`pure_loop.donation`.
         compile: make graphs of what runs between events that somebody attends to: you (``watch``), callbacks, loggers.
             True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.

@@ -107,10 +107,11 @@ class _Overwritten(FrozenDict[Any, Any]):
 
     def _refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
         raise DonatedStateError(
-            "the parameters and the optimizer's memory of this State were overwritten by the step that followed it. "
-            'With donate=True that happens to every State: write donate="auto", which leaves alone what is kept, or '
-            'donate=False. With "auto" it happens to the State in the loop variable alone, where its step failed '
-            "half-way or somebody reads the variable while the step runs: keep what you need in another (kept = state)."
+            "what this State had here, parameters, gradients or the optimizer's memory, was overwritten by the step "
+            "that followed it. With donate=True that happens to the parameters and the memory of every State: write "
+            'donate="auto", which leaves alone what is kept, or donate=False. With "auto" it happens to the State in '
+            "the loop variable alone, where the step after it failed half-way or somebody reads the variable while the "
+            "step runs: keep what you need in another (kept = state)."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = _refuse_reading

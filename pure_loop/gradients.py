@@ -15,7 +15,7 @@ from torch import Tensor
 from pure_loop._parts import is_part, on_parts, part_of, sum_over_parts, with_part
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "global_norm", "map_present"]
+__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "map_present"]
 
 
 def map_present(
@@ -62,6 +62,11 @@ def _whole_norms(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     return total
 
 
+def clipping_factor(grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """What gradients are multiplied by so that their global norm is at most ``max_norm``; shape ()."""
+    return torch.clamp(max_norm / (global_norm(grads, norm_type) + 1e-6), max=1.0)
+
+
 @torch.no_grad()
 def clip_by_norm(grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0) -> FrozenDict[str, Any]:
     """Scale all gradients so that their global norm is at most ``max_norm`` (https://arxiv.org/abs/1211.5063).
@@ -69,8 +74,7 @@ def clip_by_norm(grads: Mapping[str, Tensor | None], max_norm: float, norm_type:
     >>> clip_by_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["a"]
     tensor([0.6000])
     """
-    norm = global_norm(grads, norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = clipping_factor(grads, max_norm, norm_type)
     return map_present(lambda present: list(torch._foreach_mul(present, factor)), grads)
 
 

@@ -114,7 +114,8 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         padding = engine.padding or index >= len(pieces)
         if unseen:
             piece = pieces[index]
-            state = stages.microbatch(state, piece, index=index, last=index == count - 1, weight=weights.shares[index])
+            last, weight = index == count - 1, weights.shares[index]
+            state = stages.microbatch(state, piece, index=index, last=last, weight=weight, alone=index > 0)
             if count > 1:
                 mean = _accumulate(mean, state.loss, weights.fractions[index])
             continue
@@ -123,6 +124,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None
         draft.__class__ = state.__class__
         state = yield Event.BEFORE_FORWARD, draft
+        del draft  # it has the gradients that a backward may add to
         if between is not None:
             state = yield from between(state, index, index == count - 1, weights.shares[index])
         else:
@@ -144,7 +146,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             if isinstance(loss, dict)
             else torch.zeros_like(loss)
         )
-    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
+    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean, alone=unseen)
 
 
 def batch(given: list[State], fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:

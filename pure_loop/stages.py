@@ -30,10 +30,10 @@ from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import is_number
 from pure_loop.data import map_tensors
 from pure_loop.donation import Donation
-from pure_loop.engine import ONE_RANK, Engine
+from pure_loop.engine import ONE_RANK, Engine, writable
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import clip_by_norm, map_present
+from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
@@ -140,11 +140,16 @@ class Stages:
             AlgorithmStructureError: the parameters are not those of the forward.
         """
         _check_loss(state.loss, state, "BEFORE_BACKWARD")
+        taken = None
+        if state._grads is not None and self.donation is not None:
+            taken = self.donation.take_gradients(state)
         draft = fresh_draft_of(state)
-        self._backward(draft, weight)
+        if taken is not None:
+            draft._grads = taken
+        self._backward(draft, weight, alone=taken is not None)
         return _frozen(draft, state)
 
-    def _backward(self, state: Any, weight: float | Tensor) -> None:
+    def _backward(self, state: Any, weight: float | Tensor, *, alone: bool) -> None:
         if state._grads is NOT_READY:  # an algorithm takes a gradient of its own, at an event that has none yet
             state._grads = None
         loss, leaves = total_loss(state.loss), state.params
@@ -166,7 +171,7 @@ class Stages:
         found: Any
         if number and weight == 0:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
-            found = self.engine.gradient(state, None, seed)
+            found = self.engine.gradient(state, None, seed, alone=alone)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
                 # Once a run: it walks the whole graph.
@@ -175,10 +180,10 @@ class Stages:
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():
-                found = self.engine.gradient(state, loss, seed)
+                found = self.engine.gradient(state, loss, seed, alone=alone)
             else:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
-                    found = self.engine.gradient(state, loss, seed)
+                    found = self.engine.gradient(state, loss, seed, alone=alone)
         state.model.give_back(leaves)
         state.params = origin
         if found is not None:
@@ -188,36 +193,62 @@ class Stages:
         state.outputs, state.loss = _detach(state.outputs), _detach(state.loss)
 
     def microbatch(
-        self, state: State, microbatch: Any, *, index: int = 0, last: bool = True, weight: float | Tensor = 1.0
+        self,
+        state: State,
+        microbatch: Any,
+        *,
+        index: int = 0,
+        last: bool = True,
+        weight: float | Tensor = 1.0,
+        alone: bool = False,
     ) -> State:
-        """:meth:`forward`, :meth:`loss` and :meth:`backward` of a microbatch in one, where nobody looks in between."""
+        """:meth:`forward`, :meth:`loss` and :meth:`backward` of a microbatch in one, where nobody looks in between.
+
+        ``alone`` says that nobody will look at the gradients of ``state`` any more.
+        """
         draft = fresh_draft_of(state)
         draft.microbatch, draft.outputs, draft.loss = microbatch, None, None
         self._forward(draft, index, last)
         self._mean_loss(draft, index)
-        self._backward(draft, weight)
+        self._backward(draft, weight, alone=alone)
         return _frozen(draft, state)
 
-    def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
+    def finish_gradients(
+        self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None, alone: bool = False
+    ) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them.
 
-        ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it.
+        ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it. ``alone``
+        says that nobody will look at the gradients of ``state`` any more.
         """
-        draft = fresh_draft_of(state)
-        if loss is not None:
-            draft.loss = self.engine.settle(state, loss)
-        clip = self.clip_grad
+        clip: Any = self.clip_grad
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
         scaled = not is_number(divisor) or divisor != 1.0
-        if not scaled and clip is None:
+        unfinished, taken = scaled or clip is not None, None
+        if unfinished and not alone and self.donation is not None:
+            taken = self.donation.take_gradients(state)
+        draft = fresh_draft_of(state)
+        if loss is not None:
+            draft.loss = self.engine.settle(state, loss)
+        if not unfinished:
             return _frozen(draft, state)
+        if taken is not None:
+            draft._grads, alone = taken, True
+        by_norm = isinstance(clip, int | float)
         with GradMode(False):
-            if scaled:
-                draft._grads = map_present(lambda present: list(torch._foreach_div(present, divisor)), draft._grads)
-            if isinstance(clip, int | float):
-                draft._grads = clip_by_norm(draft._grads, clip)
-            elif clip is not None:
+            present = [gradient for gradient in draft._grads.values() if gradient is not None] if alone else []
+            if alone and writable(present):
+                if scaled:
+                    torch._foreach_div_(present, divisor)
+                if by_norm:
+                    torch._foreach_mul_(present, clipping_factor(draft._grads, clip))
+            else:
+                if scaled:
+                    draft._grads = map_present(lambda each: list(torch._foreach_div(each, divisor)), draft._grads)
+                if by_norm:
+                    draft._grads = clip_by_norm(draft._grads, clip)
+            if clip is not None and not by_norm:
                 draft._grads = clip(draft._grads, state.params)
         return _frozen(draft, state)
 

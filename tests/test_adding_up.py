@@ -62,21 +62,23 @@ def test_who_has_the_tensor_behind_a_view_is_counted() -> None:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the loop found out when it asked."""
-    found: list[bool] = []
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What the loop asked about, and what it found out."""
+    found: list[tuple[str, bool]] = []
 
-    def asking(tensors: Any) -> bool:
-        found.append(held_once(tensors))
-        return found[-1]
+    def asking(tensors: Any, *, mappings: int = 0) -> bool:
+        alone = held_once(tensors, mappings=mappings)
+        found.append(("before" if mappings else "found", alone))
+        return alone
 
     monkeypatch.setattr(engine, "held_once", asking)
     return found
 
 
-def stream(model: nn.Module, **options: Any) -> Any:
-    torch.manual_seed(0)
-    data = [(torch.randn(7, WIDTH), torch.randn(7, WIDTH)) for _ in range(3)]
+def stream(model: nn.Module, data: Any = None, **options: Any) -> Any:
+    if data is None:
+        torch.manual_seed(0)
+        data = [(torch.randn(7, WIDTH), torch.randn(7, WIDTH)) for _ in range(3)]
     options = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", **options}
     return pl.fit(model, data, loss=mse_loss, **options)
 
@@ -86,27 +88,22 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+@pytest.mark.parametrize(
+    "watch",
+    [None, {Event.BATCH_END}, {Event.AFTER_BACKWARD, Event.BATCH_END}],
+    ids=["every event", "one", "two"],
+)
 def test_large_gradients_are_added_up_in_place(
-    answers: list[bool], watch: Any, monkeypatch: pytest.MonkeyPatch
+    answers: list[tuple[str, bool]], watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_place = pl.run(stream(layers(), microbatch_size=2, watch=watch))
-    assert answers == [True] * 9  # three batches of four microbatches
-    monkeypatch.setattr(engine, "held_once", lambda tensors: False)
+    # Three batches of four microbatches, whose sum is divided. The first shows what the body does with what it sees.
+    first = [("before", True)] * 4 if watch == {Event.BATCH_END} else [("found", True)] * 3
+    assert answers == [*first, *[("before", True)] * 8]
+    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
     copied = pl.run(stream(layers(), microbatch_size=2, watch=watch))
     for name, tensor in in_place.params.items():
         assert torch.equal(tensor, copied.params[name])
-
-
-def test_gradients_that_were_kept_stay_what_they_were(answers: list[bool]) -> None:
-    kept = []
-    for _, state in stream(layers(), microbatch_size=2):
-        if state.grads is not None:
-            kept.append((state.grads, {name: tensor.clone() for name, tensor in state.grads.items()}))
-    assert all(answers)
-    for grads, before in kept:
-        for name, tensor in grads.items():
-            assert torch.equal(tensor, before[name])
 
 
 class Given(torch.autograd.Function):
@@ -133,21 +130,67 @@ class Odd(nn.Module):
         return total
 
 
-def test_a_gradient_that_somebody_has_is_not_written_to(answers: list[bool]) -> None:
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_a_gradient_that_somebody_has_is_not_written_to(answers: list[tuple[str, bool]], watch: Any) -> None:
     Given.gradient = torch.ones(WIDTH, WIDTH)
-    pl.run(stream(Odd(), microbatch_size=4))
-    assert answers == [False] * 3
+    pl.run(stream(Odd(), microbatch_size=4, watch=watch))
+    assert ("found", False) in answers
     assert torch.equal(Given.gradient, torch.ones(WIDTH, WIDTH))
 
 
-def test_writing_to_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "held_once", lambda tensors: True)
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_writing_to_it_is_caught(monkeypatch: pytest.MonkeyPatch, watch: Any) -> None:
+    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: True)
     Given.gradient = torch.ones(WIDTH, WIDTH)
-    pl.run(stream(Odd(), microbatch_size=4))
+    pl.run(stream(Odd(), microbatch_size=4, watch=watch))
     assert not torch.equal(Given.gradient, torch.ones(WIDTH, WIDTH))
 
 
-def test_small_gradients_are_not_asked_about(answers: list[bool]) -> None:
+class Partly(nn.Module):
+    """Goes through one of its two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.halves[int(x.sum() > 0)](x)
+        return out
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_parameters_that_some_microbatches_leave_out(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        signs = torch.tensor([[1.0], [-1.0], [1.0], [1.0], [-1.0], [-1.0]])
+        data = [(signs * torch.rand(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(3)]
+        return pl.run(stream(Partly(), data=data, microbatch_size=1, watch=watch)).params
+
+    in_place = run()
+    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
+    for name, tensor in run().items():
+        assert torch.equal(tensor, in_place[name])
+
+
+class Skipping(nn.Linear):
+    """Has its own way with zeros."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if input.any() else input + torch.zeros(1, requires_grad=True)
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_microbatch_that_reaches_no_parameter_is_refused_among_others(watch: Any, batch: int) -> None:
+    """As where it is the only one: torch adds nothing then, and doesn't say so."""
+    torch.manual_seed(0)
+    data = [(torch.rand(4, WIDTH), torch.randn(4, WIDTH)) for _ in range(3)]
+    data[batch][0][2:] = 0
+    with pytest.raises(pl.LossError, match="depend"):
+        pl.run(stream(Skipping(WIDTH, WIDTH), data=data, microbatch_size=2, watch=watch))
+
+
+def test_small_gradients_are_not_asked_about(answers: list[tuple[str, bool]]) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH))
     pl.run(stream(model, microbatch_size=2))
     assert not answers

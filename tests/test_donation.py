@@ -15,7 +15,10 @@ from pure_loop import Event, donation
 from tests.donating import DATA, Count, assert_same, fit, partition, plain
 from tests.test_memory import live_tensors, without_collector
 
-pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+pytestmark = [
+    pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
+    pytest.mark.usefixtures("every_gradient_is_large"),
+]
 
 
 class Net(nn.Module):
@@ -99,6 +102,14 @@ def reading(stream: Any) -> None:
 def test_memory_is_reused_where_nobody_has_kept_it(count: Count, consumer: Callable[[Any], Any], watch: Any) -> None:
     consumer(fit(watch=watch))
     assert (count.copied, count.reused) == (0, 15)
+
+
+@pytest.mark.parametrize("samples", [6, 4])
+def test_memory_is_reused_whether_or_not_gradients_are_divided(count: Count, samples: int) -> None:
+    data = [(x[:samples], y[:samples]) for x, y in DATA]
+    a_for_loop(fit(data=data, watch={Event.BEFORE_FORWARD, Event.BATCH_END}))
+    # The first batch shows what becomes of a State.
+    assert (count.copied, count.reused) == (1, 14)
 
 
 @pytest.mark.parametrize("model", [plain, net], ids=["plain", "net"])

@@ -18,7 +18,10 @@ from pure_loop import Event, donation
 from pure_loop._consumer import gives_up
 from tests.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 
-pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+pytestmark = [
+    pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
+    pytest.mark.usefixtures("every_gradient_is_large"),
+]
 
 
 @pytest.fixture

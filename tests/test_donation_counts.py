@@ -16,7 +16,10 @@ from pure_loop import Event, donation
 from pure_loop.frozendict import FrozenDict
 from tests.donating import NAMESPACE, Count, Kept, assert_same, fit, partition, plain, tensors_of
 
-pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+pytestmark = [
+    pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
+    pytest.mark.usefixtures("every_gradient_is_large"),
+]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pure_loop as pl
-from pure_loop import Event, donation
+from pure_loop import Event, donation, engine
 from tests.donating import CONSUMERS, DATA, Kept, consume, fit, tensors_of
 
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+
+
+def gradients(state: pl.State) -> Any:
+    # What an algorithm reads where there are none yet is an error.
+    return state._grads if isinstance(state._grads, dict) else {}
 
 
 def some_tensor(state: pl.State, which: int) -> Tensor:
@@ -53,6 +59,14 @@ WAYS: dict[str, Callable[[Kept, pl.State, int], None]] = {
         "a graph",
         (state.params["0.weight"].detach().requires_grad_(), torch.ones(5, 4)),
         lambda pair: list(torch.autograd.grad((pair[0] * pair[0] * pair[1]).sum(), [pair[0]])),
+    ),
+    "its gradients": lambda kept, state, i: kept.keep("gradients", gradients(state)),
+    "a gradient": lambda kept, state, i: kept.keep("a gradient", list(gradients(state).values())[i % 4 :][:1]),
+    "a view of a gradient": lambda kept, state, i: kept.keep(
+        "a view of a gradient", [each.view(-1)[:1] for each in gradients(state).values()]
+    ),
+    "an array of a gradient": lambda kept, state, i: kept.keep(
+        "an array", [each.numpy() for each in gradients(state).values()], lambda kept: [torch.tensor(a) for a in kept]
     ),
     "a module": lambda kept, state, i: kept.keep("a module", state.module(), lambda module: list(module.parameters())),
 }
@@ -120,12 +134,13 @@ def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
 @given(
     keepings=st.lists(keepings(), min_size=1, max_size=4),
     watch=st.sampled_from([None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}, set(EVENTS)]),
-    microbatch_size=st.sampled_from([None, 4]),
+    microbatch_size=st.sampled_from([None, 4, 2]),
+    large=st.booleans(),
     consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
 )
 def test_what_was_kept_never_changes(
-    keepings: list[Any], watch: Any, microbatch_size: Any, consumer: str, evaluators: bool
+    keepings: list[Any], watch: Any, microbatch_size: Any, large: bool, consumer: str, evaluators: bool
 ) -> None:
     kept = Kept()
     first_forward: list[Any] = [None]
@@ -164,19 +179,24 @@ def test_what_was_kept_never_changes(
         evaluators={"val": DATA[:1]} if evaluators else None,
         eval_interval="4ba",
     )
-    consume(stream, consumer, keeps, kept)
+    with patch.object(engine, "_LARGE", 0 if large else engine._LARGE):
+        consume(stream, consumer, keeps, kept)
     kept.check()
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
 @pytest.mark.parametrize(
     "event",
-    [Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BATCH_START, Event.AFTER_LOSS],
+    [
+        *(Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+    ],
     ids=lambda e: e.value,
 )
+@pytest.mark.usefixtures("every_gradient_is_large")
 def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
     kept = Kept()
-    for now, state in fit():
+    for now, state in fit(microbatch_size=2):
         if now is event and state.timestamp.batch in (3, 8):
             WAYS[way](kept, state, 0)
     kept.check()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, engine
 from pure_loop._ownership import Held
 from pure_loop._parts import part_of
 from pure_loop.compile import interpreted
@@ -28,7 +28,10 @@ from tests.worlds import ALGORITHMS, KINDS
 from tests.worlds import pool as pool_of
 
 BATCHES = {Event.BATCH_END}
-KEPT = [Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END]
+KEPT = [
+    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+    *(Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+]
 OPTIMIZERS = {
     "adamw": lambda: pl.optim.adamw(lr=0.1),
     "sgd": lambda: pl.optim.sgd(lr=0.1, momentum=0.9),
@@ -71,12 +74,16 @@ WHAT = {
     "a tensor": lambda state: {"tensor": state.params["3.weight"]},
     "a part": lambda state: {"part": part_of(state.params["3.weight"])},
     "a view of one": lambda state: {"view": part_of(state.params["3.weight"])[:1]},
+    "its gradients": lambda state: {"gradients": state.grads},
     "memory of the optimizer": lambda state: {"memory": list(leaves(state.opt_state).values())[-1]},
 }
 
 
-def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_until=6, **options):
-    """On each rank: copies of what was yielded, which steps wrote in place, and what of the things kept changed."""
+def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_until=6, large=True, **options):
+    """On each rank: copies of what was yielded, which steps wrote in place, and what of the things kept changed.
+
+    ``large`` says that gradients are treated as large ones.
+    """
 
     def program(rank):
         copies, kept, taken = [], [], []
@@ -87,7 +94,8 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_unti
             taken.append(found is not None)
             return found
 
-        with wrong(), interpreted(), patch.object(Donation, "take", take):
+        asked = patch.object(engine, "_LARGE", 0 if large else engine._LARGE)
+        with wrong(), interpreted(), asked, patch.object(Donation, "take", take):
             for event, state in stream(**options):
                 numbers = numbers_of(state)
                 copies.append((event, numbers))
@@ -103,8 +111,8 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_unti
         changed = [
             path
             for thing, numbers in kept
-            for path, value in leaves(thing).items()
-            if isinstance(value, torch.Tensor) and not torch.equal(part_of(value), numbers[path])
+            for path, now in numbers_of(thing).items()
+            if not (torch.equal(now, numbers[path]) if isinstance(now, torch.Tensor) else path in numbers)
         ]
         return copies, taken, changed
 
@@ -127,7 +135,8 @@ def differing(one, other):
     keeps=st.sets(st.sampled_from(KEPT)),
     ranks=st.sampled_from([(0,), (1,), (0, 1)]),
     what=st.sampled_from(sorted(WHAT)),
-    watch=st.sampled_from([None, None, BATCHES]),
+    watch=st.sampled_from([None, None, BATCHES, {*KEPT}]),
+    large=st.booleans(),
     microbatch_size=st.sampled_from([None, 2]),
     algorithm=st.sampled_from([None, "ema", "sam", "composed"]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pure_loop._autograd import GradMode, graph_of
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine, no_parameters
+from pure_loop.engine import writable
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -115,24 +116,26 @@ class ReplicateEngine(JointEngine):
     def parameters(self) -> Iterable[Tensor] | None:
         return self._held.values()
 
-    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
+    def gradient(
+        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+    ) -> tuple[Any, ...] | None:
         leaves = state.params
         if not isinstance(leaves, Leaves):
-            return super().gradient(state, loss, seed)
+            return super().gradient(state, loss, seed, alone=alone)
         self._borrow(leaves.origin)
         try:
-            found = self._average(state, loss, seed)
+            found = self._average(state, loss, seed, alone=alone)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
         leaves.close()
         return found
 
-    def _average(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...]:
+    def _average(self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool) -> tuple[Any, ...]:
         averaging = self._averaging
         if averaging is None:
             averaging = self._averaging = self._wrapped(state, loss)
-        reached = self._put_before(state)
+        reached = self._put_before(state, alone=alone)
         if loss is None and not averaging.find_unused_parameters:
             reached = list(self._held.values())
         with GradMode(True):
@@ -176,13 +179,17 @@ class ReplicateEngine(JointEngine):
             self._unused = any(row[0] for row in rows)
         return self._unused
 
-    def _put_before(self, state: State) -> list[nn.Parameter]:
+    def _put_before(self, state: State, *, alone: bool) -> list[nn.Parameter]:
         """Lay the gradients of earlier microbatches, on this rank alone, where this one's are added."""
         before = state._grads
         if before is None:
             return []
         names = [name for name in self._held if before[name] is not None]
-        given = torch._foreach_mul([before[name] for name in names], float(self.ranks)) if names else []
+        given = [before[name] for name in names]
+        if alone and writable(given):
+            torch._foreach_mul_(given, float(self.ranks))
+        elif given:
+            given = list(torch._foreach_mul(given, float(self.ranks)))
         found = dict(zip(names, given, strict=True))
         for name, held in self._held.items():
             held.grad = found.get(name)

@@ -161,7 +161,9 @@ class ShardEngine(JointEngine):
     def parameters(self) -> Iterable[Tensor] | None:
         return None  # the gathered ones are fully_shard's own
 
-    def gradient(self, state: State, loss: Tensor | None, seed: Tensor | None) -> tuple[Any, ...] | None:
+    def gradient(
+        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+    ) -> tuple[Any, ...] | None:
         leaves: Any = state.params
         if leaves.index != self._added_up:
             raise DistributedError(
