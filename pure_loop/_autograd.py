@@ -57,28 +57,26 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
 
 def add_gradient(
     loss: Tensor, inputs: Sequence[Tensor], total: Sequence[Tensor], seed: Tensor | None = None
-) -> list[Tensor] | None:
-    """Add the gradient of a scalar to the tensors in ``total``, where they are, one after the other as it is found.
+) -> tuple[Any, ...]:
+    """:func:`gradient_of`, added to the tensors in ``total``, each where it is and as soon as it is found.
 
-    Gives the sums, which are other tensors where torch can't write to one; None where the scalar reaches no input.
+    Gives the sums; None for an input that the scalar doesn't reach. Not by way of ``.grad``, which hooks can see.
 
     >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     >>> total = [torch.tensor(1.0), torch.tensor(2.0)]
-    >>> _ = add_gradient(x * x, [x, y], total)
-    >>> total
-    [tensor(7.), tensor(2.)]
+    >>> add_gradient(x * x, [x, y], total), total
+    ((tensor(7.), None), [tensor(7.), tensor(2.)])
     """
-    versions = [each._version for each in total]
+    # What a hook returns takes the gradient's place, which is freed then.
+    hooks: list[Any] = [
+        leaf.register_hook(each.add_)  # type: ignore[no-untyped-call]
+        for leaf, each in zip(inputs, total, strict=True)
+    ]
     try:
-        for leaf, each in zip(inputs, total, strict=True):
-            leaf.grad = each
-        torch.autograd.backward(loss, seed, inputs=list(inputs))
-        found: list[Any] = [leaf.grad for leaf in inputs]
+        return gradient_of(loss, inputs, seed)
     finally:
-        for leaf in inputs:
-            leaf.grad = None
-    reached = any(a is not b for a, b in zip(found, total, strict=True))
-    return found if reached or versions != [each._version for each in total] else None
+        for hook in hooks:
+            hook.remove()
 
 
 def graph_of(tensor: Tensor) -> Iterator[Any]:

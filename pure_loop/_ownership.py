@@ -195,7 +195,7 @@ def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
     >>> held_once((torch.ones(2), torch.ones(3))), held_once((weight,)), held_once((weight[:1],))
     (True, False, False)
     """
-    if not CAN_COUNT or set(map(type, tensors)) != {Tensor} or any(map(_is_transformed, tensors)):
+    if not CAN_COUNT or not all(map(_is_plain, tensors)):
         return False
     storages = [tensor.untyped_storage() for tensor in tensors]
     bases = [tensor._base for tensor in tensors if tensor._is_view()]
@@ -209,6 +209,16 @@ def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
         == [_OF_STORAGE + tensor._is_view() for tensor in tensors]
         and all(map(torch.UntypedStorage.resizable, storages))  # else it is another library's
         and all(map(_is_contiguous, tensors))
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it has a storage of numbers that can be written to."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not _is_transformed(tensor)
     )
 
 

@@ -26,7 +26,7 @@ from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
 from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
 
-__all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "protect"]
+__all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "drop_gradients", "protect"]
 
 # A compiled step yields it in the place of an event, before it writes: a driver counts then, and shows nobody anything.
 ABOUT_TO_WRITE: Any = object()
@@ -52,6 +52,12 @@ def protect(state: State) -> Callable[[], None]:
     readers, reader = params.protected, object()
     readers.add(reader)
     return lambda: readers.discard(reader)
+
+
+def drop_gradients(state: State) -> None:
+    """Let go of a State's gradients: the next batch begins, and only the loop variable has it."""
+    if state._grads is not None:
+        _set_grads(state, OVERWRITTEN)
 
 
 # Parameters (all, and those trained) and memory.
@@ -173,8 +179,10 @@ class Donation:
     def take_gradients(self, state: State) -> FrozenDict[str, Tensor] | None:
         """The gradients of the microbatches before; the State has none any more.
 
-        None: their mapping is somebody else's too.
+        None: their mapping is somebody else's too. Or steps are compiled, where only :meth:`own` asks what was noted.
         """
+        if self.compiled:
+            return None
         shown, alone = self._shown(), self._alone
         self.look_away()
         too = shown is not None and shown._grads is state._grads
@@ -186,13 +194,6 @@ class Donation:
         if too:
             _set_grads(shown, OVERWRITTEN)
         return grads  # type: ignore[no-any-return]
-
-    def drop_gradients(self) -> None:
-        """Let go of the gradients of the batch before, which only the State that the consumer was given last has."""
-        shown = self._shown()
-        self.look_away()
-        if shown is not None and shown._grads is not None:
-            _set_grads(shown, OVERWRITTEN)
 
     def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any]) -> None:
         """Note what an update has just made as the loop's own.

@@ -15,7 +15,7 @@ from pure_loop._consumer import gives_up
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
-from pure_loop.donation import ABOUT_TO_WRITE, Donation
+from pure_loop.donation import ABOUT_TO_WRITE, Donation, drop_gradients
 from pure_loop.engine import are_large
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
 from pure_loop.event import Event
@@ -292,7 +292,7 @@ def run_script(
                 continue
             if event in ignored:
                 given = state
-                if marking and event is ABOUT_TO_WRITE:
+                if marking and (event is ABOUT_TO_WRITE or (large and event is Event.BATCH_START)):
                     # As below; the script has the State, too.
                     others, last_shown = getrefcount(given) - 4, shown()
                     if last_shown is None or last_shown is given:
@@ -301,7 +301,10 @@ def run_script(
                         alone = getrefcount(last_shown) == 3
                     in_turn = alone and followed and not unsure
                     in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
-                    donation.look(others, last_shown, replaced=in_turn)  # type: ignore[union-attr]
+                    if event is ABOUT_TO_WRITE:
+                        donation.look(others, last_shown, replaced=in_turn)  # type: ignore[union-attr]
+                    if large and in_turn and last_shown is not None:
+                        drop_gradients(last_shown)
                     del last_shown
                 continue
             if strict is not None:
@@ -336,6 +339,8 @@ def run_script(
                 shown = ref(given)
                 if unsure and event is Event.BATCH_END:
                     followed, unsure = followed and gives_up(_getframe(1), given), False
+                    if marking:
+                        large = given._grads is not None and are_large(given._grads.values())
                 if strict is not None:
                     strict.take_back(given, "the loop's body", event)
             if strict is not None:
@@ -352,11 +357,12 @@ def run_script(
                     alone = getrefcount(last_shown) == 3
                 in_turn = alone and followed and not unsure
                 in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
-                donation.look(others, last_shown, replaced=in_turn)
+                if event is not Event.BATCH_START:
+                    donation.look(others, last_shown, replaced=in_turn)
+                elif in_turn and last_shown is not None:
+                    drop_gradients(last_shown)
                 del last_shown
-                if event is Event.BATCH_START:
-                    donation.drop_gradients()
-                elif not measured:
+                if not measured:
                     measured = True
                     large = given._grads is not None and are_large(given._grads.values())
                     if large:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pure_loop.sources import Source
     from pure_loop.state import State
 
-__all__ = ["ONE_RANK", "Engine"]
+__all__ = ["ONE_RANK", "Engine", "are_large", "writable"]
 
 T = TypeVar("T")
 
@@ -150,8 +150,10 @@ class Engine:
         if loss is None:
             found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
         elif alone and before is not None and writable(before):
-            total = add_gradient(loss, inputs, before, seed)
-            return (None,) * len(inputs) if total is None else tuple(total)
+            found = add_gradient(loss, inputs, before, seed)
+            if all(gradient is None for gradient in found):
+                return found
+            return tuple(map(_first, found, before))
         else:
             found = gradient_of(loss, inputs, seed)
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
@@ -214,12 +216,22 @@ _LARGE = 2**18
 
 def are_large(gradients: Iterable[Tensor | None]) -> bool:
     """Whether to ask who has their memory takes less than to take other memory."""
-    return sum(0 if each is None else each.numel() for each in gradients) >= _LARGE
+    numbers = 0
+    for each in gradients:
+        if each is not None:
+            numbers += each.numel()
+            if numbers >= _LARGE:
+                return True
+    return False
 
 
 def writable(gradients: list[Any]) -> bool:
     """Whether these gradients, which stand in one mapping and are large, can be written to: nobody else has them."""
     return are_large(gradients) and held_once(gradients, mappings=1)
+
+
+def _first(one: Any, other: Any) -> Any:
+    return other if one is None else one
 
 
 def _sum(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:

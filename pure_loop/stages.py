@@ -225,8 +225,8 @@ class Stages:
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
         scaled = not is_number(divisor) or divisor != 1.0
-        unfinished, taken = scaled or clip is not None, None
-        if unfinished and not alone and self.donation is not None:
+        unfinished, by_norm, taken = scaled or clip is not None, isinstance(clip, int | float), None
+        if (scaled or by_norm) and not alone and self.donation is not None:
             taken = self.donation.take_gradients(state)
         draft = fresh_draft_of(state)
         if loss is not None:
@@ -235,7 +235,6 @@ class Stages:
             return _frozen(draft, state)
         if taken is not None:
             draft._grads, alone = taken, True
-        by_norm = isinstance(clip, int | float)
         with GradMode(False):
             present = [gradient for gradient in draft._grads.values() if gradient is not None] if alone else []
             if alone and writable(present):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -188,6 +188,60 @@ def test_a_microbatch_that_reaches_no_parameter_is_refused_among_others(watch: A
     data[batch][0][2:] = 0
     with pytest.raises(pl.LossError, match="depend"):
         pl.run(stream(Skipping(WIDTH, WIDTH), data=data, microbatch_size=2, watch=watch))
+
+
+@pytest.mark.usefixtures("every_gradient_is_large")
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_gradients_made_in_inference_mode_are_left_alone(watch: Any, microbatch_size: int | None) -> None:
+    @pl.algorithm(Event.AFTER_BACKWARD)
+    def doubles(state: pl.State) -> pl.State:
+        with torch.inference_mode():
+            return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
+
+    pl.run(stream(layers(), algorithms=[doubles], microbatch_size=microbatch_size, watch=watch))
+
+
+class Looking(nn.Linear):
+    """Keeps what it finds where torch's own loops have gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out, weight = super().forward(input), self.weight
+        out.register_hook(lambda gradient: Looking.seen.append(weight.grad))
+        return out
+
+    seen: ClassVar[list[Any]] = []
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_the_sum_is_nowhere_where_a_hook_could_see_it(watch: Any) -> None:
+    Looking.seen.clear()
+    pl.run(stream(Looking(WIDTH, WIDTH), microbatch_size=2, watch=watch))
+    assert Looking.seen == [None] * 12
+
+
+@pytest.mark.usefixtures("every_gradient_is_large")
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_sparse_gradients_and_those_of_another_layout_are_added_up(watch: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.convolution = nn.Embedding(9, 4, sparse=True), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            images = self.embedding(x).permute(0, 3, 1, 2)  # with channels last
+            out: Tensor = self.convolution(images).mean((2, 3))
+            return out
+
+    def run(**options: Any) -> Any:
+        torch.manual_seed(0)
+        data = [(torch.randint(9, (7, 5, 5)), torch.randn(7, 4)) for _ in range(3)]
+        optimizer = pl.optim.from_torch(torch.optim.SGD, lr=0.1)
+        return pl.run(stream(Model(), data=data, optimizer=optimizer, microbatch_size=2, watch=watch, **options)).params
+
+    one, other = run(), run(donate=False)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
 
 
 def test_small_gradients_are_not_asked_about(answers: list[tuple[str, bool]]) -> None:

@@ -26,7 +26,7 @@ from tests.test_donation_kept import WAYS
 from tests.tiers import examples, tiers
 
 pytestmark = [
-    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.usefixtures("interpreted", "every_gradient_is_large"),
     pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
 ]
 
@@ -90,6 +90,46 @@ def test_a_step_in_place_trains_as_one_that_copies(copied: Copied, optimizer: An
     )
     assert copied.asked == [True] + [False] * 14
     assert_same(one, other, "with donation and without")
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+def test_what_was_noted_for_a_graph_that_there_is_not_is_not_used_in_the_next_step(microbatch_size: Any) -> None:
+    """The update can't be traced, and runs eagerly."""
+
+    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        if float(sum(tensor.sum() for tensor in params.values())) > 1e9:
+            raise ArithmeticError
+        return {name: tensor - 0.1 * grads[name] for name, tensor in params.items()}, memory
+
+    mine = pl.optim.Optimizer(name="mine", init=lambda params: {}, update=update, lr=pl.optim.sgd(lr=0.1).lr)
+    kept = Kept()
+    watch = {Event.AFTER_BACKWARD, *BATCHES}
+    options = {"optimizer": mine, "watch": watch, "compile": "where possible", "microbatch_size": microbatch_size}
+    for event, state in fit(**options):
+        if event is Event.AFTER_BACKWARD:
+            kept.keep("gradients", state, lambda state: list(state.grads.values()))
+    kept.check()
+
+
+class Looking(pl.Callback):
+    def before_forward(self, state: Any, logger: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("watch", [BATCHES, {Event.EPOCH_START, *BATCHES}], ids=["batches", "epochs"])
+@pytest.mark.parametrize("callbacks", [[], [Looking()]], ids=["one graph", "pieces"])
+def test_gradients_of_the_batch_before_are_given_up_when_a_step_begins(watch: Any, callbacks: Any) -> None:
+    """What is read after a step that failed says so; what was kept stays."""
+    data = [*DATA[:3], (torch.full_like(DATA[3][0], float("nan")), DATA[3][1])]
+    states = []
+    with pytest.raises(pl.NonFiniteError):  # noqa: PT012 - it is the loop that fails
+        for event, state in fit(data=data, watch=watch, callbacks=callbacks):
+            if event is Event.BATCH_END and state.timestamp.batch == 2:
+                states.append(state)
+    assert state.timestamp.batch == 3
+    with pytest.raises(pl.errors.DonatedStateError):
+        state.grads["0.weight"]
+    assert states[0].grads["0.weight"].any()
 
 
 def average_of(state: pl.State) -> Any:

@@ -113,7 +113,8 @@ WAYS["a graph through a tensor itself"] = own_graph
 
 EVENTS = [
     *(Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_FORWARD),
-    *(Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+    *(Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+    *(Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
     *(Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EVAL_START, Event.EVAL_END),
 ]
 WHO = ["body", "callback", "algorithm", "forward"]
@@ -136,11 +137,12 @@ def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
     watch=st.sampled_from([None, {Event.BATCH_END}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}, set(EVENTS)]),
     microbatch_size=st.sampled_from([None, 4, 2]),
     large=st.booleans(),
+    clip_grad=st.sampled_from([None, 0.1]),
     consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
 )
 def test_what_was_kept_never_changes(
-    keepings: list[Any], watch: Any, microbatch_size: Any, large: bool, consumer: str, evaluators: bool
+    keepings: list[Any], watch: Any, microbatch_size: Any, large: bool, clip_grad: Any, consumer: str, evaluators: bool
 ) -> None:
     kept = Kept()
     first_forward: list[Any] = [None]
@@ -174,6 +176,7 @@ def test_what_was_kept_never_changes(
         Model(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
         watch=watch,
         microbatch_size=microbatch_size,
+        clip_grad=clip_grad,
         callbacks=[callback],
         algorithms=[pl.algorithm(*EVENTS, name="keeper")(handler)],
         evaluators={"val": DATA[:1]} if evaluators else None,

@@ -127,7 +127,7 @@ def measure(name: str, turns: int, seconds: float) -> Callable[[int], dict[str, 
 
 
 def _peak(make: Callable[[Workload, int], Iterator[None]]) -> Callable[[int], int]:
-    """A program for every rank: bytes alive at once in the steps after the first."""
+    """A program for every rank: bytes alive at once in the steps after the first two."""
 
     def program(rank: int) -> int:
         _, later = peaks(lambda: OfGenerator(1 for _ in make(SCALED, rank)))

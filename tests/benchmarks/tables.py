@@ -65,7 +65,7 @@ def _compilation(results: Results) -> Table:
 
 
 def _memory(results: Results) -> Table:
-    rows = [["", "first step, MB", "later steps, MB", "ratio", "in 4 microbatches"]]
+    rows = [["", "first two steps, MB", "later steps, MB", "ratio", "in 4 microbatches"]]
     for name, cell in results["memory"].items():
         megabytes = [f"{cell[key]:.0f}" for key in ("first_mb", "mb")]
         rows.append([name, *megabytes, f"{cell['ratio']:.2f}", f"{cell['microbatches_ratio']:.2f}"])
