@@ -146,7 +146,8 @@ class Engine:
         """
         leaves, names = state.params, state.model.trainable
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
-        before = None if state._grads is None else list(state._grads.values())
+        # By name: who calls the stages himself may have made a mapping in another order.
+        before = None if state._grads is None else [state._grads[name] for name in names]
         if loss is None:
             found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
         elif alone and before is not None and writable(before):

@@ -244,6 +244,23 @@ def test_sparse_gradients_and_those_of_another_layout_are_added_up(watch: Any) -
         assert torch.equal(tensor, other[name])
 
 
+def test_gradients_are_added_up_by_name() -> None:
+    """An algorithm's own State may have them in another order."""
+    sums = []
+
+    @pl.algorithm(Event.BATCH_START)
+    def adds(state: pl.State, stages: Any) -> pl.State:
+        begun = {name: torch.full_like(tensor, i) for i, (name, tensor) in enumerate(state.params.items())}
+        for grads in (begun, dict(reversed(begun.items()))):
+            own = state.replace(microbatch=state.batch, grads=grads)
+            sums.append(stages.backward(stages.loss(stages.forward(own))).grads)
+        return state
+
+    pl.run(stream(layers(), algorithms=[adds]))
+    for one, other in zip(sums[::2], sums[1::2], strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def test_small_gradients_are_not_asked_about(answers: list[tuple[str, bool]]) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH))
     pl.run(stream(model, microbatch_size=2))
