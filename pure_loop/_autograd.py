@@ -13,6 +13,9 @@ from pure_loop.errors import ModelError
 # Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
 _run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
+# Private too: which call of the engine is running; torch's checkpoint asks for it.
+_graph_task: Any = torch._C._current_graph_task_id
+
 __all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers"]
 
 
@@ -67,12 +70,17 @@ def add_gradient(
     >>> add_gradient(x * x, [x, y], total), total
     ((tensor(7.), None), [tensor(7.), tensor(2.)])
     """
-    # What a hook returns takes the gradient's place, which is freed then.
-    hooks: list[Any] = [
-        leaf.register_hook(each.add_)  # type: ignore[no-untyped-call]
-        for leaf, each in zip(inputs, total, strict=True)
-    ]
+    tasks: list[int] = []
+
+    def adding(each: Tensor) -> Any:
+        # What a hook returns takes the gradient's place, which is freed then. A gradient that somebody takes inside of
+        # the backward, by the same leaf, is his own.
+        return lambda gradient: each.add_(gradient) if _graph_task() == tasks[0] else None
+
+    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(_graph_task()))]  # type: ignore[no-untyped-call]
     try:
+        for leaf, each in zip(inputs, total, strict=True):
+            hooks.append(leaf.register_hook(adding(each)))  # type: ignore[no-untyped-call]
         return gradient_of(loss, inputs, seed)
     finally:
         for hook in hooks:

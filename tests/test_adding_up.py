@@ -244,6 +244,33 @@ def test_sparse_gradients_and_those_of_another_layout_are_added_up(watch: Any) -
         assert torch.equal(tensor, other[name])
 
 
+class Inner(nn.Linear):
+    """Differentiates by its weight once more, in the middle of the backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out, weight = super().forward(input), self.weight
+
+        def look(gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                (inner,) = torch.autograd.grad(weight.square().sum(), [weight])
+            return gradient * inner.norm()
+
+        out.register_hook(look)  # type: ignore[no-untyped-call]
+        return out
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_a_gradient_that_is_taken_inside_a_backward_is_its_own(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        return pl.run(stream(Inner(WIDTH, WIDTH), microbatch_size=2, watch=watch)).params
+
+    in_place = run()
+    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
+    for name, tensor in run().items():
+        assert torch.equal(tensor, in_place[name])
+
+
 def test_gradients_are_added_up_by_name() -> None:
     """An algorithm's own State may have them in another order."""
     sums = []
