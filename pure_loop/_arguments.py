@@ -152,16 +152,19 @@ def _ours(cls: type) -> str:
     return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
 
 
-def read_donate(donate: Any, compile: Any, useful: bool) -> Donation | None:
+def read_donate(donate: Any, *, compiled: bool, useful: bool) -> Donation | None:
     """What ``donate=`` asks for.
 
-    ``useful`` says whether steps can overwrite at all: one that may be left out needs the old numbers once more.
+    Args:
+        donate: the argument.
+        compiled: whether updates are graphs.
+        useful: whether others can overwrite at all: one that may be left out needs the old numbers once more.
 
     Raises:
         ArgumentError: it is none of True, False and "auto".
     """
     if donate is not True and donate is not False and donate != "auto":
         raise ArgumentError(f'donate={donate!r}: write "auto", True or False.')
-    if not donate or not CAN_COUNT or not (useful or compile is not False):
+    if not donate or not CAN_COUNT or not (useful or compiled):
         return None
-    return Donation(always=donate is True, compiled=compile is not False)
+    return Donation(always=donate is True, compiled=compiled)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pure_loop.engine import Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
@@ -21,15 +20,6 @@ def read_compile(compile: Any) -> bool | str:
     if isinstance(compile, bool) or (isinstance(compile, str) and compile == "where possible"):
         return compile
     raise ArgumentError(f'compile={compile!r}: write True, False or "where possible".')
-
-
-def refuse_engine(compile: bool | str, engine: Engine) -> None:
-    """Refuse to compile forwards that exchange."""
-    if compile and not engine.compiles:
-        raise ArgumentError(
-            f'compile={compile!r} with parallel="shard": its forwards gather parameters from the other ranks, and what '
-            'ranks exchange can\'t be part of a graph. Write parallel="replicate", or leave compile out.'
-        )
 
 
 def compiler(
@@ -53,7 +43,6 @@ def compiler(
         raise ArgumentError(
             f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
         )
-    refuse_engine(chosen, stages.engine)
     from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
 
     everything = watch is None or strict
@@ -72,7 +61,6 @@ def compiler(
 def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     """The stages of an evaluation or a prediction, compiled where that is asked for."""
     chosen = read_compile(compile)
-    refuse_engine(chosen, stages.engine)
     if not chosen:
         return stages
     from pure_loop.compile.evaluation import CompiledEvaluation

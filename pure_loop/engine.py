@@ -36,13 +36,13 @@ class Engine:
         rank: this process among the ranks, part of every seed that must differ between them.
         ranks: how many there are.
         padding: whether the batch at hand only keeps this rank company: it has samples, and none of them counts.
-        compiles: whether what a rank does between two exchanges can be a graph.
+        in_parts: the fields of a State, besides its parameters, of which a rank holds parts. No graph takes them.
     """
 
     rank = 0
     ranks = 1
     padding = False
-    compiles = True
+    in_parts: tuple[str, ...] = ()
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         """Meet the others, see that all are about to do the same, and start from the same State."""
@@ -165,9 +165,20 @@ class Engine:
         """The engine of what this rank does by itself, between two exchanges: what a graph can hold."""
         return self
 
-    def add_up(self, state: State) -> State:
-        """The State with the sum over all ranks of gradients that each found :meth:`alone`."""
+    def gathered(self, state: State) -> State:
+        """The State that :meth:`alone` computes with: with whole parameters. All ranks ask for it."""
         return state
+
+    def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
+        """The State after a microbatch, from what a rank found :meth:`alone`: after the last one with the gradients.
+
+        Args:
+            ended: the State with this rank's gradients, of this microbatch and, unless the engine adds them up, of
+                those before; in a list, out of which it is taken, so that nothing keeps its tensors alive.
+            before: what was :meth:`gathered`.
+            last: whether ranks exchange: no other microbatch follows in this batch.
+        """
+        return ended.pop()
 
     def settle(self, state: State, loss: Any) -> Any:
         """The loss of the whole batch from this rank's share of it."""

@@ -260,7 +260,7 @@ def prepare(
         if strict
         else read_donate(
             donate,
-            compile,
+            compiled=compile is not False and not engine.in_parts,
             useful=nonfinite == "error" and not mode.scaled and optimizer.overwrite is not None,
         ),
         attended=frozenset(Event if watched is None or strict else {*watched, *observed, *bind(listed)}),

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pure_loop as pl
 import pure_loop.distributed.replicate as replicate
 from pure_loop import Event
+from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.testing.ranks import Pool, shared_pool
 
@@ -146,7 +147,7 @@ def oracle(rank, placements, mesh, model, whole_batch):
     return {name: grad.full_tensor() for name, grad in zip(leaves, found, strict=True)}
 
 
-def compared_with_the_oracle(parallel, placements, mesh_shape):
+def compared_with_the_oracle(parallel, placements, mesh_shape, compile=False):
     def program(rank):
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double()
@@ -164,8 +165,11 @@ def compared_with_the_oracle(parallel, placements, mesh_shape):
             optimizer=pl.optim.sgd(lr=0.1),
             max_duration="1ba",
             parallel=Parallel(**options),
+            compile=compile,
+            watch={Event.AFTER_TRAIN_BATCH},
         )
-        state = next(state for event, state in stream if event is Event.AFTER_TRAIN_BATCH)
+        with interpreted():
+            state = next(state for event, state in stream if event is Event.AFTER_TRAIN_BATCH)
         given = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in state.grads.items()}
         stream.close()
         return max(float((given[name] - wanted[name]).abs().max()) for name in wanted)
@@ -173,16 +177,18 @@ def compared_with_the_oracle(parallel, placements, mesh_shape):
     return program
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_gradients_are_those_of_redistributed_dtensors(kind):
+def test_gradients_are_those_of_redistributed_dtensors(kind, compile):
     placements = [Replicate()] if kind == "replicate" else [Shard(0)]
-    for apart in shared_pool(2, checked=False).run(compared_with_the_oracle(kind, placements, (2,))):
+    for apart in shared_pool(2, checked=False).run(compared_with_the_oracle(kind, placements, (2,), compile)):
         assert apart < 1e-12
 
 
 @pytest.mark.thorough
-def test_sharding_within_and_replicating_across_groups_of_ranks():
+@pytest.mark.parametrize("compile", [False, True])
+def test_sharding_within_and_replicating_across_groups_of_ranks(compile):
     with Pool(4, checked=False) as pool:
-        program = compared_with_the_oracle("shard", [Replicate(), Shard(0)], (2, 2))
+        program = compared_with_the_oracle("shard", [Replicate(), Shard(0)], (2, 2), compile)
         for apart in pool.run(program):
             assert apart < 1e-12

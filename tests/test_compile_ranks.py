@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,6 +17,7 @@ import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
+from pure_loop.distributed._wholes import Wholes, _Bucket
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.order import EvaluatorPlan, Plan
@@ -24,46 +26,49 @@ from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, whole, witness
 from pure_loop.testing.ranks import RankError
 from tests.tiers import examples, tiers
-from tests.worlds import ALGORITHMS, an_epoch, pool, two_halves
+from tests.worlds import ALGORITHMS, KINDS, an_epoch, pool, two_halves
 
 EPOCHS = {Event.EPOCH_END, Event.FIT_END}
 BATCHES = {Event.BATCH_END, Event.EVAL_END, Event.FIT_END}
 WATCHES = [EPOCHS, BATCHES, {Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_LOSS, Event.BATCH_END}, None]
 
 
-def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, **options):
+def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate", **options):
     """What every rank saw of a run in graphs, operation by operation."""
 
     def program(rank):
         with interpreted(), wrong():
-            return witness(case.stream(make(), fit=partial(pl.fit, compile=True, parallel="replicate", **options)))
+            return witness(case.stream(make(), fit=partial(pl.fit, compile=True, parallel=kind, **options)))
 
-    return pool(ranks).run(program)
+    return pool(ranks, kind).run(program)
 
 
 @given(
     testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]),
     st.sampled_from(WATCHES),
     st.sampled_from([2, 2, 3]),
+    st.sampled_from(KINDS),
 )
-@examples(5, 300)
-def test_ranks_are_one_rank(case, watch, ranks):
+@examples(8, 300)
+def test_ranks_are_one_rank(case, watch, ranks, kind):
     alone = witness(whole(case, ranks).stream(watch=watch))
-    for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch)):
+    for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch, kind=kind)):
         compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", tiers(ALGORITHMS, ["label_smoothing", "asam", "composed"]))
-def test_algorithms_of_the_library_keep_the_law(name):
+def test_algorithms_of_the_library_keep_the_law(name, kind):
     plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
     case = testing.Case(plan=plan, problem="tied")
     alone = witness(whole(case, 2).stream(ALGORITHMS[name](), watch=BATCHES))
-    for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES)):
+    for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES, kind=kind)):
         compare(seen, alone, f"rank {rank}", 1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("watch", [{Event.BATCH_END}, {Event.EPOCH_END}], ids=["batches", "epochs"])
-def test_states_that_were_kept_stay_what_they_were(watch):
+def test_states_that_were_kept_stay_what_they_were(watch, kind):
     """With statistics, which the graph of the gradients writes to, before that of the update."""
     data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(3)]
 
@@ -72,25 +77,26 @@ def test_states_that_were_kept_stay_what_they_were(watch):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         with interpreted():
-            options = {"compile": True, "watch": watch, "max_duration": "3ep", "parallel": "replicate"}
+            options = {"compile": True, "watch": watch, "max_duration": "3ep", "parallel": kind}
             for _, state in an_epoch(model, data, **options):
                 keeper.keep(state)
         found = keeper.changed()
         return None if found is None else str(found[1])
 
-    assert pool().run(program) == [None, None]
+    assert pool(kind=kind).run(program) == [None, None]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("uneven", ["stop", "pad"])
-def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven, precision):
+def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven, precision, kind):
     def stream(rank, **options):
         generator = torch.Generator().manual_seed(rank)
         data = [(torch.randn(8, 3, generator=generator), torch.ones(8, 1)) for _ in range(3 + rank)]
         torch.manual_seed(0)
         # No bias before the BatchNorm: its gradient is rounding error.
         model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-        parallel = Parallel(data="own", uneven=uneven)
+        parallel = Parallel(kind=kind, data="own", uneven=uneven)
         settings = {"microbatch_size": 4, "max_duration": "2ep", "precision": precision, "watch": BATCHES}
         return an_epoch(model, data, parallel=parallel, nonfinite="skip", **settings, **options)
 
@@ -99,23 +105,24 @@ def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven,
         with interpreted():
             return witness(stream(rank, compile=True)), eager
 
-    for rank, (found, eager) in enumerate(pool().run(program)):
+    for rank, (found, eager) in enumerate(pool(kind=kind).run(program)):
         compare(found, eager, f"rank {rank}", 1e-5 if precision == "fp32" else 2e-2)
 
 
-def test_a_loss_scale_backs_off_on_all_ranks_together():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_scale_backs_off_on_all_ranks_together(kind):
     # One sample overflows, and stands on one rank only.
     data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
     data[1][0][3] = 6e4
 
     def program(rank):
         torch.manual_seed(0)
-        settings = {"precision": "amp_fp16", "nonfinite": "skip", "parallel": "replicate", "watch": BATCHES}
+        settings = {"precision": "amp_fp16", "nonfinite": "skip", "parallel": kind, "watch": BATCHES}
         with interpreted():
             stream = an_epoch(nn.Linear(3, 1), data, optimizer=pl.optim.sgd(lr=1e-3), compile=True, **settings)
             return [(float(state.loss_scale), int(state.skipped)) for event, state in stream]
 
-    one, other = pool().run(program)
+    one, other = pool(kind=kind).run(program)
     assert one == other
     assert [skipped for _, skipped in one] == [0, 1, 1, 1]
     assert one[1][0] == one[0][0] / 2
@@ -160,48 +167,53 @@ def test_what_the_first_batch_reached_the_others_have_to():
         pool().run(program)
 
 
-def test_where_it_is_possible():
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_where_it_is_possible(kind, microbatch_size):
     data = [(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]), torch.zeros(4, 1)) for _ in range(3)]
+    options = {"parallel": kind, "watch": BATCHES, "microbatch_size": microbatch_size, "evaluators": {"val": data}}
+    alone = witness(an_epoch(two_halves(), data, **{**options, "parallel": None}))
 
     def program(rank):
-        eager = witness(an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES))
         with interpreted(), record() as graphs:
-            found = an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES, compile="where possible")
-            return witness(found), eager, [graph.stretch for graph in graphs]
+            found = witness(an_epoch(two_halves(), data, compile="where possible", **options))
+        return found, [graph.stretch for graph in graphs]
 
-    for rank, (found, eager, graphs) in enumerate(pool().run(program)):
-        compare(found, eager, f"rank {rank}", 1e-6)
-        assert graphs == ["update"]
+    for rank, (found, graphs) in enumerate(pool(kind=kind).run(program)):
+        compare(found, alone, f"rank {rank}", 1e-6)
+        assert graphs == (["update"] if kind == "replicate" else [])
 
     def refused(rank):
-        pl.run(an_epoch(two_halves(), data, parallel="replicate", watch=BATCHES, compile=True))
+        pl.run(an_epoch(two_halves(), data, compile=True, **options))
 
     with pytest.raises(RankError, match="the forward of Halves can't be compiled"):
-        pool().run(refused)
+        pool(kind=kind).run(refused)
 
 
 @pytest.mark.thorough
-def test_by_torch_s_compiler():
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_torch_s_compiler(kind):
     case = testing.Case(plan=Plan(batches=(4, 4), max_duration="2ep", evaluators={"val": EvaluatorPlan((4,))}))
     alone = witness(case.stream(watch=EPOCHS))
 
     def program(rank):
         with record() as graphs:
-            seen = witness(case.stream(parallel="replicate", compile=True, watch=EPOCHS))
+            seen = witness(case.stream(parallel=kind, compile=True, watch=EPOCHS))
         return seen, sorted(graph.stretch for graph in graphs)
 
-    for rank, (seen, graphs) in enumerate(pool().run(program)):
+    for rank, (seen, graphs) in enumerate(pool(kind=kind).run(program)):
         compare(seen, alone, f"rank {rank}", 1e-5)
-        assert graphs == ["evaluation", "microbatch", "update"]
+        assert graphs == ["evaluation", "microbatch", *(["update"] if kind == "replicate" else [])]
 
 
-def test_evaluation_and_prediction_by_themselves():
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_and_prediction_by_themselves(kind):
     data = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.zeros(n, 2)) for n in (6, 5)]
 
     def looks(**options):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options |= {"parallel": "replicate"}
+        options |= {"parallel": kind}
         evaluated = pl.run(pl.evaluate(model, {"test": data}, loss=nn.functional.mse_loss, **options))
         predicted = pl.predict(model, data, watch={Event.PREDICT_BATCH_END}, **options)
         return evaluated.metrics["test"]["loss"], [state.outputs for _, state in predicted]
@@ -211,21 +223,13 @@ def test_evaluation_and_prediction_by_themselves():
             found = looks(compile=True)
         return found, looks(), {graph.stretch for graph in graphs}
 
-    for found, eager, graphs in pool().run(program):
+    for found, eager, graphs in pool(kind=kind).run(program):
         torch.testing.assert_close(found, eager)
         assert graphs == {"evaluation", "prediction"}
 
 
-def test_parts_are_refused():
-    def program(rank):
-        an_epoch(nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], parallel="shard", compile=True)
-
-    with pytest.raises(RankError, match=r'with parallel="shard": .* Write parallel="replicate"'):
-        pool().run(program)
-
-
 def _adds_nothing_up():
-    return patch.object(ReplicateEngine, "add_up", lambda self, state: state)
+    return patch.object(ReplicateEngine, "add_up", lambda self, ended, before, last: ended.pop())
 
 
 def _draws_as_rank_0():
@@ -239,16 +243,34 @@ def _draws_as_rank_0():
     return patch.object(JointEngine, "alone", alone)
 
 
-@pytest.mark.parametrize("wrong", [_adds_nothing_up, _draws_as_rank_0])
-def test_a_wrong_engine_is_found(wrong):
-    problem = "linear" if wrong is _adds_nothing_up else "mlp"
-    case = testing.Case(plan=Plan(batches=(5, 3), max_duration="3ba"), problem=problem)
+def _forgets_microbatches():
+    return patch.object(Wholes, "add", lambda self, gradients: None)
+
+
+def _scatters_its_own():
+    def parts(self, sums, group, copies):
+        return real(self, sums, group, copies) if dist.get_rank() else real(self, 2 * sums, group, copies)
+
+    real = _Bucket.parts
+    return patch.object(_Bucket, "parts", parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *(("replicate", _adds_nothing_up), ("replicate", _draws_as_rank_0), ("shard", _draws_as_rank_0)),
+        *(("shard", _forgets_microbatches), ("shard", _scatters_its_own)),
+    ],
+)
+def test_a_wrong_engine_is_found(kind, wrong):
+    problem = "mlp" if wrong is _draws_as_rank_0 else "linear"
+    case = testing.Case(plan=Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2), problem=problem)
 
     def eagerly(rank):
-        return witness(case.stream(parallel="replicate", watch=BATCHES))
+        return witness(case.stream(parallel=kind, watch=BATCHES))
 
-    eager = pool().run(eagerly)
-    found = compiled(case, wrong=wrong, watch=BATCHES)
+    eager = pool(kind=kind).run(eagerly)
+    found = compiled(case, wrong=wrong, watch=BATCHES, kind=kind)
 
     def hold():
         for one, other in zip(found, eager, strict=True):

@@ -108,11 +108,15 @@ class Compiler:
         together = stages.engine.ranks > 1
         self.attended = attended | _AROUND_EXCHANGES | _calling_stages(stages) if together else attended
         self.alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
+        self.eager: set[str] = set()
+        if stages.engine.in_parts:
+            # Kernels of the optimizer, which are as fast, and algorithms, which may need the whole of a thing.
+            self.eager.add("update")
+            self.attended |= frozenset(stages.handlers)
         self.where_possible = where_possible
         self.steps = steps
         self.own = own
         self.shown = shown
-        self.eager: set[str] = set()
         self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
         self._stretches: dict[Any, Stretch] = {}
 
@@ -125,7 +129,12 @@ class Compiler:
             # Who has a State is counted once an update, and others write to little of it.
             own = None if brief else self.own
             found = self._stretches[key] = Stretch(
-                name, program, self.alone, own=own, shown=self.shown, brief=brief, connected=connected
+                *(name, program, self.alone),
+                own=own,
+                shown=self.shown,
+                left_out=self.stages.engine.in_parts,
+                brief=brief,
+                connected=connected,
             )
         return found
 
@@ -296,7 +305,7 @@ class Compiler:
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
                 return put_in(state, run, _OF_GRADIENTS)
-        if "forward" in self.eager:
+        if "forward" in self.eager and not self.stages.engine.in_parts:
             return (yield from gradients(state, self.stages))
         return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))
 

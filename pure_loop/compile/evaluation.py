@@ -31,10 +31,12 @@ class CompiledEvaluation(LoopStages):
     Attributes:
         with_loss: whether some metric is of the loss, which is computed with the outputs then.
         where_possible: whether a forward that can't be traced runs eagerly; else it is an error.
+        alone: the stages of this rank alone.
     """
 
     with_loss: bool
     where_possible: bool
+    alone: LoopStages
     stretch: Stretch
     last: _Last
 
@@ -50,32 +52,40 @@ class CompiledEvaluation(LoopStages):
             return state, None, (state.outputs, traced.stages.validation_loss(state) if with_loss else None)
 
         alone = attrs.evolve(stages, engine=stages.engine.alone())
-        stretch = Stretch("evaluation" if with_loss else "prediction", program, alone)
-        return cls(**fields, with_loss=with_loss, where_possible=where_possible, stretch=stretch, last=_Last())
+        name = "evaluation" if with_loss else "prediction"
+        in_parts = stages.engine.in_parts
+        stretch = Stretch(name, program, alone, left_out=in_parts, brief=bool(in_parts))
+        return cls(
+            **fields, with_loss=with_loss, where_possible=where_possible, alone=alone, stretch=stretch, last=_Last()
+        )
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         last = self.last
+        whole = self.engine.gathered(state)
+        draft = fresh_draft_of(state)
         if not last.eager:
             try:
-                run = self.stretch(state, (state.previous_timestamp, state.timestamp), (state.microbatch,))
+                run = self.stretch(whole, (state.previous_timestamp, state.timestamp), (state.microbatch,))
             except Untraceable as error:
                 if not self.where_possible:
                     raise error.for_users() from error.__cause__  # not twice the same text
                 last.eager = True
-            else:
-                draft = fresh_draft_of(state)
-                for name, value in zip(run.names, run.durable, strict=True):
-                    setattr(draft, name, value)
-                draft.outputs, last.loss = run.flight
-                last.outputs = draft.outputs
-                if self.donation is not None:
-                    self.donation.seen = True
-                draft.__class__ = state.__class__
-                return draft  # type: ignore[no-any-return]
-        return LoopStages.validate(self, state, label=label, batch=batch, index=index)
+        if last.eager:
+            found = self.alone.validate(whole, label=label, batch=batch, index=index)
+            draft.outputs, draft.buffers = found.outputs, found.buffers
+        else:
+            for name, value in zip(run.names, run.durable, strict=True):
+                setattr(draft, name, value)
+            draft.params = state.params
+            draft.outputs, last.loss = run.flight
+            last.outputs = draft.outputs
+            if self.donation is not None:
+                self.donation.seen = True
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State) -> Tensor:
         # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.
         if state.outputs is self.last.outputs and self.last.loss is not None:
             return self.last.loss
-        return LoopStages.validation_loss(self, state)
+        return self.alone.validation_loss(self.engine.gathered(state))

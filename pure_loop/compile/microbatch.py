@@ -41,17 +41,28 @@ def microbatch(
     weight: float | Tensor,
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
+    engine, before = compiler.stages.engine, state
+    if _together(compiler):
+        state = yield from _in_pieces(compiler, compiler.stages, timestamps, state, index, last)
+        return compiler.stages.backward(state, weight=weight)
+    state = engine.gathered(state)
     while not (compiler.attended & INSIDE or "forward" in compiler.eager):
         batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None
         flight = (state.microbatch, state._grads, weight, batch)
         run = compiler.attempt("microbatch", _whole, state, timestamps, flight, index)
         if run is not None:
-            state = put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))
-            return compiler.stages.engine.add_up(state) if last else state
-    stages = compiler.stages if _eager(compiler) else compiler.alone
-    state = yield from _in_pieces(compiler, stages, timestamps, state, index, last)
-    state = stages.backward(state, weight=weight)
-    return compiler.stages.engine.add_up(state) if last and stages is not compiler.stages else state
+            ended = [put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))]
+            del state, flight, run
+            return engine.add_up(ended, before, last=last)
+    state = yield from _in_pieces(compiler, compiler.alone, timestamps, state, index, last)
+    ended = [compiler.alone.backward(state, weight=weight)]
+    del state
+    return engine.add_up(ended, before, last=last)
+
+
+def _together(compiler: Compiler) -> bool:
+    """Whether forward and backward are those of all ranks, which exchange in them."""
+    return _eager(compiler) and not compiler.stages.engine.in_parts
 
 
 def _eager(compiler: Compiler) -> bool:

@@ -61,6 +61,7 @@ class Stretch:
         program: what is compiled.
         stages: the loop's.
         own, shown: as the Compiler's.
+        left_out: fields of a State that no graph takes.
         brief: whether it is called again with other parameters: it keeps nothing of a call, which a count of who has
             them would find, and is given no memory of the optimizer unless it asks.
         connected: whether autograd goes on through what it gives. It is called with leaves as parameters then, and
@@ -75,6 +76,7 @@ class Stretch:
         *,
         own: Own | None = None,
         shown: Callable[[], bool] | None = None,
+        left_out: tuple[str, ...] = (),
         brief: bool = False,
         connected: bool = False,
     ) -> None:
@@ -83,6 +85,7 @@ class Stretch:
         self.stages = stages
         self.own = own
         self.shown = shown
+        self.left_out = left_out
         self.brief = brief
         self.connected = connected
         self._graphs: dict[Any, list[Graph]] = {}
@@ -106,14 +109,14 @@ class Stretch:
         """
         if self._fields is None:
             # What stands in for them is a mapping.
-            left_out = _READ_BY_FEW if self.brief and type(state.opt_state) is FrozenDict else _READ_BY_FEW[:1]
-            self._take([name for name in durable_fields(type(state)) if name not in left_out])
+            few = _READ_BY_FEW if self.brief and type(state.opt_state) is FrozenDict else _READ_BY_FEW[:1]
+            self._take(state, few)
             assert self._fields is not None
         with self.stages._without_autocast(state):
             try:
                 return self._call(state, timestamps, flight, index)
             except UnreadFieldError:
-                self._take(list(durable_fields(type(state))))
+                self._take(state)
                 return self._call(state, timestamps, flight, index)
 
     def _call(self, state: State, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], index: int) -> Run:
@@ -217,10 +220,11 @@ class Stretch:
             given.append(tensor.detach())
         return given
 
-    def _take(self, names: list[str]) -> None:
-        """Take these fields of a State."""
-        self.names = tuple(names)
-        self._fields = attrgetter(*names)
+    def _take(self, state: State, without: tuple[str, ...] = ()) -> None:
+        """Take the fields of a State without these."""
+        left_out = {*without, *self.left_out}
+        self.names = tuple(name for name in durable_fields(type(state)) if name not in left_out)
+        self._fields = attrgetter(*self.names)
         self._graphs.clear()
         self._forget()
 

@@ -155,7 +155,10 @@ class ReplicateEngine(JointEngine):
             self._refuse_unused(state, found)
         return found
 
-    def add_up(self, state: State) -> State:
+    def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
+        state = ended.pop()
+        if not last:
+            return state
         grads: Any = state._grads
         names, absent = list(grads), [gradient is None for gradient in grads.values()]
         if self._leaves_out(state, sum(absent)):

@@ -25,13 +25,15 @@ from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed._meshes import break_mesh, find_mesh
+from pure_loop.distributed._wholes import Wholes
 from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef, _places
 from pure_loop.optim import Optimizer
-from pure_loop.state import State
+from pure_loop.sources import END
+from pure_loop.state import State, fresh_draft_of
 
 __all__ = ["ShardEngine", "repeated_layers"]
 
@@ -42,7 +44,7 @@ class ShardEngine(JointEngine):
     """Parameters in parts, gathered by ``fully_shard`` where they are needed."""
 
     _mesh: DeviceMesh
-    compiles = False
+    in_parts = ("opt_state", "algorithm_state")
     _meets_before_forwards = True
     _model: ModelDef | None = None
     _module: Any = None
@@ -55,6 +57,9 @@ class ShardEngine(JointEngine):
     _added_up = 0
     # Their gradients from what somebody looked at between the forward and the backward.
     _penalties: dict[str, Any]
+    # Of this model, where steps are compiled.
+    _wholes: Wholes | None = None
+    _wholes_of: ModelDef | None = None
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
@@ -198,14 +203,51 @@ class ShardEngine(JointEngine):
         found: dict[str, Any] = {name: each.grad for name, each in held.items()}
         for each in held.values():
             each.grad = None
-        # fully_shard puts the gradients that there are one after the other, whichever they are.
-        missing = ",".join(name for name, each in found.items() if each is None)
-        self._signature = float(zlib.crc32(missing.encode()))
+        self._sign(name for name, each in found.items() if each is None)
         penalties, self._penalties = self._penalties, {}
         for name in found:
             if name in penalties:
                 found[name] = self._with_penalty(state.params[name], found[name], penalties[name])
         return tuple(found.values())
+
+    # What graphs do between two exchanges.
+
+    def gathered(self, state: State) -> State:
+        if self._wholes is None or self._wholes_of is not state.model:
+            self._wholes, self._wholes_of = Wholes(state.params, state.model.trainable), state.model
+        draft = fresh_draft_of(state)
+        draft.params = self._wholes.of(state.params)
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
+
+    def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
+        wholes, params = self._wholes, before.params
+        assert wholes is not None
+        draft = fresh_draft_of(ended.pop())
+        grads = dict(draft._grads)
+        names = tuple(grads)
+        draft.params, draft._grads = params, None
+        if last:
+            wholes.drop()
+            found = wholes.scatter(grads)
+            self._sign(name for name in names if name not in found)
+            draft._grads = FrozenDict(
+                (name, with_part(params[name], found[name]) if name in found else None) for name in names
+            )
+        else:
+            wholes.add(grads)
+        draft.__class__ = before.__class__
+        return draft  # type: ignore[no-any-return]
+
+    def next_batch(self, *given: Any) -> Any:
+        batch = super().next_batch(*given)
+        if batch is END and self._wholes is not None:
+            self._wholes.drop()  # those of an evaluation
+        return batch
+
+    def _sign(self, missing: Iterable[str]) -> None:
+        """Note which parameters have no gradient: ranks exchange those that there are one after the other."""
+        self._signature = float(zlib.crc32(",".join(missing).encode()))
 
     def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
         """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
@@ -214,7 +256,7 @@ class ShardEngine(JointEngine):
         return part if gradient is None else gradient + part
 
     def _build(self, model: ModelDef) -> None:
-        self._forget()
+        self._forget_module()
         scalars = [name for name, tensor in model._skeleton.named_parameters() if not tensor.ndim]
         if scalars:
             raise ModelError(
@@ -301,6 +343,10 @@ class ShardEngine(JointEngine):
         return self.talk.max(found.clone())
 
     def _forget(self) -> None:
+        self._forget_module()
+        self._wholes = self._wholes_of = None
+
+    def _forget_module(self) -> None:
         self._module = self._model = None
         self._copied = no_parameters
         self._held, self._buffers, self._groups = {}, [], ()
