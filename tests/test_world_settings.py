@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -11,7 +12,7 @@ from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
 from pure_loop.testing.laws.world import compare, witness
-from tests.worlds import KINDS, pool
+from tests.worlds import KINDS, an_epoch, pool
 
 # Observers.
 
@@ -74,6 +75,29 @@ def test_a_stream_leaves_no_process_group_of_its_own(kind):
         return before == after_end, set(c10d._world.pg_map) == before
 
     assert pool(kind=kind).run(program) == [(True, True), (True, True)]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = torch.nn.Parameter(torch.ones(())), torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.scale * self.linear(x)
+
+
+def test_a_parameter_without_a_dimension_is_refused_before_training():
+    data = [(torch.ones(2, 1), torch.ones(2, 1))]
+
+    def program(rank):
+        seen = []
+        stream = an_epoch(Scaled(), data, parallel="shard")
+        with pytest.raises(pl.ModelError, match=r"Scaled can't be sharded: the parameters \['scale'\] are scalars"):
+            for event, _ in stream:
+                seen.append(event)  # noqa: PERF401 - what came before the error
+        return seen
+
+    assert pool(kind="shard").run(program) == [[Event.INIT]] * 2
 
 
 # One rank.

@@ -84,7 +84,17 @@ class ShardEngine(JointEngine):
         return (Shard(0),) if self._mesh.ndim == 1 else (Replicate(), Shard(0))
 
     def _in_parts(self, state: State) -> State:
-        """A State of whole tensors as one of parts: parameters, and what is kept of each of them."""
+        """A State of whole tensors as one of parts: parameters, and what is kept of each of them.
+
+        Raises:
+            ModelError: a parameter has no first dimension.
+        """
+        scalars = [name for name, tensor in state.params.items() if not tensor.ndim]
+        if scalars:
+            raise ModelError(
+                f"{type(state.model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
+                "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
+            )
         shapes = {name: tensor.shape for name, tensor in state.params.items()}
 
         def split(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -257,12 +267,6 @@ class ShardEngine(JointEngine):
 
     def _build(self, model: ModelDef) -> None:
         self._forget_module()
-        scalars = [name for name, tensor in model._skeleton.named_parameters() if not tensor.ndim]
-        if scalars:
-            raise ModelError(
-                f"{type(model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
-                "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
-            )
         module = copy.deepcopy(model._skeleton)
         groups = self.parallel.groups
         chosen = (
