@@ -15,6 +15,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event, testing
+from pure_loop._parts import whole_of
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
 from pure_loop.distributed._wholes import Wholes, _Bucket
@@ -226,6 +227,32 @@ def test_evaluation_and_prediction_by_themselves(kind):
     for found, eager, graphs in pool(kind=kind).run(program):
         torch.testing.assert_close(found, eager)
         assert graphs == {"evaluation", "prediction"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
+    data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(2)]
+
+    def meanwhile(event):
+        def changes_nothing(state, stages):
+            stages.backward(stages.loss(stages.forward(state.replace(grads=None))))
+            return state
+
+        return pl.algorithm(event)(changes_nothing)
+
+    def run(*algorithms):
+        torch.manual_seed(0)
+        options = {"microbatch_size": 2, "compile": True, "watch": EPOCHS, "parallel": kind}
+        state = pl.run(an_epoch(nn.Linear(3, 1), data, algorithms=algorithms, **options))
+        return [whole_of(tensor) for tensor in state.params.values()]
+
+    def program(rank):
+        with interpreted():
+            plain = run()
+            events = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
+            return [event for event in events if not all(map(torch.equal, run(meanwhile(event)), plain))]
+
+    assert pool(kind=kind).run(program) == [[], []]
 
 
 def _adds_nothing_up():
