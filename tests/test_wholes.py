@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 from weakref import ref
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import pure_loop as pl
 from pure_loop import Event
-from pure_loop._parts import part_of
-from pure_loop.compile import interpreted
+from pure_loop._parts import is_part, part_of
+from pure_loop._pytree import NAMESPACE
+from pure_loop.compile import interpreted, trees
 from pure_loop.distributed import _wholes
 from pure_loop.distributed._wholes import Wholes
 from pure_loop.frozendict import FrozenDict
@@ -107,3 +110,29 @@ def test_a_rank_holds_them_while_it_computes_and_no_longer(watch):
     for made, alive in pool(kind="shard").run(program):
         assert made
         assert set(alive) == {0}
+
+
+@pytest.mark.parametrize("watch", [{Event.BATCH_END}, None], ids=["batches", "everything"])
+def test_graphs_are_given_no_parts(watch):
+    """Of an algorithm's memory neither, nor of the optimizer's."""
+    batch = (torch.ones(4, 3), torch.ones(4, 1))
+
+    def program(rank):
+        asked = []
+        real = trees.describe
+
+        def describe(tensor):
+            asked.append(is_part(tensor))
+            return real(tensor)
+
+        with interpreted(), patch.object(trees, "describe", describe):
+            options = {"parallel": "shard", "compile": True, "evaluators": {"val": [batch]}, "eval_interval": "1ba"}
+            options |= {"algorithms": pl.algorithms.ema(half_life="1ba"), "optimizer": pl.optim.adamw(lr=0.1)}
+            state = pl.run(an_epoch(nn.Linear(3, 1), [batch] * 3, watch=watch, **options))
+        kept = optree.tree_leaves((state.algorithm_state, state.opt_state), namespace=NAMESPACE)
+        return any(map(is_part, kept)), len(asked), any(asked)
+
+    for kept, asked, parts in pool(kind="shard").run(program):
+        assert kept
+        assert asked
+        assert not parts
