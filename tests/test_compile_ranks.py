@@ -157,6 +157,21 @@ def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused
         compare(found, eager, f"rank {rank}", 1e-6)
 
 
+@pytest.mark.parametrize("samples", [(6, 8), (8, 6)])
+def test_parameters_that_a_batch_leaves_out_on_all_sharded_ranks(samples):
+    data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
+
+    def program(rank):
+        options = {"parallel": "shard", "watch": BATCHES, "optimizer": pl.optim.adamw(lr=0.1)}
+        with interpreted():
+            return witness(an_epoch(Sometimes(), data, compile=True, **options)), witness(
+                an_epoch(Sometimes(), data, **options)
+            )
+
+    for rank, (found, eager) in enumerate(pool(kind="shard").run(program)):
+        compare(found, eager, f"rank {rank}", 1e-6)
+
+
 def test_what_the_first_batch_reached_the_others_have_to():
     data = [(torch.ones(n, 1), torch.zeros(n, 1)) for n in (8, 7)]
 
@@ -189,6 +204,36 @@ def test_where_it_is_possible(kind, microbatch_size):
 
     with pytest.raises(RankError, match="the forward of Halves can't be compiled"):
         pool(kind=kind).run(refused)
+
+
+class OfThree(nn.Module):
+    """Which decides by the data where there are three samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.two(self.one(x).tanh()) if len(x) != 3 or bool((x > 0).any()) else 0 * self.two(self.one(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_FORWARD, *BATCHES}])
+def test_where_it_is_possible_on_the_other_rank_only(kind, watch):
+    data = [(torch.randn(n, 2, generator=torch.Generator().manual_seed(n)), torch.ones(n, 1)) for n in (4, 5, 4, 5)]
+    options = {"evaluators": {"val": data}, "watch": watch}
+    alone = witness(an_epoch(OfThree(), data, **options))
+
+    def program(rank):
+        with interpreted(), record() as graphs:
+            found = witness(an_epoch(OfThree(), data, compile="where possible", parallel=kind, **options))
+        return found, {graph.stretch for graph in graphs}
+
+    one, other = pool(kind=kind).run(program)
+    assert "evaluation" in one[1] & other[1]
+    for rank, (found, _) in enumerate((one, other)):
+        compare(found, alone, f"rank {rank}", 1e-6)
 
 
 @pytest.mark.thorough

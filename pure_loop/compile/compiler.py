@@ -305,7 +305,7 @@ class Compiler:
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
                 return put_in(state, run, _OF_GRADIENTS)
-        if "forward" in self.eager and not self.stages.engine.in_parts:
+        if "forward" in self.eager and self.stages.engine.ranks == 1:
             return (yield from gradients(state, self.stages))
         return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))
 

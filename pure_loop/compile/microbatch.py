@@ -42,9 +42,6 @@ def microbatch(
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
     engine, before = compiler.stages.engine, state
-    if _together(compiler):
-        state = yield from _in_pieces(compiler, compiler.stages, timestamps, state, index, last)
-        return compiler.stages.backward(state, weight=weight)
     state = engine.gathered(state)
     while not (compiler.attended & INSIDE or "forward" in compiler.eager):
         batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None
@@ -54,15 +51,10 @@ def microbatch(
             ended = [put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))]
             del state, flight, run
             return engine.add_up(ended, before, last=last)
-    state = yield from _in_pieces(compiler, compiler.alone, timestamps, state, index, last)
+    state = yield from _in_pieces(compiler, timestamps, state, index, last)
     ended = [compiler.alone.backward(state, weight=weight)]
     del state
     return engine.add_up(ended, before, last=last)
-
-
-def _together(compiler: Compiler) -> bool:
-    """Whether forward and backward are those of all ranks, which exchange in them."""
-    return _eager(compiler) and not compiler.stages.engine.in_parts
 
 
 def _eager(compiler: Compiler) -> bool:
@@ -74,11 +66,10 @@ def _eager(compiler: Compiler) -> bool:
     return own_loss and not compiler.attended.isdisjoint({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
 
 
-def _in_pieces(
-    compiler: Compiler, stages: LoopStages, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool
-) -> Script:
+def _in_pieces(compiler: Compiler, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool) -> Script:
     """The State of BEFORE_BACKWARD."""
-    begun, position = state, 0
+    # What runs eagerly exchanges nothing either: another rank may have a graph of its share of the batch.
+    stages, begun, position = compiler.alone, state, 0
     while position < len(STEPS):
         step, eager = STEPS[position], _eager(compiler)
         if isinstance(step, Event) and (eager or step in compiler.attended):
