@@ -58,7 +58,17 @@ def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks
             assert whole.is_contiguous()
             assert torch.equal(whole, wanted[name])
         assert wholes.of(params) is gathered
-        assert wholes.of(FrozenDict(params)) is not gathered
+        # Others are gathered, and those of before are gone by then.
+        before = list(map(ref, gathered.values()))
+        del gathered, whole
+        real = dist.all_gather_into_tensor
+
+        def gather(*given, **options):
+            assert all(each() is None for each in before)
+            return real(*given, **options)
+
+        with patch.object(dist, "all_gather_into_tensor", gather):
+            assert wholes.of(FrozenDict(params)).keys() == params.keys()
         total = {}
         for index, some in enumerate(reached):
             for other in range(ranks):
