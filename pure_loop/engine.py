@@ -149,14 +149,14 @@ class Engine:
         # By name: who calls the stages himself may have made a mapping in another order.
         before = None if state._grads is None else [state._grads[name] for name in names]
         if loss is None:
-            found: tuple[Any, ...] = tuple(torch.zeros_like(tensor) for tensor in inputs)
-        elif alone and before is not None and writable(before):
+            return tuple([None] * len(inputs) if before is None else before)
+        found: tuple[Any, ...]
+        if alone and before is not None and writable(before):
             found = add_gradient(loss, inputs, before, seed)
             if all(gradient is None for gradient in found):
                 return found
             return tuple(map(_first, found, before))
-        else:
-            found = gradient_of(loss, inputs, seed)
+        found = gradient_of(loss, inputs, seed)
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
             return found
         return _sum(before, found)

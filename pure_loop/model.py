@@ -190,6 +190,11 @@ class ModelDef:
         """Forget the tensors that idle instances still hold."""
         self._idle.clear()
 
+    def let_go(self) -> None:
+        """Forget the parameters that idle instances still hold, and keep the instances."""
+        for instance in self._idle:
+            instance.unbind(self._skeleton)
+
     def _take(self) -> _Instance:
         try:
             return self._idle.pop()  # atomic: two threads never get the same instance
@@ -262,6 +267,14 @@ class _Instance:
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
             for name, tensors, key in self._buffers:
                 tensors[key] = copies[name]
+
+    def unbind(self, skeleton: nn.Module) -> None:
+        """Put the tensors of a skeleton, which take no memory, in the places of the parameters."""
+        if self.params is not None:
+            placeholders = dict(skeleton.named_parameters())
+            for name, tensors, key in self._parameters:
+                tensors[key] = placeholders[name]
+            self.params = None
 
     def read_buffers(self, before: FrozenDict[str, Tensor], *, copy: bool) -> FrozenDict[str, Tensor]:
         if not self._buffers:

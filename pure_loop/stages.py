@@ -162,6 +162,7 @@ class Stages:
         if not loss.requires_grad:
             raise _detached_loss(state)
         number, seed = is_number(weight), None
+        counts = not number or weight != 0
         if state.loss_scale is not None:
             seed = (state.loss_scale.scale * weight).to(loss.dtype)
         elif not number:
@@ -169,7 +170,7 @@ class Stages:
         elif weight != 1.0:
             seed = torch.full_like(loss, weight)  # type: ignore[arg-type]
         found: Any
-        if number and weight == 0:
+        if not counts:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
             found = self.engine.gradient(state, None, seed, alone=alone)
         else:
@@ -187,7 +188,7 @@ class Stages:
         state.model.give_back(leaves)
         state.params = origin
         if found is not None:
-            if found[0] is None and all(gradient is None for gradient in found):
+            if counts and found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
             state._grads = FrozenDict(zip(state.model.trainable, found, strict=True))
         state.outputs, state.loss = _detach(state.outputs), _detach(state.loss)

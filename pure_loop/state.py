@@ -354,6 +354,15 @@ def fresh_draft_of(state: State) -> Any:
     return _fresh_drafts[type(state)](state)
 
 
+def holding(state: S, **fields: Any) -> S:
+    """A State with these fields, by the names of attributes, and without an event."""
+    draft = fresh_draft_of(state)
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
+
+
 def outside_batch(state: State) -> State:
     """The State without an event and without what belongs to a batch."""
     return _outside[type(state)](state)  # type: ignore[no-any-return]

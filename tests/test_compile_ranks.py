@@ -160,15 +160,103 @@ def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused
 @pytest.mark.parametrize("samples", [(6, 8), (8, 6)])
 def test_parameters_that_a_batch_leaves_out_on_all_sharded_ranks(samples):
     data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
+    options = {"parallel": "shard", "watch": BATCHES}
+
+    def stream(**compile):
+        return an_epoch(Sometimes(), data, optimizer=pl.optim.adamw(lr=0.1), **options, **compile)
 
     def program(rank):
-        options = {"parallel": "shard", "watch": BATCHES, "optimizer": pl.optim.adamw(lr=0.1)}
         with interpreted():
-            return witness(an_epoch(Sometimes(), data, compile=True, **options)), witness(
-                an_epoch(Sometimes(), data, **options)
-            )
+            return witness(stream(compile=True)), witness(stream())
 
     for rank, (found, eager) in enumerate(pool(kind="shard").run(program)):
+        compare(found, eager, f"rank {rank}", 1e-6)
+
+
+def test_parameters_that_other_ranks_reach():
+    """In eager steps they are an error, with parallel="shard"."""
+    data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
+    alone = witness(an_epoch(two_halves(), data, watch=BATCHES))
+
+    def program(rank):
+        return witness(an_epoch(two_halves(), data, parallel="shard", compile="where possible", watch=BATCHES))
+
+    for rank, found in enumerate(pool(kind="shard").run(program)):
+        compare(found, alone, f"rank {rank}", 1e-6)
+
+
+class Idle(nn.Module):
+    """With a layer that no loss reaches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.idle, self.used = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("samples", "size"), [(5, 1), (1, None), (4, 3)])
+def test_parameters_that_no_loss_reaches_and_microbatches_of_padding(kind, samples, size):
+    data = [
+        (torch.randn(samples, 2, generator=torch.Generator().manual_seed(i)), torch.ones(samples, 1)) for i in (0, 1)
+    ]
+    options = {"optimizer": pl.optim.adamw(lr=0.1, weight_decay=0.5), "microbatch_size": size, "watch": BATCHES}
+    alone = witness(an_epoch(Idle(), data, **options))
+
+    def program(rank):
+        with interpreted():
+            return witness(an_epoch(Idle(), data, compile=True, parallel=kind, **options))
+
+    for rank, found in enumerate(pool(kind=kind).run(program)):
+        compare(found, alone, f"rank {rank}", 1e-5)
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD])
+def test_a_rank_that_makes_the_mapping_of_parameters_anew_lets_nobody_wait(event):
+    data = [(torch.randn(5, 3, generator=torch.Generator().manual_seed(i)), torch.ones(5, 1)) for i in range(2)]
+
+    def stream(rank, **options):
+        @pl.algorithm(event)
+        def anew(state):
+            if event is Event.EVAL_AFTER_FORWARD:
+                return state.replace(params=dict(state.params), outputs=1 * state.outputs)
+            return state if rank else state.replace(params=dict(state.params))
+
+        torch.manual_seed(0)
+        options |= {"microbatch_size": 1, "eval_interval": "1ba", "watch": BATCHES, "algorithms": anew}
+        return an_epoch(nn.Linear(3, 1), data, evaluators={"val": pl.Evaluator(data, microbatch_size=1)}, **options)
+
+    def program(rank):
+        with interpreted():
+            return witness(stream(rank, parallel="shard", compile=True))
+
+    alone = witness(stream(0))
+    for rank, found in enumerate(pool(kind="shard").run(program)):
+        compare(found, alone, f"rank {rank}", 1e-6)
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_START])
+def test_whole_parameters_and_gradients_that_an_algorithm_puts_in_count_as_in_eager_ranks(event):
+    data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.ones(4, 1)) for i in range(2)]
+
+    @pl.algorithm(event)
+    def puts_in(state):
+        if event is Event.AFTER_BACKWARD:
+            return state.replace(grads=state.params)
+        return state.replace(params={name: 0.5 * whole_of(tensor) for name, tensor in state.params.items()})
+
+    def program(rank):
+        torch.manual_seed(0)
+        options = {"microbatch_size": 1, "evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
+        model = nn.Linear(3, 2)
+        eager = witness(an_epoch(model, data, parallel="shard", **options))
+        with interpreted():
+            return eager, witness(an_epoch(model, data, parallel="shard", compile=True, **options))
+
+    for rank, (eager, found) in enumerate(pool(kind="shard").run(program)):
         compare(found, eager, f"rank {rank}", 1e-6)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pure_loop as pl
 from pure_loop import Event
@@ -58,17 +59,19 @@ def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks
             assert whole.is_contiguous()
             assert torch.equal(whole, wanted[name])
         assert wholes.of(params) is gathered
+        assert wholes.of(FrozenDict(params)) is gathered
         # Others are gathered, and those of before are gone by then.
         before = list(map(ref, gathered.values()))
         del gathered, whole
-        real = dist.all_gather_into_tensor
+        real = _wholes._all_gather
 
         def gather(*given, **options):
             assert all(each() is None for each in before)
             return real(*given, **options)
 
-        with patch.object(dist, "all_gather_into_tensor", gather):
-            assert wholes.of(FrozenDict(params)).keys() == params.keys()
+        others = FrozenDict((name, each.clone()) for name, each in params.items())
+        with patch.object(_wholes, "_all_gather", gather):
+            assert wholes.of(others).keys() == params.keys()
         total = {}
         for index, some in enumerate(reached):
             for other in range(ranks):
@@ -97,8 +100,16 @@ def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks
     assert all(pool(ranks, "shard").run(program))
 
 
+class Deciding(nn.Linear):
+    """Which can't be traced."""
+
+    def forward(self, x):
+        return super().forward(x) if bool((x > 0).all()) else x[:, :1]
+
+
 @pytest.mark.parametrize("watch", [{Event.BATCH_END}, None], ids=["batches", "everything"])
-def test_a_rank_holds_them_while_it_computes_and_no_longer(watch):
+@pytest.mark.parametrize("model", [nn.Linear, Deciding])
+def test_a_rank_holds_them_while_it_computes_and_no_longer(watch, model):
     batch = (torch.ones(4, 3), torch.ones(4, 1))
 
     def program(rank):
@@ -107,14 +118,15 @@ def test_a_rank_holds_them_while_it_computes_and_no_longer(watch):
 
         def of(self, params):
             found = real(self, params)
-            made.extend(map(ref, found.values()))
+            made.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in found.values())
             return found
 
         with interpreted(), patch.object(Wholes, "of", of):
-            options = {"parallel": "shard", "compile": True, "evaluators": {"val": [batch]}, "eval_interval": "1ba"}
-            for event, _ in an_epoch(nn.Linear(3, 1), [batch] * 3, watch=watch, microbatch_size=1, **options):
+            options = {"parallel": "shard", "compile": "where possible", "evaluators": {"val": [batch]}}
+            options |= {"eval_interval": "1ba", "watch": watch, "microbatch_size": 1}
+            for event, _ in an_epoch(model(3, 1), [batch] * 3, **options):
                 if event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END):
-                    alive.append(sum(each() is not None for each in made))
+                    alive.append(sum(not each.expired() for each in made))
         return len(made), alive
 
     for made, alive in pool(kind="shard").run(program):

@@ -113,11 +113,10 @@ def test_a_last_microbatch_that_leaves_a_parameter_out_still_exchanges_it():
             torch.testing.assert_close(found[name], alone[name])
 
 
-@pytest.mark.parametrize("compile", [False, "where possible"])
-def test_sharded_ranks_that_reach_other_parameters_are_told(compile):
+def test_sharded_ranks_that_reach_other_parameters_are_told():
     def program(rank):
         data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
-        pl.run(an_epoch(two_halves(), data, parallel="shard", compile=compile))
+        pl.run(an_epoch(two_halves(), data, parallel="shard"))
 
     with pytest.raises(RankError, match="reached other parameters on one rank than on another"):
         pool().run(program)

@@ -13,7 +13,7 @@ from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.microbatch import INSIDE, microbatch
 from pure_loop.compile.numbers import Env
-from pure_loop.compile.program import Ended, Flight, at, holding, put_in
+from pure_loop.compile.program import Ended, Flight, at, put_in
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
 from pure_loop.donation import ABOUT_TO_WRITE
@@ -22,7 +22,7 @@ from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop import Fit, LoopStages, Script, gradients
 from pure_loop.sources import END
-from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of
+from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of, holding
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
@@ -110,7 +110,8 @@ class Compiler:
         self.alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
         self.eager: set[str] = set()
         if stages.engine.in_parts:
-            # Kernels of the optimizer, which are as fast, and algorithms, which may need the whole of a thing.
+            # What works on parts runs eagerly: the optimizer, whose kernels are as fast, and algorithms, which may need
+            # more than this rank's.
             self.eager.add("update")
             self.attended |= frozenset(stages.handlers)
         self.where_possible = where_possible
@@ -129,7 +130,9 @@ class Compiler:
             # Who has a State is counted once an update, and others write to little of it.
             own = None if brief else self.own
             found = self._stretches[key] = Stretch(
-                *(name, program, self.alone),
+                name,
+                program,
+                self.alone,
                 own=own,
                 shown=self.shown,
                 left_out=self.stages.engine.in_parts,

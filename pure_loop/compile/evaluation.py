@@ -88,4 +88,5 @@ class CompiledEvaluation(LoopStages):
         # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.
         if state.outputs is self.last.outputs and self.last.loss is not None:
             return self.last.loss
-        return self.alone.validation_loss(self.engine.gathered(state))
+        # Where a module has a loss of its own, that may be of its parameters.
+        return self.alone.validation_loss(self.engine.gathered(state) if self.task.loss is None else state)

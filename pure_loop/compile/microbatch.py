@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
-from pure_loop.compile.program import Ended, Flight, at, holding, put_in
+from pure_loop.compile.program import Ended, Flight, at, put_in
 from pure_loop.compile.stretch import Program, Traced
 from pure_loop.driver import run_silently
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages, Script
-from pure_loop.state import State
+from pure_loop.state import State, holding
 from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:

@@ -9,24 +9,15 @@ from torch import Tensor
 
 from pure_loop.driver import apply, seal
 from pure_loop.event import Event
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, holding
 
 if TYPE_CHECKING:
     from pure_loop.compile.stretch import Run, Traced
 
-__all__ = ["Ended", "Flight", "at", "holding", "put_in"]
+__all__ = ["Ended", "Flight", "at", "put_in"]
 
 Flight: TypeAlias = tuple[Any, ...]
 Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
-
-
-def holding(state: State, **fields: Any) -> State:
-    """A State with these fields, and without an event."""
-    draft = fresh_draft_of(state)
-    for name, value in fields.items():
-        setattr(draft, name, value)
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
 
 
 def put_in(state: State, run: Run, in_flight: Sequence[str]) -> State:

@@ -6,7 +6,8 @@ in which they lie one after the other, each padded so that all ranks have equall
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from pure_loop.frozendict import FrozenDict
 
 __all__ = ["Wholes"]
 
+# Under their names since torch 2.13, and before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Bytes of whole tensors that are exchanged at a time: as many as with torch's DistributedDataParallel.
 _CAPACITY = 25 << 20
 
@@ -45,7 +49,9 @@ class Wholes:
 
     def of(self, params: FrozenDict[str, Any]) -> FrozenDict[str, Tensor]:
         """The whole of each of these parameters: gathered, unless they were the last ones. All ranks ask for it."""
-        if self._parts is not params:
+        known = self._parts
+        # On one rank only somebody may have made another mapping of the same ones.
+        if known is None or not all(map(is_, params.values(), map(known.get, params))):
             self.drop()  # or there would be those of two models for a while
             found: dict[str, Tensor] = {}
             for bucket in self._of_params:
@@ -65,13 +71,16 @@ class Wholes:
     def scatter(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """The same of the last microbatch, and this rank's parts of the sums over all ranks, by name.
 
-        There are none of what no microbatch reached.
+        There are none of what no microbatch of any rank reached.
         """
         found: dict[str, Tensor] = {}
         for number, bucket in enumerate(self._of_gradients):
-            found |= bucket.parts(self._summed(number, gradients), self._group, self._copies)
-        reached, self._reached = self._reached, set()
-        return {name: part for name, part in found.items() if name in reached}
+            parts, ranks = bucket.parts(self._summed(number, gradients), self._group, self._copies)
+            if not self._reached.issuperset(parts):  # else a device needn't be waited for
+                parts = {name: parts[name] for name, count in zip(bucket.names, ranks.tolist(), strict=True) if count}
+            found |= parts
+        self._reached = set()
+        return found
 
     def _summed(self, number: int, gradients: dict[str, Tensor | None]) -> Tensor:
         """The sums of one bucket, with these gradients in them."""
@@ -110,7 +119,7 @@ class _Bucket:
         places = [place[: part.numel()] for place, part in zip(torch.split(mine, self._widths), parts, strict=True)]
         torch._foreach_copy_(places, [part.reshape(-1) for part in parts])
         table = torch.empty(self._ranks * self._width, **self._options)
-        dist.all_gather_into_tensor(table, mine, group=group)
+        _all_gather(table, mine, group=group)
         columns = torch.split(table.view(self._ranks, self._width), self._widths, dim=1)
         return {
             name: column.contiguous().view(self._ranks * most, *shape[1:])[: shape[0]]
@@ -118,13 +127,14 @@ class _Bucket:
         }
 
     def zeros(self) -> Tensor:
-        """Memory for a tensor of each shape: a row for each rank, with the parts that it will have."""
-        return torch.zeros(self._ranks, self._width, **self._options)
+        """Memory for a tensor of each shape: a row for each rank, with its parts, and how often each was added to."""
+        return torch.zeros(self._ranks, self._width + len(self.names), **self._options)
 
     def add(self, sums: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Add these tensors, of which None is nothing."""
+        columns, times = self._columns(sums)
+        present = [tensor is not None for tensor in tensors]
         places, found = [], []
-        columns = torch.split(sums, self._widths, dim=1)
         for column, most, shape, tensor in zip(columns, self._most, self._shapes, tensors, strict=True):
             if tensor is not None:
                 rows = tensor.reshape(shape[0], shape[1:].numel())
@@ -134,19 +144,28 @@ class _Bucket:
                 found.append(rows.reshape(column.shape))
         if places:
             torch._foreach_add_(places, found)
+            times += 1 if all(present) else torch.tensor(present).to(times)
 
-    def parts(self, sums: Tensor, group: Any, copies: Any) -> dict[str, Tensor]:
-        """This rank's parts of the sums over all ranks; ``copies`` is the group of those that hold the same parts."""
-        mine = torch.empty(self._width, **self._options)
-        dist.reduce_scatter_tensor(mine, sums.view(-1), group=group)
+    def parts(self, sums: Tensor, group: Any, copies: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """This rank's parts of the sums over all ranks, and how often all of them added each.
+
+        ``copies`` is the group of ranks that hold the same parts.
+        """
+        mine = torch.empty(sums.shape[1], **self._options)
+        _reduce_scatter(mine, sums.view(-1), group=group)
         if copies is not None:
             dist.all_reduce(mine, group=copies)
-        return {
-            name: part[: rows * shape[1:].numel()].view(rows, *shape[1:])
-            for name, part, rows, shape in zip(
-                self.names, torch.split(mine, self._widths), self._mine, self._shapes, strict=True
-            )
+        columns, times = self._columns(mine.unsqueeze(0))
+        parts = {
+            name: column[0, : rows * shape[1:].numel()].view(rows, *shape[1:])
+            for name, column, rows, shape in zip(self.names, columns, self._mine, self._shapes, strict=True)
         }
+        return parts, times[0]
+
+    def _columns(self, sums: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Of sums: those of each tensor, and how often it was added."""
+        *columns, times = torch.split(sums, [*self._widths, len(self.names)], dim=1)
+        return columns, times
 
 
 def _buckets(tensors: Mapping[str, Any], ranks: int) -> list[_Bucket]:

@@ -23,7 +23,7 @@ from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef
-from pure_loop.state import State, device_of, fresh_draft_of
+from pure_loop.state import State, device_of, holding
 
 __all__ = ["ReplicateEngine"]
 
@@ -161,17 +161,15 @@ class ReplicateEngine(JointEngine):
             return state
         grads: Any = state._grads
         names, absent = list(grads), [gradient is None for gradient in grads.values()]
-        if self._leaves_out(state, sum(absent)):
+        counts = not all(absent)  # of a rank of which nothing counts, nothing is known
+        if self._leaves_out(state, sum(absent) if counts else 0):
             ranks = self.talk.sum(torch.tensor(absent, dtype=torch.float32, device=device_of(state))).tolist()
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
-        elif any(absent):
+        elif any(absent) and counts:
             self._refuse_unused(state, tuple(grads.values()))
         given = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
         found = dict(zip(names, self.sums_of(given), strict=True))
-        draft = fresh_draft_of(state)
-        draft._grads = FrozenDict((name, found.get(name)) for name in grads)
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+        return holding(state, _grads=FrozenDict((name, found.get(name)) for name in grads))
 
     def _leaves_out(self, state: State, absent: int) -> bool:
         """Whether batches may leave parameters out: the user says so, or the first one does, on any rank."""

@@ -33,7 +33,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef, _places
 from pure_loop.optim import Optimizer
 from pure_loop.sources import END
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, holding
 
 __all__ = ["ShardEngine", "repeated_layers"]
 
@@ -119,6 +119,10 @@ class ShardEngine(JointEngine):
         like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=stride)
         return with_part(like, part)  # the one above has a view of it
 
+    def _like_part(self, tensor: Tensor) -> Any:
+        """A parameter in parts: an algorithm may have made others of the whole ones that it was shown in a forward."""
+        return tensor if is_part(tensor) else self._part(tensor)
+
     # Forward and backward.
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
@@ -162,8 +166,7 @@ class ShardEngine(JointEngine):
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
                 given = [params[name] for name in self._held]
-                # An algorithm may have made others of the whole ones that are shown between a forward and its backward.
-                mine = [part_of(each if is_part(each) else self._part(each)) for each in given]
+                mine = [part_of(self._like_part(each)) for each in given]
                 torch._foreach_copy_([part_of(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
@@ -213,7 +216,9 @@ class ShardEngine(JointEngine):
         found: dict[str, Any] = {name: each.grad for name, each in held.items()}
         for each in held.values():
             each.grad = None
-        self._sign(name for name, each in found.items() if each is None)
+        # fully_shard puts the gradients that there are one after the other, whichever they are.
+        missing = ",".join(name for name, each in found.items() if each is None)
+        self._signature = float(zlib.crc32(missing.encode()))
         penalties, self._penalties = self._penalties, {}
         for name in found:
             if name in penalties:
@@ -223,41 +228,38 @@ class ShardEngine(JointEngine):
     # What graphs do between two exchanges.
 
     def gathered(self, state: State) -> State:
+        params = state.params
+        if not all(map(is_part, params.values())):
+            params = FrozenDict((name, self._like_part(each)) for name, each in params.items())
         if self._wholes is None or self._wholes_of is not state.model:
-            self._wholes, self._wholes_of = Wholes(state.params, state.model.trainable), state.model
-        draft = fresh_draft_of(state)
-        draft.params = self._wholes.of(state.params)
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+            self._wholes, self._wholes_of = Wholes(params, state.model.trainable), state.model
+        return holding(state, params=self._wholes.of(params), _grads=None)
 
     def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
         wholes, params = self._wholes, before.params
         assert wholes is not None
-        draft = fresh_draft_of(ended.pop())
-        grads = dict(draft._grads)
-        names = tuple(grads)
-        draft.params, draft._grads = params, None
-        if last:
-            wholes.drop()
-            found = wholes.scatter(grads)
-            self._sign(name for name in names if name not in found)
-            draft._grads = FrozenDict(
-                (name, with_part(params[name], found[name]) if name in found else None) for name in names
-            )
-        else:
+        state = ended.pop()
+        grads, state = dict(state._grads), holding(state, params=params, _grads=None)
+        if not last:
             wholes.add(grads)
-        draft.__class__ = before.__class__
-        return draft  # type: ignore[no-any-return]
+            return state
+        names = tuple(grads)
+        self._drop(state.model)
+        found = wholes.scatter(grads)
+        parts = (with_part(self._like_part(params[name]), found[name]) if name in found else None for name in names)
+        return holding(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
-    def next_batch(self, *given: Any) -> Any:
-        batch = super().next_batch(*given)
-        if batch is END and self._wholes is not None:
-            self._wholes.drop()  # those of an evaluation
+    def next_batch(self, state: State, *given: Any) -> Any:
+        batch = super().next_batch(state, *given)
+        if batch is END:
+            self._drop(state.model)  # those of an evaluation
         return batch
 
-    def _sign(self, missing: Iterable[str]) -> None:
-        """Note which parameters have no gradient: ranks exchange those that there are one after the other."""
-        self._signature = float(zlib.crc32(",".join(missing).encode()))
+    def _drop(self, model: ModelDef) -> None:
+        """Let go of whole parameters, which a module that was called with them still has."""
+        if self._wholes is not None:
+            self._wholes.drop()
+            model.let_go()
 
     def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
         """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
