@@ -221,6 +221,26 @@ def test_a_head_that_the_loss_does_not_use_has_no_gradient(which: int, event: Ev
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+class Showing(nn.Module):
+    """Gives a parameter as it is, and one more output, which the loss may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.other = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.body(x), self.body.weight, self.other(x)
+
+
+@pytest.mark.parametrize("event", tiers(INSIDE, [Event.AFTER_FORWARD, Event.AFTER_LOSS]))
+def test_an_output_that_is_a_parameter_has_its_gradient(event: Event) -> None:
+    def loss(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs[0].detach(), targets) + outputs[1].square().sum()
+
+    settings: dict[str, Any] = {"model": Showing, "loss": loss, "watch": {event, *BATCHES}}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
 def distilled(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
     loss = nn.functional.cross_entropy(outputs["out"], targets) + outputs["mean"].square().sum()
     total = loss + nn.functional.mse_loss(outputs["more"], outputs["target"])

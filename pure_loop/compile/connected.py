@@ -8,7 +8,7 @@ autograd as one function.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -75,10 +75,15 @@ def differentiate(
     results += [gradient for _, gradient in reached]
     place_of = {id(tensor): place for place, tensor in inputs.items()}
     leads = [
-        frozenset(place_of[id(leaf)] for leaf in map(_variable, graph_of(output)) if id(leaf) in place_of)
+        frozenset(place_of[id(leaf)] for leaf in _leaves_of(output) if id(leaf) in place_of)
         for output in outputs.values()
     ]
     return Connection(tuple(outputs), tuple(place for place, _ in reached), count, tuple(leads))
+
+
+def _leaves_of(output: Tensor) -> Iterable[Any]:
+    """The leaves that a graph leads to; a parameter that is given as it is has none."""
+    return [output] if output.is_leaf else map(_variable, graph_of(output))
 
 
 def _variable(node: Any) -> Any:
