@@ -2,7 +2,8 @@
 
 In a State they are DTensors, split along their first dimension. A private module, to which ``fully_shard`` was
 applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's parts are
-copied into it. Optimizers work on the parts alone.
+copied into it. Optimizers work on the parts alone. Where steps are compiled, all parameters are gathered before the
+first forward (:mod:`pure_loop.distributed._wholes`), and that module isn't made.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class ShardEngine(JointEngine):
-    """Parameters in parts, gathered by ``fully_shard`` where they are needed."""
+    """Parameters in parts, gathered by ``fully_shard`` where they are needed, or all of them for graphs."""
 
     _mesh: DeviceMesh
     in_parts = ("opt_state", "algorithm_state")
