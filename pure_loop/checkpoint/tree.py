@@ -223,6 +223,7 @@ class Reader:
         self._device = device
         self._path = path
         self._made: dict[str, tuple[dict[str, Any], Tensor]] = {}
+        self._depth = 0
 
     def read(self, value: Any) -> Any:
         """
@@ -231,7 +232,11 @@ class Reader:
         """
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        self._depth += 1
         try:
+            # A writer stops earlier, and Python's own limit differs from version to version.
+            if self._depth > 2 * _DEEPEST:
+                raise CheckpointError(f"{self._path} can't be read: a value in it is nested too deep.")
             if isinstance(value, list):
                 return [self.read(each) for each in value]
             read = _READERS.get(next(iter(value), "")) if isinstance(value, dict) else None
@@ -243,6 +248,8 @@ class Reader:
             raise CheckpointError(
                 f"{self._path} can't be read: {_shortened(value)} in it is no value: {str(error)[:200]}."
             ) from error
+        finally:
+            self._depth -= 1
         raise CheckpointError(f"{self._path} can't be read: {_shortened(value)} in it is of an unknown kind.")
 
     def mapping(self, values: Any) -> dict[Any, Any]:

@@ -44,7 +44,7 @@ def measure(loops: Sequence[Loop]) -> dict[str, dict[str, float]]:
 
 def peaks(begin: Callable[[], Turns]) -> tuple[int, int]:
     """Bytes alive at once, at most, from the beginning of a loop: until two steps are done, and from then on."""
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as whole:
         turns = begin()
         turns.run(FIRST)
         middle = _mark()
