@@ -67,7 +67,8 @@ class Pool:
         timeout: how many seconds a program may take on all of them.
         checked: whether torch compares what the ranks ask for before every collective, and says where they differ (its
             level DETAIL). A collective takes five times as long, DistributedDataParallel crashes in it over gloo, and
-            so does the gathering of a DTensor in torch 2.11. Without, the ranks meet in a new process group for every program, which takes some 50 ms.
+            so does the gathering of a DTensor in torch 2.11. Without, the ranks meet in a new process group for every
+            program, which takes some 50 ms.
 
     Raises:
         ArgumentTypeError, ArgumentError: an argument that can't be used.
