@@ -146,6 +146,7 @@ class Compiler:
         kind, event = error.part
         if not self.where_possible or event in self.attended or kind in self.eager:
             raise error.for_users() from error.__cause__
+        error.let_go()
         if event is not None:
             self.attended |= {event}
         else:

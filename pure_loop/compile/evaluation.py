@@ -69,6 +69,7 @@ class CompiledEvaluation(LoopStages):
             except Untraceable as error:
                 if not self.where_possible:
                     raise error.for_users() from error.__cause__  # not twice the same text
+                error.let_go()
                 last.eager = True
         if last.eager:
             found = self.alone.validate(whole, label=label, batch=batch, index=index)

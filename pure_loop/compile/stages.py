@@ -58,6 +58,13 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
             shown.add_note(note)
         return shown
 
+    def let_go(self) -> None:
+        """Free what the frames of the trace hold, among it what the graph would have been called with."""
+        error: BaseException | None = self
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
 
 @contextmanager
 def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Iterator[None]:
