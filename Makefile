@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: about ten minutes on two cores
+test: $(STAMP)  ## the fast tier: ten to fifteen minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
