@@ -190,7 +190,7 @@ class ModelDef:
         """Forget the tensors that idle instances still hold."""
         self._idle.clear()
 
-    def let_go(self) -> None:
+    def unbind(self) -> None:
         """Forget the parameters that idle instances still hold, and keep the instances."""
         for instance in self._idle:
             instance.unbind(self._skeleton)

@@ -61,7 +61,9 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
     def let_go(self) -> None:
         """Free what the frames of the trace hold, among it what the graph would have been called with."""
         error: BaseException | None = self
-        while error is not None:
+        seen: set[int] = set()
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 

@@ -120,7 +120,7 @@ class ShardEngine(JointEngine):
         like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=stride)
         return with_part(like, part)  # the one above has a view of it
 
-    def _like_part(self, tensor: Tensor) -> Any:
+    def _as_part(self, tensor: Tensor) -> Any:
         """A parameter in parts: an algorithm may have made others of the whole ones that it was shown in a forward."""
         return tensor if is_part(tensor) else self._part(tensor)
 
@@ -167,7 +167,7 @@ class ShardEngine(JointEngine):
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
                 given = [params[name] for name in self._held]
-                mine = [part_of(self._like_part(each)) for each in given]
+                mine = [part_of(self._as_part(each)) for each in given]
                 torch._foreach_copy_([part_of(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
@@ -231,7 +231,7 @@ class ShardEngine(JointEngine):
     def gathered(self, state: State) -> State:
         params = state.params
         if not all(map(is_part, params.values())):
-            params = FrozenDict((name, self._like_part(each)) for name, each in params.items())
+            params = FrozenDict((name, self._as_part(each)) for name, each in params.items())
         if self._wholes is None or self._wholes_of is not state.model:
             self._wholes, self._wholes_of = Wholes(params, state.model.trainable), state.model
         return holding(state, params=self._wholes.of(params), _grads=None)
@@ -247,7 +247,7 @@ class ShardEngine(JointEngine):
         names = tuple(grads)
         self._drop(state.model)
         found = wholes.scatter(grads)
-        parts = (with_part(self._like_part(params[name]), found[name]) if name in found else None for name in names)
+        parts = (with_part(self._as_part(params[name]), found[name]) if name in found else None for name in names)
         return holding(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
     def next_batch(self, state: State, *given: Any) -> Any:
@@ -260,7 +260,7 @@ class ShardEngine(JointEngine):
         """Let go of whole parameters, which a module that was called with them still has."""
         if self._wholes is not None:
             self._wholes.drop()
-            model.let_go()
+            model.unbind()
 
     def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
         """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
