@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event, donation
+from pure_loop import Event, FrozenDict, donation
 from pure_loop.algorithms import ema
 from tests.donating import CONSUMERS, DATA, Kept, consume, plain, tensors_of
 from tests.sameness import assert_same
@@ -81,6 +82,62 @@ def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -
         assert copied.asked == [True] + [False] * 14, consumer
 
 
+# What these write to besides is no mapping: counts that are fields themselves, and a loss scale.
+SCALED: dict[str, Any] = {"nonfinite": "skip", "precision": "amp_fp16"}
+
+
+@pytest.mark.parametrize("watch", [BATCHES, *INSIDE], ids=["batches", "after train batch", "after backward", "all"])
+@pytest.mark.parametrize("settings", [{"nonfinite": "skip"}, {"precision": "amp_fp16"}, SCALED], ids=str)
+def test_memory_is_reused_with_counts_and_scales(copied: Copied, settings: Any, watch: Any) -> None:
+    # What a forward writes to, a step that may be skipped writes to as well, in another graph, and that copies.
+    a_for_loop(fit(norm() if watch == BATCHES else plain(), watch=watch, **settings))
+    assert copied.asked == [True] + [False] * 14
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Summing(pl.State):
+    """A user's own State, with a tensor and a mapping."""
+
+    total: Any = None
+    seen: Any = None
+
+
+@attrs.frozen(eq=False, kw_only=True, slots=False)
+class Roomy(pl.State):
+    """The same without slots."""
+
+    total: Any = None
+    seen: Any = None
+
+
+@pl.algorithm(Event.AFTER_TRAIN_BATCH, name="sums")
+def sums(state: Any) -> Any:
+    return state.replace(total=state.total + state.loss, seen=FrozenDict(batches=state.seen["batches"] + 1))
+
+
+def summing(cls: Any) -> pl.State:
+    state: pl.State = cls.create(norm()).replace(total=torch.zeros(()), seen=FrozenDict(batches=torch.zeros(2)))
+    return state
+
+
+def test_memory_in_fields_of_a_users_own_is_reused(copied: Copied) -> None:
+    last: Any = pl.run(fit(summing(Summing), algorithms=[sums]))
+    assert copied.asked == [True] + [False] * 14
+    assert last.seen["batches"].tolist() == [15, 15]
+
+
+@pytest.mark.parametrize("cls", [Summing, Roomy])
+@pytest.mark.parametrize("what", ["total", "seen", "batches", "all fields"])
+def test_fields_of_a_users_own_that_were_kept_never_change(cls: Any, what: str) -> None:
+    kept = Kept()
+    for _, state in fit(summing(cls), algorithms=[sums]):
+        if what == "all fields":
+            kept.keep(what, getattr(state, "__dict__", {}), lambda fields: tensors_of(list(fields.values())))
+        else:
+            kept.keep(what, state.seen["batches"] if what == "batches" else getattr(state, what))
+    kept.check()
+
+
 @pytest.mark.parametrize(
     "optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9)], ids=lambda optimizer: optimizer.name
 )
@@ -136,6 +193,10 @@ def average_of(state: pl.State) -> Any:
     return state.algorithm_state["ema"]
 
 
+def numbers_of(scale: Any) -> list[Tensor]:
+    return [] if scale is None else [scale.growth_tracker, scale.scale]
+
+
 MORE: dict[str, Callable[[Kept, pl.State, int], None]] = {
     "an average": lambda kept, state, _: kept.keep("an average", average_of(state)),
     "all memory of algorithms": lambda kept, state, _: kept.keep("algorithms", state.algorithm_state),
@@ -144,17 +205,22 @@ MORE: dict[str, Callable[[Kept, pl.State, int], None]] = {
     ),
     "buffers": lambda kept, state, _: kept.keep("buffers", state.buffers),
     "a buffer": lambda kept, state, _: kept.keep("a buffer", state.buffers["1.running_mean"][:1]),
+    "a count": lambda kept, state, _: kept.keep("a count", state.skipped),
+    "a view of a count": lambda kept, state, _: kept.keep("a view of a count", state.skipped.view(1)),
+    "a loss scale": lambda kept, state, _: kept.keep("a loss scale", state.loss_scale, numbers_of),
+    "a number of a loss scale": lambda kept, state, i: kept.keep("a number", numbers_of(state.loss_scale)[i % 2 :][:1]),
 }
 
 # Graphs that are kept go through a layer of another shape there.
 ALL = {name: way for name, way in {**WAYS, **MORE}.items() if not name.startswith("a graph")}
 
 
-def test_each_way_of_keeping_keeps() -> None:
+@pytest.mark.parametrize("settings", [{}, SCALED], ids=str)
+def test_each_way_of_keeping_keeps(settings: Any) -> None:
     """One after the other, in one run."""
     kept = Kept()
     ways = sorted(ALL)
-    for event, state in fit(norm(), max_duration="9ep", algorithms=[ema(half_life="3ba")]):
+    for event, state in fit(norm(), max_duration="12ep", algorithms=[ema(half_life="3ba")], **settings):
         assert event is Event.BATCH_END
         index, which = divmod(state.timestamp.batch - 1, 2)
         if which == 0 and index < len(ways):
@@ -182,8 +248,11 @@ def test_each_way_of_keeping_keeps() -> None:
     consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
     steps=st.sampled_from([1, 3]),
+    settings=st.sampled_from([{}, {"nonfinite": "skip"}, SCALED]),
 )
-def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, evaluators: bool, steps: int) -> None:
+def test_what_was_kept_never_changes(
+    keepings: Any, watch: Any, consumer: str, evaluators: bool, steps: int, settings: Any
+) -> None:
     kept = Kept()
 
     def keeps(who: str, event: Event, state: pl.State) -> None:
@@ -214,6 +283,7 @@ def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, e
         evaluators={"val": DATA[:1]} if evaluators else None,
         eval_interval="4ba",
         steps_per_call=steps,
+        **settings,
     )
     consume(stream, consumer, keeps, kept)
     kept.check()

@@ -17,6 +17,7 @@ from pure_loop._ownership import LISTED, ONCE, address_of, storage_uses, tensor_
 from pure_loop._pytree import NAMESPACE
 from pure_loop.compile.trees import Durable
 from pure_loop.frozendict import FrozenDict
+from pure_loop.precision import LossScale
 from pure_loop.state import State
 
 __all__ = ["Memory"]
@@ -34,7 +35,7 @@ class Memory:
         positions: of the durable leaves that they are.
     """
 
-    __slots__ = ("_addresses", "_ends", "_fields", "_mappings", "_pointers", "_storages", "_tensors", "positions")
+    __slots__ = ("_addresses", "_containers", "_ends", "_fields", "_pointers", "_storages", "_tensors", "positions")
 
     def __init__(self, positions: Sequence[int], durable: Durable) -> None:
         self.positions = frozenset(positions)
@@ -43,19 +44,19 @@ class Memory:
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
         self._addresses = list(map(address_of, self._storages))
-        # Which fields they are in, and for each tensor the field and the path to its mapping.
+        # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
         self._fields: list[int] | None = []
-        self._mappings: list[tuple[int, tuple[Any, ...]]] = []
+        self._containers: list[tuple[int, tuple[Any, ...] | None]] = []
         begin = 0
         for field, (value, end) in enumerate(zip(durable.values, durable.ends, strict=True)):
             chosen = [i - begin for i in positions if begin <= i < end]
             if chosen:
                 paths = optree.tree_paths(value, namespace=NAMESPACE)
-                if not all(_in_mappings(value, paths[i]) for i in chosen):
+                if not all(_in_ours(value, paths[i]) for i in chosen):
                     self._fields = None  # in containers that may be anybody's
                     return
                 self._fields.append(field)
-                self._mappings += [(field, paths[i][:-1]) for i in chosen]
+                self._containers += [(field, paths[i][:-1] if paths[i] else None) for i in chosen]
             begin = end
 
     def fields(self) -> list[int]:
@@ -77,19 +78,24 @@ class Memory:
         """
         if self._fields is None:
             return False
+        of_fields = {}
         for field in self._fields:
             has = shown is not None and getattr(shown, names[field]) is values[field]
-            # The State has it, too, and here it is asked about.
-            if getrefcount(values[field]) != holders + has + 2:
+            of_fields[field] = holders + has + 1  # the State has it, too
+            # And here it is asked about.
+            if not isinstance(values[field], Tensor) and getrefcount(values[field]) != of_fields[field] + 1:
                 return False
         counts = []
-        for field, path in self._mappings:
-            mapping = values[field]
+        for field, path in self._containers:
+            if path is None:
+                counts.append(_OURS + of_fields[field])
+                continue
+            container = values[field]
             for key in path:
-                mapping = mapping[key]
-                if getrefcount(mapping) != 3:  # in the mapping around it, `mapping`, and asked about
+                container = container[key]
+                if getrefcount(container) != 3:  # in the mapping around it, `container`, and asked about
                     return False
-            counts.append(_OURS + 1 + hasattr(mapping, "_tensors"))
+            counts.append(_OURS + 1 + hasattr(container, "_tensors"))
         return (
             list(map(getrefcount, self._tensors)) == counts
             and set(map(tensor_uses, self._tensors)) == ONCE
@@ -99,10 +105,12 @@ class Memory:
         )
 
 
-def _in_mappings(value: Any, path: tuple[Any, ...]) -> bool:
-    """Whether a leaf is in a mapping of ours, in one of ours, and so on."""
+def _in_ours(value: Any, path: tuple[Any, ...]) -> bool:
+    """Whether a leaf is the field itself, in a loss scale, or in a mapping of ours, in one of ours, and so on."""
+    if type(value) is LossScale:
+        return True
     for key in path:
         if type(value) is not FrozenDict:
             return False
         value = value[key]
-    return bool(path)
+    return True

@@ -296,6 +296,8 @@ class Stretch:
 
             def alone(shown: State | None) -> bool:
                 self._arguments = None
+                if hasattr(state, "__dict__"):
+                    return False  # a subclass without slots: somebody may have vars(state), which no count shows
                 holders = len({id(each) for each in (values, self._values, durable.values)})
                 if len(memory.positions) != len(made.written) or not memory.alone(self.names, values, holders, shown):
                     return False
@@ -340,7 +342,7 @@ class Stretch:
 
 def _overwrite(state: State, field: str) -> None:
     """To touch this field of a State is an error from now on."""
-    getattr(State, field).__set__(state, OVERWRITTEN)
+    object.__setattr__(state, field, OVERWRITTEN)
 
 
 def _hold(guards: list[Guard], env: Env) -> bool:
