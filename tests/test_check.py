@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import unittest
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import CheckFailed, LawViolation, check_algorithm, laws
+from pure_loop.testing.laws import world
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.wrong_algorithms import (
     adds_in_place,
@@ -509,3 +512,32 @@ pydoc.render_doc(pl)
 def test_evaluators_of_plans_are_those_of_cases() -> None:
     plan = Plan(batches=(2,), max_duration="1ba", evaluators={"val": EvaluatorPlan(batches=(1, 2))})
     assert [len(batch[0]) for batch in testing.Case(plan=plan).held_out()["val"]] == [1, 2]
+
+
+def on_a_gpu(*_: Any, **__: Any) -> list[world.Witness]:
+    """What a run on a GPU is a witness of."""
+    with FakeTensorMode():
+        return [world.Witness(Event.FIT_END, (), {"params": {"weight": torch.empty(2, device="cuda")}})]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ranks_on_gpus_are_compared_where_each_has_one(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def on_ranks(case: Any, make: Any, fit: Any, ranks: int, kind: str) -> list[Any]:
+        tried.append(kind)
+        return []
+
+    monkeypatch.setattr(world, "witness", on_a_gpu)
+    monkeypatch.setattr(world, "on_ranks", on_ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    skip = {name: "not on trial" for name in (law.name for law in laws.OF_ALGORITHMS) if name != "world_size"}
+    outcome = check_algorithm(pl.algorithms.sam, skip=skip, max_examples=1).outcomes
+    (found,) = [each for each in outcome if each.law == "world_size"]
+    if devices == 2:
+        assert (found.result, tried) == ("passed", ["replicate", "shard"])
+        return
+    assert (found.result, tried) == ("skipped", [])
+    assert found.reason == "each of 2 ranks needs a CUDA device, and there are 1"
+    with pytest.raises(unittest.SkipTest, match="needs a CUDA device"):
+        laws.world_size(pl.algorithms.sam, max_examples=1)

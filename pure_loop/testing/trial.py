@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from unittest import SkipTest
 
 import attrs
 
@@ -117,6 +118,8 @@ class Trial:
             count = try_examples(
                 law, self.subject, cases, fit=self.fit, max_examples=self.max_examples, tolerant=self._tolerant(name)
             )
+        except SkipTest as skipped:
+            return Outcome(name, law.statement, "skipped", reason=str(skipped))
         except LawViolation as violation:
             seconds = time.process_time() - began
             result = "expected failure" if expected else "FAILED"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import SkipTest
 
 import attrs
 import optree
@@ -110,7 +111,7 @@ def on_ranks(
         # torch's DistributedDataParallel crashes where gloo's collectives are checked.
         return shared_pool(ranks, checked=False).run(program)
     except RankError as error:
-        raise LawViolation(f'with parallel="{kind}", on {ranks} processes with gloo: {error}') from error
+        raise LawViolation(f'with parallel="{kind}", on {ranks} processes: {error}') from error
 
 
 @law(
@@ -123,7 +124,10 @@ def on_ranks(
     serves_what="separable: the loss of a batch is the mean of those of its samples",
 )
 def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Trains on one rank, and on two processes with gloo, replicated and sharded, in float64."""
+    """Trains on one rank, and on two processes, replicated and sharded, in float64.
+
+    Skipped (:class:`unittest.SkipTest`) where the loop trains on a GPU, and there is one for both.
+    """
     if case not in subject.on_worlds:
         if len(subject.on_worlds) == _CASES:
             return
@@ -131,9 +135,20 @@ def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     # Momentum instead of AdamW, which makes a whole step of what is rounding where a gradient should be zero.
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
     alone = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
+    _refuse_too_few_devices(alone)
     for kind in ("replicate", "shard"):
         for rank, seen in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
             compare(seen, alone, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
+
+
+def _refuse_too_few_devices(alone: list[Witness]) -> None:
+    """
+    Raises:
+        SkipTest: the loop trains on a device of which there are fewer than ranks, and each rank needs its own.
+    """
+    kind = next(iter(alone[-1].values["params"].values())).device.type
+    if kind == "cuda" and torch.cuda.device_count() < _RANKS:
+        raise SkipTest(f"each of {_RANKS} ranks needs a CUDA device, and there are {torch.cuda.device_count()}")
 
 
 def compare(given: list[Witness], wanted: list[Witness], who: str, tolerance: float) -> None:
