@@ -109,7 +109,7 @@ def make_graph(
     """
     if connected:
         _refuse_graphs(state, tuple(name for name in names if name != "params"))
-    tracing = Tracing()
+    tracing = Tracing(state.device)
     host = tracing.host
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
     handlers = traced_handlers(stages.handlers, tracing)
@@ -168,7 +168,7 @@ def make_graph(
     state.model.release()
     state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
     try:
-        compiled = compile_function(function, tensors, tracing)
+        compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:
         raise Untraceable(
             f"the stretch {name!r} can't be compiled: {error}. Forwards and losses of training may draw, "

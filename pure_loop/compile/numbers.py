@@ -58,12 +58,12 @@ class Host:
     """The Python side of one trace: its guards, and the numbers that become inputs.
 
     Attributes:
-        lift: makes a 0-d tensor of a dtype that the graph takes as an input.
+        lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
         where: the algorithm and event whose code runs, for guards.
         recording: whether the code that runs is somebody's own: what the loop itself reads is not recorded.
     """
 
-    def __init__(self, lift: Callable[[torch.dtype, Evaluate], Tensor]) -> None:
+    def __init__(self, lift: Callable[..., Tensor]) -> None:
         self.lift = lift
         self.guards: list[Guard] = []
         self.where = "the loop"
@@ -142,8 +142,8 @@ class Number:
         """Its value, on which the graph depends from here on."""
         return self.host.guard(self.evaluate, self.value, self.sources)
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        return self.host.lift(dtype, self.evaluate)
+    def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.host.lift(dtype, self.evaluate, device)
 
     @classmethod
     def __torch_function__(
@@ -152,7 +152,9 @@ class Number:
         tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
 
         def lift(each: Any) -> Any:
-            return each.tensor(_dtype_beside(each.value, tensors)) if isinstance(each, Number) else each
+            if not isinstance(each, Number):
+                return each
+            return each.tensor(_dtype_beside(each.value, tensors), _device_beside(tensors))
 
         return function(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})
 
@@ -196,6 +198,11 @@ def _dtype_beside(value: Any, tensors: list[Tensor]) -> torch.dtype:
         return torch.get_default_dtype()
     integral = [tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool]
     return integral[0] if integral else torch.int64
+
+
+def _device_beside(tensors: list[Tensor]) -> torch.device:
+    """Where a Python number takes part: a number of the host's would be copied to the device in every step."""
+    return next((each.device for each in tensors if not each.is_cpu), torch.device("cpu"))
 
 
 def _evaluator(given: Any) -> Evaluate:

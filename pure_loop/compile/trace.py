@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import optree
 import torch
 import torch.fx
 from torch import Tensor
@@ -26,6 +27,7 @@ from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, l
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
+from pure_loop.compile.replay import Replaying, recorder_of
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
@@ -57,15 +59,19 @@ __all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 class Tracing:
     """One trace under way: what Python asked of it besides operations on tensors.
 
+    Args:
+        device: of the State.
+
     Attributes:
         begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
         sharing: which of the tensors that it is given share memory with another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.host = Host(self.lift)
-        self.numbers: list[tuple[torch.dtype, Evaluate]] = []
+        self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
         self.draws: list[tuple[Group, torch.fx.Node]] = []
         self.tangents = 0
         self.begins_with_leaves = True
@@ -83,12 +89,13 @@ class Tracing:
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    def lift(self, dtype: torch.dtype, evaluate: Evaluate) -> Tensor:
+    def lift(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device | None = None) -> Tensor:
         """A number of the step as an input of the graph."""
+        device = self.device if device is None else device
         with disable_proxy_modes_tracing(), self.mode:
-            fake = torch.empty((), dtype=dtype)
+            fake = torch.empty((), dtype=dtype, device=device)
         self._input(f"number_{len(self.numbers)}", fake)
-        self.numbers.append((dtype, evaluate))
+        self.numbers.append((dtype, evaluate, device))
         return fake
 
     def tangent(self, output: Tensor) -> Tensor:
@@ -188,15 +195,15 @@ class Compiled:
 
 
 class _Scalar:
-    """A number as a tensor whose memory Python writes to."""
+    """A number as a tensor whose memory Python writes to; on a device a kernel does, for which nobody waits."""
 
     __slots__ = ("_memory", "evaluate", "last", "tensor")
 
-    def __init__(self, dtype: torch.dtype, evaluate: Evaluate) -> None:
+    def __init__(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device) -> None:
         self.evaluate = evaluate
-        self.tensor = torch.zeros((), dtype=dtype)
+        self.tensor = torch.zeros((), dtype=dtype, device=device)
         self._memory: Any = None
-        if dtype in (torch.float64, torch.float32, torch.int64):
+        if self.tensor.is_cpu and dtype in (torch.float64, torch.float32, torch.int64):
             import ctypes
 
             kind = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float, torch.int64: ctypes.c_int64}[dtype]
@@ -217,6 +224,7 @@ def compile_function(
     function: Callable[[list[Tensor]], tuple[list[Tensor], dict[int, int], Connection | None]],
     tensors: Sequence[Tensor],
     tracing: Tracing,
+    lasting: int,
 ) -> Compiled:
     """Trace and compile.
 
@@ -225,6 +233,7 @@ def compile_function(
             input (what is written is no output), and how autograd goes on through them, if it does.
         tensors: examples.
         tracing: collects what else the function asks for.
+        lasting: how many of the first tensors last from step to step.
     """
     begin = time.perf_counter()
     fakes = [tracing.fake(tensor) for tensor in tensors]
@@ -253,8 +262,16 @@ def compile_function(
     first = len(tensors)
     second = first + len(tracing.numbers)
     third = second + len(draws)
+    call, record = code.call, recorder_of(tracing.device) if code.replays else None
+    if record is not None:
+        call = Replaying(
+            call,
+            # Numbers have memory of their own, and what Python has from elsewhere seldom moves.
+            [place for place, i in enumerate(code.taken) if i < lasting or first <= i < second or i >= third],
+            record,
+        )
     return Compiled(
-        call=code.call,
+        call=call,
         taken=[i for i in code.taken if i < first],
         numbers=[_Scalar(*tracing.numbers[i - first]) for i in code.taken if first <= i < second],
         draws=draws,
@@ -306,12 +323,16 @@ def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.
 
 @attrs.frozen
 class _Code:
-    """Machine code: which inputs it takes, which of them it writes to, and of how many operations it is."""
+    """Machine code: which inputs it takes, which of them it writes to, and of how many operations it is.
+
+    ``replays`` says whether its kernels may be launched as one: all of them run on one device.
+    """
 
     call: Call
     taken: list[int]
     written: list[int]
     operations: int
+    replays: bool = False
 
 
 def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
@@ -321,7 +342,8 @@ def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
     graph.recompile()
     operations = sum(node.op == "call_function" for node in graph.graph.nodes)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return _Code(lower(graph, examples), taken, written, operations)
+    replays = _on_one_device(graph)
+    return _Code(lower(graph, examples), taken, written, operations, replays)
 
 
 def _joined(pieces: Pieces) -> _Code:
@@ -336,26 +358,25 @@ def _joined(pieces: Pieces) -> _Code:
     )
 
 
-def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:
-    """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd.
+def _on_one_device(graph: torch.fx.GraphModule) -> bool:
+    values: Any = (each for node in graph.graph.nodes for each in optree.tree_leaves(node.meta.get("val")))
+    return len({each.device for each in values if isinstance(each, Tensor)}) == 1
 
-    On a GPU its launches are replayed as a CUDA graph, as far as torch finds that possible (which is not tested).
-    """
+
+def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:
+    """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd."""
     if is_on():
         return interpret(graph)
-    made = _made(graph, examples, cudagraphs=BoxedBool(any(example.device.type == "cuda" for example in examples)))
+    made = _made(graph, examples)
     return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
 
 
 def _half(graph: torch.fx.GraphModule, backward: bool) -> tuple[Call, Sequence[Any] | None]:
-    """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives.
-
-    What one gives the other has to stay, so nothing is replayed.
-    """
+    """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives."""
     if is_on():
         return interpret(graph), None
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    made = _made(graph, examples, cudagraphs=BoxedBool(False), is_backward=backward)
+    made = _made(graph, examples, is_backward=backward)
     return getattr(made, "current_callable", None) or made, getattr(made, "output_strides", None)
 
 
@@ -367,7 +388,9 @@ def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -
     try:
         with inductor.patch(_SETTINGS):
             joint_graph_passes(graph)
-            return compile_fx_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, **options)
+            # What torch replays itself is overwritten by the next step: see `replay`.
+            no = BoxedBool(False)
+            return compile_fx_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, cudagraphs=no, **options)
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":

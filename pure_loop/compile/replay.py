@@ -1,0 +1,126 @@
+"""CUDA graphs: the launches of a graph's kernels are recorded once, and sent off together from then on.
+
+A recording knows addresses. What lasts (parameters, the optimizer's memory) lies where it lay in the step before, as
+long as its memory is donated, and is used where it is. What belongs to the batch is copied to where the recording reads
+it. What the graph gives is copied out, because it is a value, and the next replay writes there again.
+
+So torch's own CUDA graph trees don't serve: what they give is overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Replaying", "recorder_of"]
+
+Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
+# (what is recorded, what it is called with, whose memory pool it shares) -> what replays it, what it gives, its pool.
+Recorder: TypeAlias = Callable[[Call, list[Tensor], Any], tuple[Callable[[], None], Sequence[Any], Any]]
+
+# Calls with the same addresses, one after the other, that come before one that is recorded: kernels are loaded and
+# tuned in them, and who keeps every State, which moves the memory at each step, has nothing recorded.
+WARM_UP = 2
+# Recordings of one graph, for memory here and there.
+MOST = 4
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records on this device; None where nothing does."""
+    return partial(_record, device) if device.type == "cuda" else None
+
+
+def _record(
+    device: torch.device, call: Call, tensors: list[Tensor], pool: Any
+) -> tuple[Callable[[], None], Sequence[Any], Any]:
+    """Record a call, whose kernels don't run meanwhile."""
+    graph: Any = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.device(device),
+        # A recording that fails leaves its stream the current one.
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        # Other threads, those of a loader that pins batches, go on.
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        outputs = call(tensors)
+    return graph.replay, outputs, graph.pool()
+
+
+class Replaying:
+    """Machine code, recorded where it is called with the same memory again and again.
+
+    It refers to nothing that it is called with, which who counts references would find.
+
+    Args:
+        call: the machine code: takes a list of tensors, and empties it.
+        lasting: which of these are likely to have the same memory in the next call; others are copied.
+        record: records a call.
+    """
+
+    def __init__(self, call: Call, lasting: Sequence[int], record: Recorder) -> None:
+        self._call = call
+        self._lasting = list(lasting)
+        self._record: Recorder | None = record
+        self._others: list[int] = []
+        self._last: tuple[int, ...] = ()
+        self._repeated = 0
+        self._recordings: dict[tuple[int, ...], _Recording] = {}
+        self._pool: Any = None
+
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+        if self._record is None:
+            return self._call(tensors)
+        addresses = tuple([tensors[i].data_ptr() for i in self._lasting])
+        recording = self._recordings.get(addresses)
+        if recording is None:
+            self._repeated = self._repeated + 1 if addresses == self._last else 0
+            self._last = addresses
+            if self._repeated < WARM_UP or not self._begin(addresses, tensors):
+                return self._call(tensors)
+            recording = self._recordings[addresses]
+        batch = [tensors[i] for i in self._others]
+        tensors.clear()
+        return recording.replay(batch)
+
+    def _begin(self, addresses: tuple[int, ...], tensors: list[Tensor]) -> bool:
+        """Record a call with these tensors; whether that could be done."""
+        assert self._record is not None
+        lasting = set(self._lasting)
+        self._others = [i for i in range(len(tensors)) if i not in lasting]
+        log = logging.getLogger("pure_loop.compile")
+        given = list(tensors)
+        for i in self._others:
+            given[i] = given[i].clone()
+        inputs = [given[i] for i in self._others]
+        try:
+            if any(given[i].stride() != tensors[i].stride() for i in self._others):
+                raise RuntimeError("a tensor of the batch has elements that share memory, or gaps between them")
+            replay, outputs, self._pool = self._record(self._call, given, self._pool)
+        # Of a kernel that waits for the device, or allocates in a way of its own, CUDA says so in a RuntimeError.
+        except RuntimeError as error:
+            log.warning("a graph is launched kernel by kernel, because it can't be a CUDA graph: %s", str(error))
+            self._record = None
+            return False
+        if len(self._recordings) == MOST:
+            del self._recordings[next(iter(self._recordings))]
+        self._recordings[addresses] = _Recording(replay, inputs, outputs)
+        log.info("a graph is launched as one CUDA graph from here on")
+        return True
+
+
+class _Recording:
+    def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Sequence[Any]) -> None:
+        self._replay = replay
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def replay(self, batch: list[Tensor]) -> list[Any]:
+        if batch:
+            torch._foreach_copy_(self._inputs, batch)
+        self._replay()
+        return [each.clone() if isinstance(each, Tensor) else each for each in self._outputs]
