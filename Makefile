@@ -12,7 +12,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-thorough test-compiler lint typecheck bench bench-peers bench-page bench-ranks docs clean
+.PHONY: demo test test-thorough test-compiler test-simulated-gpu lint typecheck bench bench-peers bench-page bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ COMPILED := test_compile test_compile_connected test_compile_refusals test_compi
 
 test-compiler: $(STAMP)  ## compiled steps through torch's compiler, and not operation by operation: about 40 minutes
 	PURE_LOOP_COMPILER=1 $(BIN)/python -m pytest -n 2 --timeout=3600 $(COMPILED:%=tests/%.py)
+
+test-simulated-gpu: $(STAMP)  ## the tests that need a GPU, on one that computes on the CPU: two minutes, with g++
+	$(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin -m "gpu and not thorough"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,10 @@
-"""The laws on a CUDA device, and that a step waits for it nowhere. Skipped where there is none."""
+"""The laws on a CUDA device, steps as CUDA graphs, and that no step waits for it. Skipped where there is none."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.compile import interpreted
+from pure_loop.donation import Donation
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
 from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
 from tests.models import batches, mlp
-from tests.sameness import assert_same_stream, leaves
+from tests.sameness import assert_same, assert_same_stream, leaves
 
 pytestmark = pytest.mark.gpu
 
@@ -218,3 +223,107 @@ def test_memory_is_flat_on_the_device() -> None:
             if state.timestamp.batch % 40 == 0:
                 used.append(torch.cuda.memory_allocated() - 512 * len(kept))
     assert max(used[1:]) - used[1] <= 4096, used
+
+
+def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    settings.setdefault("optimizer", pl.optim.adamw(lr=pl.schedules.cosine("4ep", peak=0.01)))
+    settings.setdefault("algorithms", [pl.algorithms.ema(half_life="5ba")])
+    loss = settings.pop("loss", functional.cross_entropy)
+    data = settings.pop("data", batches((8,) * 5, seed=0))
+    return on_device(model, data, loss=loss, max_duration="4ep", watch=watch, compile=True, **settings)
+
+
+@pytest.fixture(params=["operation by operation", "compiled"])
+def graphs(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "compiled" and importlib.util.find_spec("triton") is None:
+        pytest.skip("torch's compiler makes kernels for a GPU with triton, which is not installed")
+    with interpreted() if request.param == "operation by operation" else nullcontext():
+        yield
+
+
+def launched(**settings: Any) -> pl.State:
+    """The same, kernel by kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pure_loop.compile.trace.recorder_of", lambda device: None)
+        return pl.run(compiled(**settings))
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"watch": None}],
+    ids=str,
+)
+def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(settings: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO", logger="pure_loop.compile"):
+        found = pl.run(compiled(**settings))
+    assert "launched as one CUDA graph" in caplog.text
+    assert "can't be a CUDA graph" not in caplog.text
+    assert_same(found, launched(**settings), "as a CUDA graph and kernel by kernel")
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_was_kept_of_steps_as_a_cuda_graph_never_changes() -> None:
+    kept = []
+    for _, state in compiled():
+        kept.append((state.loss, float(state.loss)))
+        if state.timestamp.batch == 10:
+            params = state.params, {name: tensor.cpu() for name, tensor in state.params.items()}
+    assert [loss.item() for loss, _ in kept] == [number for _, number in kept]
+    assert all(torch.equal(params[0][name].cpu(), numbers) for name, numbers in params[1].items())
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
+def test_compiled_steps_write_where_their_numbers_are(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    real = Donation.own
+
+    def own(this: Any, tensors: list[torch.Tensor], alone: Any) -> list[torch.Tensor]:
+        given = real(this, tensors, alone)
+        copied.append(given is not tensors)
+        return given
+
+    monkeypatch.setattr(Donation, "own", own)
+    for _, _state in compiled(**settings):
+        pass
+    assert copied == [True] + [False] * 19
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "optimizer", [pl.optim.adamw(lr=0.01), pl.optim.sgd(lr=0.01, momentum=0.9)], ids=lambda o: o.name
+)
+def test_a_compiled_step_never_waits_for_the_device(optimizer: Any) -> None:
+    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches((8,) * 5, seed=0)]
+    try:
+        for _, state in compiled(data=pinned, optimizer=optimizer, clip_grad=1.0):
+            # In the first epoch it is recorded.
+            quiet = state.timestamp.epoch > 0 and state.timestamp.batch_in_epoch in (2, 3)
+            torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.timestamp.batch == 20
+
+
+def test_what_waits_for_the_device_is_launched_kernel_by_kernel(caplog: Any) -> None:
+    """A mask is looked at by the host, which no recording can."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) + waits(outputs).mean()
+
+    with interpreted():
+        found = pl.run(compiled(loss=loss))
+        assert_same(found, launched(loss=loss), "refused and launched")
+    assert "can't be a CUDA graph" in caplog.text
+
+
+@torch.library.custom_op("pure_loop_tests::waits", mutates_args=())
+def waits(images: torch.Tensor) -> torch.Tensor:
+    return images * float(images.sum() > -1e9)
+
+
+waits.register_fake(torch.empty_like)
+waits.register_autograd(lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None)
