@@ -15,6 +15,8 @@ _run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine",
 
 # Private too: which call of the engine is running; torch's checkpoint asks for it.
 _graph_task: Any = torch._C._current_graph_task_id
+# And this: whether the backward on a device runs in a thread of the engine's.
+_has_threads: Any = torch._C._is_multithreading_enabled
 
 __all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers"]
 
@@ -47,6 +49,10 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
     >>> gradient_of(x * x, [x, y])
     (tensor(6.), None)
     """
+    if not loss.is_cpu and _has_threads():
+        # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
+        with torch.autograd.set_multithreading_enabled(False):
+            return gradient_of(loss, inputs, seed)
     engine: Any = _run_engine
     if engine is None:
         return torch.autograd.grad(loss, inputs, seed, allow_unused=True)

@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, engine
+from pure_loop._ownership import held_once
 from pure_loop.compile import interpreted
 from pure_loop.donation import Donation
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
@@ -233,6 +234,31 @@ def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
     loss = settings.pop("loss", functional.cross_entropy)
     data = settings.pop("data", batches((8,) * 5, seed=0))
     return on_device(model, data, loss=loss, max_duration="4ep", watch=watch, compile=True, **settings)
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_large_gradients_are_added_up_in_place(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of autograd's has them when that is asked."""
+    alone = []
+
+    def asking(tensors: Any, *, mappings: int = 0) -> bool:
+        alone.append(held_once(tensors, mappings=mappings))
+        return alone[-1]
+
+    monkeypatch.setattr(engine, "held_once", asking)
+    monkeypatch.setattr(engine, "_LARGE", 0)
+    stream = on_device(
+        mlp(),
+        batches((8,) * 5, seed=0),
+        loss=functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="4ep",
+        microbatch_size=2,
+        watch=watch,
+    )
+    pl.run(stream)
+    assert alone == [True] * len(alone)
+    assert len(alone) >= 60
 
 
 @pytest.fixture(params=["operation by operation", "compiled"])

@@ -72,6 +72,16 @@ class Stream:
         return event
 
 
+class Device:
+    """Makes one current."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def install() -> None:
     """Make torch.cuda that of the simulated device."""
     assert "torch" not in sys.modules, "torch was imported before the device that it is to find"
@@ -108,7 +118,7 @@ def install() -> None:
         "current_device": lambda: 0,
         "current_stream": lambda device=None: stream,
         "default_generators": (generator,),
-        "device": lambda device: nullcontext(),
+        "device": Device,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a simulated GPU",
