@@ -11,7 +11,7 @@ import attrs
 from pure_loop._batches import next_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
-from pure_loop.compile.microbatch import INSIDE, microbatch
+from pure_loop.compile.microbatch import INSIDE, Piece, microbatch
 from pure_loop.compile.numbers import Env
 from pure_loop.compile.program import Ended, Flight, at, put_in
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
@@ -119,6 +119,7 @@ class Compiler:
         self.own = own
         self.shown = shown
         self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
+        self.pieces: dict[Any, Piece] = {}
         self._stretches: dict[Any, Stretch] = {}
 
     def stretch(self, name: str, program: Program, *, connected: bool = False) -> Stretch:

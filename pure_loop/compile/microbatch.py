@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import attrs
 from torch import Tensor
 
 from pure_loop.compile.program import Ended, Flight, at, put_in
@@ -21,7 +22,7 @@ from pure_loop.time import Timestamp
 if TYPE_CHECKING:
     from pure_loop.compile.compiler import Compiler
 
-__all__ = ["INSIDE", "microbatch"]
+__all__ = ["INSIDE", "Piece", "microbatch"]
 
 Step: TypeAlias = Event | Literal["forward", "loss"]
 STEPS: tuple[Step, ...] = (
@@ -30,6 +31,27 @@ STEPS: tuple[Step, ...] = (
 )
 INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
 _CHANGED = ("microbatch", "outputs", "loss", "_grads", "batch")
+
+
+@attrs.frozen
+class Piece:
+    """Steps between two events that somebody attends to.
+
+    Attributes:
+        end: the first step after it.
+        name: for errors and records.
+        fields: those in flight that it takes and gives.
+        program: what is compiled.
+        empty: whether nothing happens in it.
+        begins_with_leaves: whether the forward is in it.
+    """
+
+    end: int
+    name: str
+    fields: tuple[str, ...]
+    program: Program
+    empty: bool
+    begins_with_leaves: bool
 
 
 def microbatch(
@@ -79,14 +101,14 @@ def _in_pieces(compiler: Compiler, timestamps: tuple[Timestamp, ...], state: Sta
             state = _stage(stages, step, state, index, last)
             position += 1
         else:
-            end = next((i for i in range(position, len(STEPS)) if STEPS[i] in compiler.attended), len(STEPS))
-            piece = _piece(compiler, position, end, state, timestamps, index)
-            if piece is not None:
-                position, state = end, piece
+            piece = _piece_from(compiler, position)
+            found = _run(compiler, piece, state, timestamps, index)
+            if found is not None:
+                position, state = piece.end, found
             elif _eager(compiler) and position:
                 # What follows may differentiate one output by another, and those of a graph lie side by side.
                 state = run_silently(_eagerly(stages, begun, STEPS[:position], index, last), stages.handlers, stages)
-            del piece
+            del found
     return state
 
 
@@ -105,20 +127,33 @@ def _stage(stages: LoopStages, name: Step, state: State, index: int, last: bool)
     return stages.loss(state, index=index)
 
 
-def _piece(
-    compiler: Compiler, begin: int, end: int, state: State, timestamps: tuple[Timestamp, ...], index: int
-) -> State | None:
-    """The State after these steps; None: something in them can't be traced."""
-    steps = STEPS[begin:end]
-    if not any(not isinstance(step, Event) or step in compiler.stages.handlers for step in steps):
+def _piece_from(compiler: Compiler, begin: int) -> Piece:
+    """The longest piece that begins here."""
+    key = begin, compiler.attended
+    found = compiler.pieces.get(key)
+    if found is None:
+        end = next((i for i in range(begin, len(STEPS)) if STEPS[i] in compiler.attended), len(STEPS))
+        steps = STEPS[begin:end]
+        found = compiler.pieces[key] = Piece(
+            end=end,
+            name=" to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1]))),
+            fields=_fields(compiler, steps, _CHANGED[:3]),
+            program=_program(steps),
+            empty=all(isinstance(step, Event) and step not in compiler.stages.handlers for step in steps),
+            begins_with_leaves="forward" in steps,
+        )
+    return found
+
+
+def _run(compiler: Compiler, piece: Piece, state: State, timestamps: tuple[Timestamp, ...], index: int) -> State | None:
+    """The State after a piece; None: something in it can't be traced."""
+    if piece.empty:
         return state
-    if "forward" in steps:
+    if piece.begins_with_leaves:
         state = holding(state, params=compiler.alone.engine.leaves(state, index=0, last=True))
-    name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
-    fields = _fields(compiler, steps, _CHANGED[:3])
-    flight = tuple(getattr(state, field) if field in fields else None for field in _CHANGED)
-    run = compiler.attempt(name, _program(steps), state, timestamps, flight, index, connected=True)
-    return None if run is None else put_in(state, run, fields)
+    flight = tuple([getattr(state, field) if field in piece.fields else None for field in _CHANGED])
+    run = compiler.attempt(piece.name, piece.program, state, timestamps, flight, index, connected=True)
+    return None if run is None else put_in(state, run, piece.fields)
 
 
 def _fields(compiler: Compiler, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:

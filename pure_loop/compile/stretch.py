@@ -41,7 +41,7 @@ class Run:
     """What one call gave.
 
     Attributes:
-        names: of the durable fields.
+        names: of the durable fields that may be others than before.
         durable: these.
         report: the number that the program reports, on its device; None where it reports none.
         flight: what is in flight.
@@ -124,9 +124,10 @@ class Stretch:
         values = self._fields(state)
         durable, made = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
-        key = _flight_key(flight)
+        tensors = _tensors(flight)
+        key = _flight_key(flight, tensors)
         if self.connected:
-            key = key, tuple([tensor.requires_grad for each in flight for tensor in tensors_of(each)])
+            key = key, tuple([tensor.requires_grad for tensor in tensors])
         if durable is None or not ours:
             self._durable = None
             durable = Durable.of(state, self.names)
@@ -141,7 +142,7 @@ class Stretch:
                 made = self._find(state, durable, key, env, flight)
                 self._arguments = None
         self._flight_key, self._made = key, made
-        return self._run(made, state, durable, values, env, flight, index)
+        return self._run(made, state, durable, values, env, tensors, index)
 
     def repeats(self, state: State) -> bool:
         """Whether :meth:`again` can follow: a call changes nothing but memory, and nobody has seen this State."""
@@ -159,7 +160,8 @@ class Stretch:
         assert self._made is not None
         assert self._durable is not None
         env = Env(timestamps, self._durable.leaves)
-        return env if _flight_key(flight) == self._flight_key and _hold(self._made.moving, env) else None
+        same = _flight_key(flight, _tensors(flight)) == self._flight_key
+        return env if same and _hold(self._made.moving, env) else None
 
     def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[int, int] | None:
         """The last call again and again, with other data that fits.
@@ -181,7 +183,7 @@ class Stretch:
         with self.stages._without_autocast(state):
             for number, (env, flight) in enumerate(calls):
                 drawn = self._drawn(made, state, env, 0)
-                report = made.compiled.call(self._given(made, arguments, env, flight, drawn))[0]
+                report = made.compiled.call(self._given(made, arguments, env, _tensors(flight), drawn))[0]
                 if report.is_cpu and (found := report.item()):
                     return number, int(found)
         return None
@@ -195,16 +197,11 @@ class Stretch:
         return [drawn[i] for i in compiled.drawn]
 
     def _given(
-        self, made: Graph, arguments: list[Tensor], env: Env, flight: tuple[Any, ...], drawn: list[Tensor]
+        self, made: Graph, arguments: list[Tensor], env: Env, tensors: Sequence[Tensor], drawn: list[Tensor]
     ) -> list[Tensor]:
         """What the graph is called with."""
         compiled = made.compiled
-        given = arguments.copy()
-        if made.tensors:
-            found: Any = flight[0] if len(flight) == 1 and type(flight[0]) is tuple else None
-            if found is None or not _all_tensors(found):
-                found = [tensor for each in flight for tensor in tensors_of(each)]
-            given += [found[i] for i in made.tensors]
+        given = arguments + [tensors[i] for i in made.tensors]
         for number in compiled.numbers:
             number.set(env)
             given.append(number.tensor)
@@ -239,7 +236,7 @@ class Stretch:
         durable: Durable,
         values: tuple[Any, ...],
         env: Env,
-        flight: tuple[Any, ...],
+        tensors: Sequence[Tensor],
         index: int,
     ) -> Run:
         compiled = made.compiled
@@ -252,7 +249,7 @@ class Stretch:
             self._arguments = None if copied else arguments
         # Else operations outside of the machine code would note down what they do, where autograd goes on through it.
         with GradMode(False):
-            outputs = compiled.call(self._given(made, arguments, env, flight, drawn))
+            outputs = compiled.call(self._given(made, arguments, env, tensors, drawn))
         following = made.next
         if copied or not made.same:
             durable = after(following.fields, durable, leaves, env, outputs, copied)
@@ -265,14 +262,17 @@ class Stretch:
         elif copied:
             self._memory = Memory(made.written, durable)
         report = outputs[0] if following.reports else None
+        names = self.names
+        if made.same and not made.written:
+            names = values = ()
         if not following.flight:
-            return Run(self.names, values, report, ())
-        inputs = [*[leaves[i] for i in made.sources], *[tensor for each in flight for tensor in tensors_of(each)]]
+            return Run(names, values, report, ())
+        inputs = [*[leaves[i] for i in made.sources], *tensors]
         in_flight = []
         for template, places in following.flight:
-            tensors = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
-            in_flight.append(rebuild(template, iter(tensors)))
-        return Run(self.names, values, report, tuple(in_flight))
+            found = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
+            in_flight.append(rebuild(template, iter(found)))
+        return Run(names, values, report, tuple(in_flight))
 
     def _writable(self, made: Graph, state: State, durable: Durable, values: tuple[Any, ...]) -> list[Any]:
         """The durable leaves, with copies in the places of those that the graph may not write to."""
@@ -352,16 +352,20 @@ def _hold(guards: list[Guard], env: Env) -> bool:
     return True
 
 
-def _all_tensors(batch: tuple[Any, ...]) -> bool:
-    for each in batch:  # noqa: SIM110 - in every step
-        if type(each) is not Tensor:
-            return False
-    return True
+def _tensors(flight: tuple[Any, ...]) -> Sequence[Tensor]:
+    """The tensors in flight: where a batch is a tuple of tensors, that tuple itself."""
+    if len(flight) == 1 and type(flight[0]) is tuple:
+        for each in flight[0]:
+            if type(each) is not Tensor:
+                break
+        else:
+            return flight[0]
+    return [tensor for each in flight for tensor in tensors_of(each)]
 
 
-def _flight_key(flight: tuple[Any, ...]) -> Any:
-    if len(flight) == 1 and type(flight[0]) is tuple and _all_tensors(flight[0]):
-        return tuple(map(describe, flight[0]))
+def _flight_key(flight: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
+    if tensors is flight[0]:
+        return tuple(map(describe, tensors))
     return tuple(map(walk, flight))
 
 

@@ -7,7 +7,6 @@ nothing changed is never built again. What belongs to the batch may be of any ki
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import attrs
@@ -34,6 +33,12 @@ _OF_THE_STEP = frozenset(
 def durable_fields(cls: type[State]) -> tuple[str, ...]:
     """The fields of a State (or a subclass of the user's) that a graph takes and gives."""
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
+
+
+_nothing: Any = None
+_no_items: Any = FrozenDict()
+_NONE = optree.tree_structure(_nothing, namespace=NAMESPACE)
+_EMPTY = optree.tree_structure(_no_items, namespace=NAMESPACE)
 
 
 class UnreadFieldError(PureLoopError):
@@ -80,12 +85,18 @@ class Durable:
 
     @classmethod
     def of(cls, state: State, names: tuple[str, ...]) -> Durable:
-        values = attrgetter(*names)(state)
+        values = tuple([getattr(state, name) for name in names])
         leaves: list[Any] = []
         specs, ends = [], []
         for value in values:
-            found, spec = optree.tree_flatten(value, namespace=NAMESPACE)
-            leaves += found
+            # Most fields are one of these, and optree takes longer to say so.
+            if value is None:
+                spec = _NONE
+            elif type(value) is FrozenDict and not value:
+                spec = _EMPTY
+            else:
+                found, spec = optree.tree_flatten(value, namespace=NAMESPACE)
+                leaves += found
             specs.append(spec)
             ends.append(len(leaves))
         return cls(values, tuple(specs), tuple(ends), leaves)
@@ -181,6 +192,8 @@ def walk(value: Any) -> Any:
 
 def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
     """A value like ``template`` with other tensors in it."""
+    if template is None:
+        return None
     if isinstance(template, Tensor):
         return next(tensors)
     if _plain(template) is not None:
