@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping
-from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, fit, stream
+from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, SHORT, fit, stream
 from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
 from tests.tiers import tiers
@@ -25,6 +27,40 @@ def test_states_stay_what_they_were() -> None:
         kept.append((state, frozen_copy(state)))
     for state, before in kept:
         assert_same(state, before, "a State that was kept")
+
+
+WAYS: dict[str, Callable[[Any], Tensor]] = {
+    "as it is": torch.positive,
+    "many times": lambda number: torch.broadcast_to(number, (2,)),
+    "with a dimension": torch.atleast_1d,
+    "beside another": lambda number: torch.broadcast_tensors(number, torch.ones(2))[0],
+}
+
+
+@pytest.mark.parametrize("where", [Event.AFTER_FORWARD, Event.AFTER_TRAIN_BATCH], ids=lambda event: event.name)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_number_of_the_step_as_an_output_stays_what_it_was(way: Callable[[Any], Tensor], where: Event) -> None:
+    """The graph takes numbers from memory that is written anew for the next step.
+
+    In eager steps torch refuses what isn't a tensor here; where numbers are traced, they are tensors to it.
+    """
+
+    @pl.algorithm(where, name="shows its batch")
+    def shown(state: pl.State) -> pl.State:
+        outputs = state.outputs[0] if isinstance(state.outputs, tuple) else state.outputs
+        return state.replace(outputs=(outputs, way(state.timestamp.batch)))
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, targets)
+
+    seen = {Event.BEFORE_LOSS, Event.BATCH_END} if where is Event.AFTER_FORWARD else BATCHES
+    settings: dict[str, Any] = {**SHORT, "watch": seen, "algorithms": [shown], "loss": loss}
+    kept = [
+        (state.timestamp.batch - (event is Event.BATCH_END), state.outputs[1])
+        for event, state in stream(**settings, compile=True)
+    ]
+    assert len(kept) >= 5
+    assert all((shown == batch).all() for batch, shown in kept), kept
 
 
 ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,19 @@ def counts_some(state: pl.State) -> pl.State:
 
 def test_a_number_beside_truth_values_is_a_whole_number() -> None:
     settings: dict[str, Any] = {**SHORT, "algorithms": [counts_some], "watch": BATCHES}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_a_number_is_compared_with_a_tensor_number_by_number(name: str) -> None:
+    compare = getattr(operator, name)
+
+    @pl.algorithm(Event.AFTER_LOSS)
+    def compares(state: pl.State) -> pl.State:
+        some, batch = state.batch[1], state.timestamp.batch
+        return state.replace(outputs=(compare(batch, some), compare(some, batch)))
+
+    settings: dict[str, Any] = {**SHORT, "algorithms": [compares], "watch": BATCHES}
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 

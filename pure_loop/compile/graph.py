@@ -153,7 +153,8 @@ def make_graph(
             end_state = end_state.replace(params=leaves.origin)
             _refuse_graphs(end_state, names)
         found, results, written = plan(
-            end_state, report, in_flight_then, durable, names, stand_ins, places, fakes, in_place=not connected
+            *(end_state, report, in_flight_then, durable, names, stand_ins, places, fakes, tracing.lifted),
+            in_place=not connected,
         )
         planned[:] = [found]
         if not connected:

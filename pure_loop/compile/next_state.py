@@ -69,6 +69,7 @@ def plan(
     stand_ins: list[Any],
     places: list[int],
     fakes: list[Tensor],
+    lifted: list[Tensor],
     *,
     in_place: bool,
 ) -> tuple[NextState, list[Tensor], dict[int, int]]:
@@ -80,6 +81,7 @@ def plan(
         stand_ins: what stood for each of its leaves.
         places: which of them are tensors.
         fakes: the inputs: these tensors, and those that were in flight.
+        lifted: numbers of the step as inputs.
         in_place: whether what lasts is written where it was.
     """
     inputs = {id(fake): index for index, fake in enumerate(fakes)}
@@ -136,8 +138,9 @@ def plan(
     parts = []
     overwritten = set(written.values())
     seen: dict[int, int] = {}
-    # Autograd is told of each result by itself, so that none may be another one's, or an input's, memory.
-    memory = set() if in_place else set(map(_memory, fakes))
+    # Numbers are written anew for the next step. And autograd is told of each result by itself, so that none may be
+    # another one's, or an input's, memory.
+    memory = set(map(_memory, lifted if in_place else [*lifted, *fakes]))
     for each in flight:
         sources = []
         for tensor in tensors_of(each):
@@ -146,8 +149,9 @@ def plan(
                 sources.append((KEPT, index))
                 continue
             if id(tensor) not in seen:
-                found_before = not in_place and _memory(tensor) in memory
-                memory.add(_memory(tensor))
+                found_before = _memory(tensor) in memory
+                if not in_place:
+                    memory.add(_memory(tensor))
                 seen[id(tensor)] = put_out(tensor.detach().clone() if found_before else tensor.detach())
             sources.append((OUTPUT, seen[id(tensor)]))
         parts.append((each, sources))

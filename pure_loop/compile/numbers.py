@@ -119,6 +119,15 @@ def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Number, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        return Number.of(self.host, function, self, other).decide()
+
+    return apply
+
+
 class Number:
     """A number of this step, which is another one in the next."""
 
@@ -168,13 +177,13 @@ class Number:
     __neg__, __abs__, __pos__ = _lifted(operator.neg), _lifted(operator.abs), _lifted(operator.pos)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or bool(Number.of(self.host, operator.eq, self, other).decide())
+        if self is other:
+            return True
+        return _equal(self, other)  # type: ignore[no-any-return]
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __lt__, __le__ = _asked(operator.lt), _asked(operator.le)
-    __gt__, __ge__ = _asked(operator.gt), _asked(operator.ge)
+    __ne__ = _compared(operator.ne)
+    __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
+    __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
     __bool__, __int__, __float__, __index__ = _asked(bool), _asked(int), _asked(float), _asked(operator.index)
     __hash__, __str__, __round__ = _asked(hash), _asked(str), _asked(round)
 
@@ -187,6 +196,9 @@ class Number:
     def __getattr__(self, name: str) -> Any:
         # What only real numbers have (is_integer, as_integer_ratio): of its value.
         return getattr(self.decide(), name)
+
+
+_equal = _compared(operator.eq)
 
 
 def _dtype_beside(value: Any, tensors: list[Tensor]) -> torch.dtype:

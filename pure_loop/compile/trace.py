@@ -63,6 +63,7 @@ class Tracing:
         device: of the State.
 
     Attributes:
+        lifted: the numbers of the step that the graph takes.
         begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
         sharing: which of the tensors that it is given share memory with another one.
     """
@@ -72,6 +73,7 @@ class Tracing:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.host = Host(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
+        self.lifted: list[Tensor] = []
         self.draws: list[tuple[Group, torch.fx.Node]] = []
         self.tangents = 0
         self.begins_with_leaves = True
@@ -96,6 +98,7 @@ class Tracing:
             fake = torch.empty((), dtype=dtype, device=device)
         self._input(f"number_{len(self.numbers)}", fake)
         self.numbers.append((dtype, evaluate, device))
+        self.lifted.append(fake)
         return fake
 
     def tangent(self, output: Tensor) -> Tensor:
