@@ -64,8 +64,10 @@ def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     if not chosen:
         return stages
     from pure_loop.compile.evaluation import CompiledEvaluation
+    from pure_loop.compile.replay import Recorders
 
-    return CompiledEvaluation.of(stages, with_loss=_with_loss(evaluators), where_possible=chosen == "where possible")
+    where_possible = chosen == "where possible"
+    return CompiledEvaluation.of(stages, Recorders(), with_loss=_with_loss(evaluators), where_possible=where_possible)
 
 
 def _with_loss(evaluators: Iterable[BoundEvaluator]) -> bool:

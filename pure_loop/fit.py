@@ -179,7 +179,8 @@ def _start(prepared: Prepared) -> Stream:
     stages = prepared.fit.stages
     engine = stages.engine
     sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
-    to_close: list[Any] = [*prepared.callbacks, *sources, engine]
+    compiled = [] if prepared.fit.compiled is None else [prepared.fit.compiled]
+    to_close: list[Any] = [*prepared.callbacks, *sources, *compiled, engine]
     return run_script(
         prepared.script(),
         handlers,

@@ -18,7 +18,11 @@ class Double:
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def __call__(self, call: Call, tensors: list[Tensor], pool: Any) -> tuple[Callable[[], None], Sequence[Any], Any]:
+    def of(self, device: torch.device | None) -> Double | None:
+        """In the place of what records on a device."""
+        return None if device is None else self
+
+    def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Any]]:
         there = list(map(at_its_address, tensors))
         before = [tensor.clone() for tensor in there]
         outputs = call(there.copy())
@@ -33,7 +37,7 @@ class Double:
             for given, found in zip(outputs, call(there.copy()), strict=True):
                 given.copy_(found)
 
-        return replay, outputs, pool
+        return replay, outputs
 
 
 def at_its_address(tensor: Tensor) -> Tensor:

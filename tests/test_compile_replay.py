@@ -5,7 +5,9 @@ What it leaves to a GPU (tests/test_gpu.py) is CUDA's own recording.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -39,7 +41,7 @@ STEPS = 20
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     made = Double()
-    monkeypatch.setattr(trace, "recorder_of", lambda device: made)
+    monkeypatch.setattr(replay.Recorders, "of", lambda self, device: made.of(device))
     return made
 
 
@@ -60,7 +62,7 @@ def fit(model: Any = None, **arguments: Any) -> Any:
 
 def unrecorded(**arguments: Any) -> pl.State:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "recorder_of", lambda device: None)
+        patch.setattr(replay.Recorders, "of", lambda self, device: None)
         return pl.run(fit(**arguments))
 
 
@@ -127,7 +129,7 @@ def test_nothing_is_copied_but_the_batch_and_what_is_drawn(double: Double, monke
 
 def test_numbers_lie_where_what_they_meet_lies() -> None:
     """Else each would be copied to the device in every step, and waited for."""
-    tracing = trace.Tracing(torch.device("cuda"))
+    tracing = trace.Tracing(torch.device("cuda"), replay.Recorders())
     number = Number(tracing.host, 2.0, lambda env: 2.0, frozenset())
     found = []
 
@@ -159,7 +161,7 @@ def launched(setting: str) -> pl.State:
 def test_what_was_kept_never_changes(when: set[int], seen: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         double = Double()
-        patch.setattr(trace, "recorder_of", lambda device: double)
+        patch.setattr(replay.Recorders, "of", lambda self, device: double.of(device))
         kept = Kept()
         state: Any = None
         for event, state in fit(**SETTINGS[seen]):
@@ -187,7 +189,7 @@ def test_what_python_has_from_elsewhere_may_change_in_place(double: Double) -> N
     found = trained(torch.ones(3))
     assert double.replayed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "recorder_of", lambda device: None)
+        patch.setattr(replay.Recorders, "of", lambda self, device: None)
         assert_same(found, trained(torch.ones(3)), "replayed and launched")
 
 
@@ -230,11 +232,11 @@ def test_a_batch_that_can_not_be_copied_as_it_lies(double: Double, images: str, 
 def test_what_can_not_be_recorded_is_launched_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     asked = []
 
-    def refuse(call: Any, tensors: list[Tensor], pool: Any) -> Any:
+    def refuse(call: Any, tensors: list[Tensor]) -> Any:
         asked.append(len(tensors))
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(trace, "recorder_of", lambda device: refuse)
+    monkeypatch.setattr(replay.Recorders, "of", lambda self, device: refuse)
     with caplog.at_level(logging.WARNING, logger="pure_loop.compile"):
         found = pl.run(fit())
     assert_same(found, unrecorded(), "refused and launched")
@@ -275,13 +277,90 @@ def test_recording_by_other_memory_is_found(double: Double, monkeypatch: pytest.
     assert found != [float(number) for number in range(6)]
 
 
-def _by_object(call: Any, tensors: list[Tensor], pool: Any) -> Any:
+def _by_object(call: Any, tensors: list[Tensor]) -> Any:
     outputs = call(tensors.copy())
-    return lambda: [one.copy_(other) for one, other in zip(outputs, call(tensors.copy()), strict=True)], outputs, None
+    return lambda: [one.copy_(other) for one, other in zip(outputs, call(tensors.copy()), strict=True)], outputs
 
 
 def test_a_graph_of_two_devices_is_launched(double: Double) -> None:
-    graph = torch.fx.symbolic_trace(lambda x: x + 1)
-    for node in graph.graph.nodes:
-        node.meta["val"] = torch.empty(1, device="meta" if node.op == "call_function" else "cpu")
-    assert not trace._on_one_device(graph)
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH, init=lambda _: torch.zeros((), device="meta"))
+    def counts(state: pl.State) -> pl.State:
+        return state.remember("counts", state.algorithm_state["counts"] + 1)
+
+    state = pl.run(fit(algorithms=[counts]))
+    assert state.timestamp.batch == STEPS
+    assert not double.recorded
+
+
+def test_after_a_refusal_no_recording_is_held() -> None:
+    refusing = False
+
+    def record(call: Any, tensors: list[Tensor]) -> Any:
+        if refusing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Double()(call, tensors)
+
+    call = replay.Replaying(lambda tensors: [tensors[0] + 1], [0], record)
+    for number in range(2):
+        held, refusing = torch.full((2,), float(number)), number == 1
+        for _ in range(replay.WARM_UP + 2):
+            assert call([held])[0].tolist() == [number + 1.0] * 2
+        assert len(call._recordings) == (number == 0)
+
+
+def test_what_gives_a_part_of_what_lasts_is_launched(double: Double, caplog: Any) -> None:
+    """A recording would refer to it, which who counts references would find."""
+    call = replay.Replaying(lambda tensors: [tensors[0][:1]], [0], double)
+    held = torch.arange(3.0)
+    with caplog.at_level(logging.WARNING, logger="pure_loop.compile"):
+        for _ in range(replay.WARM_UP + 3):
+            assert call([held])[0].data_ptr() == held.data_ptr()
+    assert caplog.text.count("a part of what it is called with") == 1
+    assert not call._recordings
+
+
+def test_batches_that_have_gradients_are_noted_by_nobody(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied into a recording with autograd on, each would be held by it for ever."""
+    made: list[replay._Recording] = []
+    real = replay._Recording.__init__
+
+    def noted(self: Any, *given: Any) -> None:
+        made.append(self)
+        real(self, *given)
+
+    monkeypatch.setattr(replay._Recording, "__init__", noted)
+    data = [(x.clone().requires_grad_(), y) for x, y in DATA]
+    pl.run(fit(data=data, watch=EPOCHS, steps_per_call=3))
+    assert double.replayed
+    assert not any(tensor.requires_grad for each in made for tensor in each._inputs)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "closed", "failed"])
+def test_recordings_are_gone_when_the_stream_ends(double: Double, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold memory of the device, which no collector of cycles is asked for."""
+    made: list[Any] = []
+    real = replay.Replaying.__init__
+
+    def noted(self: Any, *given: Any) -> None:
+        made.append(weakref.ref(self))
+        real(self, *given)
+
+    monkeypatch.setattr(replay.Replaying, "__init__", noted)
+    stream = fit(data=[*DATA, (DATA[0][0] * float("nan"), DATA[0][1])] if ends == "failed" else DATA)
+    gc.collect()
+    gc.disable()
+    try:
+        if ends == "failed":
+            with pytest.raises(pl.errors.NonFiniteError):
+                pl.run(stream)
+        elif ends == "closed":
+            for _, state in stream:
+                if state.timestamp.batch == STEPS // 2:
+                    break
+            stream.close()
+        else:
+            pl.run(stream)
+        assert made
+        assert [each() for each in made] == [None] * len(made)
+    finally:
+        gc.enable()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.algorithms import ema
 from pure_loop.compile.stretch import Stretch
 from pure_loop.sources import source
 from tests.compiling import EPOCHS, assert_close, every_third, fit, mlp
@@ -129,6 +130,36 @@ def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
 def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:
     as_often({"data": SEVEN, "model": plain, "algorithms": [every_third]})
     assert together[:2] == [2, 0]  # batch 3 (and 6) needs another one, and so does what follows it
+
+
+def remembering(step: Callable[[Any], Any]) -> Any:
+    """Remembers a number, which each step makes another one of."""
+
+    def update(state: pl.State) -> pl.State:
+        memory = state.algorithm_state["remembers"]
+        params = {name: tensor + 0.01 * memory for name, tensor in state.params.items()}
+        return state.replace(params=params).remember("remembers", step(memory))
+
+    return pl.Algorithm("remembers", {Event.BATCH_END: update}, init=lambda state: 0)
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "an int": lambda number: number + 1,
+    "then a float": lambda number: number * 0.5 + 1.5,
+    "a float by and by": lambda number: 2 ** (3 - number) if number < 5 else number,
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_numbers_that_are_remembered(step: Callable[[Any], Any], together: list[int]) -> None:
+    as_often({"data": SEVEN, "model": plain, "algorithms": [remembering(step)]})
+    assert together
+
+
+def test_an_average_of_the_weights_keeps_no_step_from_going_with_others(together: list[int]) -> None:
+    """It remembers counts of the step, which Python goes on with between the calls."""
+    as_often({"data": SEVEN, "model": plain, "algorithms": [ema(half_life="5sp")]})
+    assert together[:3] == [3, 3, 0]
 
 
 def test_dropout_masks_are_those_of_single_steps(together: list[int]) -> None:

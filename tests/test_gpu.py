@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -261,6 +262,27 @@ def test_large_gradients_are_added_up_in_place(watch: Any, monkeypatch: pytest.M
     assert len(alone) >= 60
 
 
+def test_the_backward_runs_in_the_thread_of_the_loop() -> None:
+    """Autograd's own have the gradients a moment longer, in which they aren't alone."""
+    threads = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.get_ident())
+            return gradient
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(Noting.apply(outputs), targets)
+
+    pl.run(on_device(mlp(), batches((8,), 0), loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"))
+    assert threads == [threading.get_ident()]
+
+
 @pytest.fixture(params=["operation by operation", "compiled"])
 def graphs(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "compiled" and importlib.util.find_spec("triton") is None:
@@ -272,7 +294,7 @@ def graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 def launched(**settings: Any) -> pl.State:
     """The same, kernel by kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pure_loop.compile.trace.recorder_of", lambda device: None)
+        patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
         return pl.run(compiled(**settings))
 
 
@@ -332,6 +354,36 @@ def test_a_compiled_step_never_waits_for_the_device(optimizer: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state.timestamp.batch == 20
+
+
+def test_the_recordings_of_a_loop_share_a_stream_of_their_device_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own stream is of the device that recorded first, and records nothing on another one."""
+    asked, real = [], torch.cuda.graph
+
+    def graph(*given: Any, **options: Any) -> Any:
+        asked.append((options["stream"], options["pool"]))
+        return real(*given, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with interpreted():
+        pl.run(compiled(evaluators=batches((8,) * 4, seed=1)))
+        (stream, pool), *others = asked
+        assert others
+        assert all(each[0] is stream and each[1] == pool for each in others)
+        assert stream.device_index == torch.cuda.current_device()
+        pl.run(compiled())
+    assert asked[-1][1] != pool
+
+
+def test_memory_on_the_host_is_not_recorded(caplog: Any) -> None:
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH, init=lambda _: torch.zeros(()))
+    def counts(state: pl.State) -> pl.State:
+        return state.remember("counts", state.algorithm_state["counts"] + 1)
+
+    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
+        found = pl.run(compiled(algorithms=[counts]))
+        assert "launched as one CUDA graph" not in caplog.text
+        assert_same(found, launched(algorithms=[counts]), "of two devices and launched")
 
 
 def test_what_waits_for_the_device_is_launched_kernel_by_kernel(caplog: Any) -> None:

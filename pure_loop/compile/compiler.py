@@ -14,6 +14,7 @@ from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.microbatch import INSIDE, Piece, microbatch
 from pure_loop.compile.numbers import Env
 from pure_loop.compile.program import Ended, Flight, at, put_in
+from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
 from pure_loop.donation import ABOUT_TO_WRITE
@@ -118,7 +119,10 @@ class Compiler:
         self.steps = steps
         self.own = own
         self.shown = shown
-        self.evaluating = CompiledEvaluation.of(stages, with_loss=with_loss, where_possible=where_possible)
+        self.recorders = Recorders()
+        self.evaluating = CompiledEvaluation.of(
+            stages, self.recorders, with_loss=with_loss, where_possible=where_possible
+        )
         self.pieces: dict[Any, Piece] = {}
         self._stretches: dict[Any, Stretch] = {}
 
@@ -134,6 +138,7 @@ class Compiler:
                 name,
                 program,
                 self.alone,
+                self.recorders,
                 own=own,
                 shown=self.shown,
                 left_out=self.stages.engine.in_parts,
@@ -141,6 +146,11 @@ class Compiler:
                 connected=connected,
             )
         return found
+
+    def close(self) -> None:
+        """Let go of what was compiled, which refers to this in turn, and on a GPU holds the memory of recordings."""
+        self._stretches.clear()
+        self.pieces.clear()
 
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
@@ -259,6 +269,7 @@ class Compiler:
         while stretch.repeats(state):
             before, now = state.previous_timestamp, state.timestamp
             calls: list[tuple[Env, Flight]] = []
+            env: Env | None = None
             failed: Exception | None = None
             while len(calls) < ahead:
                 try:
@@ -272,14 +283,15 @@ class Compiler:
                 batch, samples, tokens = ready
                 seconds = stopwatch.lap()
                 after = now.next_batch(samples, tokens, seconds)
-                env = None if _loop_is_due(now, after, end, fit) else stretch.fits((before, now, after), (batch,))
+                due_now = _loop_is_due(now, after, end, fit)
+                env = None if due_now else stretch.fits((before, now, after), (batch,), env)
                 if env is None:
                     batches.push(loaded)
                     stopwatch.put_back(seconds)
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after
-            stopped = stretch.again(state, calls)
+            state, stopped = stretch.again(state, calls)
             if stopped is not None:
                 number, report = stopped
                 before, now, _ = calls[number][0].timestamps

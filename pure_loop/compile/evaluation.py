@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import Untraceable
 from pure_loop.compile.stretch import Stretch, Traced
 from pure_loop.loop import LoopStages
@@ -41,7 +42,9 @@ class CompiledEvaluation(LoopStages):
     last: _Last
 
     @classmethod
-    def of(cls, stages: LoopStages, *, with_loss: bool, where_possible: bool) -> CompiledEvaluation:
+    def of(
+        cls, stages: LoopStages, recorders: Recorders, *, with_loss: bool, where_possible: bool
+    ) -> CompiledEvaluation:
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages)}
 
         def program(state: State, flight: tuple[Any, ...], traced: Traced) -> tuple[State, None, tuple[Any, ...]]:
@@ -54,7 +57,7 @@ class CompiledEvaluation(LoopStages):
         alone = attrs.evolve(stages, engine=stages.engine.alone())
         name = "evaluation" if with_loss else "prediction"
         in_parts = stages.engine.in_parts
-        stretch = Stretch(name, program, alone, left_out=in_parts, brief=bool(in_parts))
+        stretch = Stretch(name, program, alone, recorders, left_out=in_parts, brief=bool(in_parts))
         return cls(
             **fields, with_loss=with_loss, where_possible=where_possible, alone=alone, stretch=stretch, last=_Last()
         )

@@ -14,8 +14,9 @@ from torch import Tensor
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
-from pure_loop.compile.next_state import KEPT, OUTPUT, NextState, plan
-from pure_loop.compile.numbers import Env, Guard, Number, TracedTimestamp
+from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, NextState, plan
+from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
+from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import WHERE_POSSIBLE, TracedStages, Untraceable, naming, traced_handlers
 from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
 from pure_loop.compile.trees import Durable, Unread, UnreadFieldError, durable_fields, is_number, rebuild, tensors_of
@@ -66,7 +67,8 @@ class Graph:
         tensors: which tensors in flight it takes after these.
         same: whether the durable fields are what they were, but for what is in memory.
         same_shape: whether it can be called with what it gave.
-        steady: whether a call changes nothing but memory, and reports.
+        steady: whether a call changes nothing but memory and numbers, and reports.
+        counted: where these numbers are among the durable leaves, and what they are after a call.
         written: the durable leaves that it writes to.
         sources: the durable leaves that are tensors.
     """
@@ -80,6 +82,7 @@ class Graph:
     same: bool
     same_shape: bool
     steady: bool
+    counted: list[tuple[int, Evaluate]]
     written: list[int]
     sources: list[int]
 
@@ -94,6 +97,7 @@ def make_graph(
     env: Env,
     flight: tuple[Any, ...],
     *,
+    recorders: Recorders,
     connected: bool = False,
 ) -> Graph:
     """Trace a program on what it is called with, and compile it.
@@ -105,11 +109,12 @@ def make_graph(
         state: what it is called with, of which ``durable`` are the fields called ``names``.
         env: the numbers of this call.
         flight: what is in flight.
+        recorders: what records the graph on a device.
         connected: whether autograd goes on through it, from the parameters and what is in flight.
     """
     if connected:
         _refuse_graphs(state, tuple(name for name in names if name != "params"))
-    tracing = Tracing(state.device)
+    tracing = Tracing(state.device, recorders)
     host = tracing.host
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
     handlers = traced_handlers(stages.handlers, tracing)
@@ -197,7 +202,8 @@ def make_graph(
         tensors=[i - count for i in compiled.taken if i >= count],
         same=same,
         same_shape=same_shape,
-        steady=same and same_shape and following.reports and not following.flight,
+        steady=same_shape and following.reports and not following.flight,
+        counted=[(position, which) for position, (kind, which) in enumerate(following.leaves()) if kind == NUMBER],
         written=[places[i] for i in compiled.written],
         sources=places,
     )

@@ -52,11 +52,15 @@ class NextState:
     flight: list[tuple[Any, list[tuple[int, int]]]]
     reports: bool
 
+    def leaves(self) -> list[Source]:
+        """Where each durable leaf comes from."""
+        return [leaf for field in self.fields for leaf in field.leaves]
+
     def same_shape(self, before: Durable) -> bool:
-        """Whether each leaf is for the next call what it was for this one: shape, dtype and all."""
-        leaves = [leaf for field in self.fields for leaf in field.leaves]
+        """Whether each leaf is for the next call what it was for this one, but for the types of numbers."""
         return tuple(field.spec for field in self.fields) == before.specs and all(
-            (kind == KEPT and which == position) or kind == NUMBER for position, (kind, which) in enumerate(leaves)
+            (kind == KEPT and which == position) or kind == NUMBER
+            for position, (kind, which) in enumerate(self.leaves())
         )
 
 

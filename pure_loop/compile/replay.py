@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Replaying", "recorder_of"]
+__all__ = ["Recorders", "Replaying"]
 
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
-# (what is recorded, what it is called with, whose memory pool it shares) -> what replays it, what it gives, its pool.
-Recorder: TypeAlias = Callable[[Call, list[Tensor], Any], tuple[Callable[[], None], Sequence[Any], Any]]
+# (what is recorded, what it is called with) -> what replays it, what it gives.
+Recorder: TypeAlias = Callable[[Call, list[Tensor]], tuple[Callable[[], None], Sequence[Any]]]
 
 # Calls with the same addresses, one after the other, that come before one that is recorded: kernels are loaded and
 # tuned in them, and who keeps every State, which moves the memory at each step, has nothing recorded.
@@ -30,25 +29,52 @@ WARM_UP = 2
 MOST = 4
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
-    """What records on this device; None where nothing does."""
-    return partial(_record, device) if device.type == "cuda" else None
+class Recorders:
+    """What records the graphs of one loop.
+
+    They run one after the other, so that on each device they share the memory of what is only in between.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, Recorder] = {}
+
+    def of(self, device: torch.device | None) -> Recorder | None:
+        """What records that which runs on this device alone; None where nothing does."""
+        if device is None or device.type != "cuda":
+            return None
+        found = self._found.get(device)
+        if found is None:
+            found = self._found[device] = _Recorder(device)
+        return found
 
 
-def _record(
-    device: torch.device, call: Call, tensors: list[Tensor], pool: Any
-) -> tuple[Callable[[], None], Sequence[Any], Any]:
-    """Record a call, whose kernels don't run meanwhile."""
-    graph: Any = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.device(device),
-        # A recording that fails leaves its stream the current one.
-        torch.cuda.stream(torch.cuda.current_stream(device)),
-        # Other threads, those of a loader that pins batches, go on.
-        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-    ):
-        outputs = call(tensors)
-    return graph.replay, outputs, graph.pool()
+class _Recorder:
+    """Records calls whose kernels don't run meanwhile, by CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Torch's own stream for this is of the device that was first to record, and has nothing to do on another one.
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Any]]:
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            before = generator.clone_state()
+            try:
+                with (
+                    # A recording that fails leaves its stream the current one.
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    # Other threads, those of a loader that pins batches, go on.
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
+                    outputs = call(tensors)
+            except BaseException:
+                # And its generator, in torch 2.11, one that takes itself for recorded, and refuses to draw.
+                generator.graphsafe_set_state(before)
+                raise
+        return graph.replay, outputs
 
 
 class Replaying:
@@ -70,7 +96,6 @@ class Replaying:
         self._last: tuple[int, ...] = ()
         self._repeated = 0
         self._recordings: dict[tuple[int, ...], _Recording] = {}
-        self._pool: Any = None
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
         if self._record is None:
@@ -97,14 +122,18 @@ class Replaying:
         for i in self._others:
             given[i] = given[i].clone()
         inputs = [given[i] for i in self._others]
+        held = {given[i].untyped_storage().data_ptr() for i in self._lasting} - {0}
         try:
             if any(given[i].stride() != tensors[i].stride() for i in self._others):
                 raise RuntimeError("a tensor of the batch has elements that share memory, or gaps between them")
-            replay, outputs, self._pool = self._record(self._call, given, self._pool)
+            replay, outputs = self._record(self._call, given)
+            if any(isinstance(each, Tensor) and each.untyped_storage().data_ptr() in held for each in outputs):
+                raise RuntimeError("it gives a part of what it is called with, and would hold it as long as itself")
         # Of a kernel that waits for the device, or allocates in a way of its own, CUDA says so in a RuntimeError.
         except RuntimeError as error:
             log.warning("a graph is launched kernel by kernel, because it can't be a CUDA graph: %s", str(error))
             self._record = None
+            self._recordings.clear()
             return False
         if len(self._recordings) == MOST:
             del self._recordings[next(iter(self._recordings))]

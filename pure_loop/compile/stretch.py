@@ -17,12 +17,13 @@ from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
+from pure_loop.compile.replay import Recorders
 from pure_loop.compile.trees import Durable, UnreadFieldError, describe, durable_fields, rebuild, tensors_of, walk
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict
 from pure_loop.loop import LoopStages
 from pure_loop.optim.optimizer import clone_all
-from pure_loop.state import State
+from pure_loop.state import State, holding
 from pure_loop.time import Timestamp
 
 __all__ = ["Own", "Program", "Run", "Stretch", "Traced"]
@@ -60,6 +61,7 @@ class Stretch:
         name: for errors and records.
         program: what is compiled.
         stages: the loop's.
+        recorders: what records its graphs on a device.
         own, shown: as the Compiler's.
         left_out: fields of a State that no graph takes.
         brief: whether it is called again with other parameters: it keeps nothing of a call, which a count of who has
@@ -73,6 +75,7 @@ class Stretch:
         name: str,
         program: Program,
         stages: LoopStages,
+        recorders: Recorders,
         *,
         own: Own | None = None,
         shown: Callable[[], bool] | None = None,
@@ -83,6 +86,7 @@ class Stretch:
         self.name = name
         self.program = program
         self.stages = stages
+        self.recorders = recorders
         self.own = own
         self.shown = shown
         self.left_out = left_out
@@ -145,7 +149,7 @@ class Stretch:
         return self._run(made, state, durable, values, env, tensors, index)
 
     def repeats(self, state: State) -> bool:
-        """Whether :meth:`again` can follow: a call changes nothing but memory, and nobody has seen this State."""
+        """Whether :meth:`again` can follow: a call changes memory and numbers alone, and nobody has seen this State."""
         made, durable = self._made, self._durable
         if made is None or durable is None or self._fields is None or self.own is None or not made.steady:
             return False
@@ -155,15 +159,22 @@ class Stretch:
         before = [durable.leaves[i] for i in made.written]
         return not (self.shown is not None and self.shown()) and self.own(before, None) is before
 
-    def fits(self, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...]) -> Env | None:
-        """What the last call's graph reads these numbers from, if it serves a call with these, too."""
-        assert self._made is not None
-        assert self._durable is not None
-        env = Env(timestamps, self._durable.leaves)
-        same = _flight_key(flight, _tensors(flight)) == self._flight_key
-        return env if same and _hold(self._made.moving, env) else None
+    def fits(self, timestamps: tuple[Timestamp, ...], flight: tuple[Any, ...], before: Env | None) -> Env | None:
+        """What the last call's graph reads numbers from in a call with these, if it serves that, too.
 
-    def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[int, int] | None:
+        Args:
+            before: what it reads them from in the call before that; None: that was the last one.
+        """
+        made = self._made
+        assert made is not None
+        assert self._durable is not None
+        env = Env(timestamps, self._durable.leaves if before is None else _counted(made, before))
+        same = _flight_key(flight, _tensors(flight)) == self._flight_key
+        if before is not None and not _same_types(made, before.leaves, env.leaves):
+            return None
+        return env if same and _hold(made.moving, env) else None
+
+    def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[State, tuple[int, int] | None]:
         """The last call again and again, with other data that fits.
 
         Args:
@@ -171,8 +182,9 @@ class Stretch:
             calls: for each what :meth:`fits` gave, and what is in flight.
 
         Returns:
-            The number of the call after which nothing was called, because it reported something, and what it reported;
-            None, if none did. A report on another device than the CPU is not waited for.
+            The State after the last call, but for its timestamps. And the number of the call after which nothing was
+            called, because it reported something, and what it reported; None, if none did. A report on another device
+            than the CPU is not waited for.
         """
         made, durable = self._made, self._durable
         assert made is not None
@@ -180,13 +192,20 @@ class Stretch:
         arguments = self._arguments
         if arguments is None:
             arguments = self._arguments = [durable.leaves[i] for i in made.start]
-        with self.stages._without_autocast(state):
+        with self.stages._without_autocast(state), GradMode(False):
             for number, (env, flight) in enumerate(calls):
                 drawn = self._drawn(made, state, env, 0)
                 report = made.compiled.call(self._given(made, arguments, env, _tensors(flight), drawn))[0]
                 if report.is_cpu and (found := report.item()):
-                    return number, int(found)
-        return None
+                    return state, (number, int(found))
+        if made.same or not calls:
+            return state, None
+        before = durable.leaves
+        durable = after(made.next.fields, durable, before, calls[-1][0], [report], False)
+        self._values, self._durable = durable.values, durable
+        if not _same_types(made, before, durable.leaves):
+            self._made = self._durable = None
+        return holding(state, **dict(zip(self.names, durable.values, strict=True))), None
 
     def _drawn(self, made: Graph, state: State, env: Env, index: int) -> list[Tensor]:
         """The random numbers that the graph takes."""
@@ -257,7 +276,7 @@ class Stretch:
         self._values, self._durable = values, durable
         if self.brief:
             self._forget()
-        elif not made.same_shape:
+        elif not (made.same_shape and _same_types(made, leaves, durable.leaves)):
             self._made = self._durable = None
         elif copied:
             self._memory = Memory(made.written, durable)
@@ -329,7 +348,9 @@ class Stretch:
         else:
             reason = "; ".join(sorted({_about(guard) for guard in known[-1].guards if not guard.holds(env)}))
         made = make_graph(
-            *(self.name, self.program, self.stages, state, self.names, durable, env, flight), connected=self.connected
+            *(self.name, self.program, self.stages, state, self.names, durable, env, flight),
+            recorders=self.recorders,
+            connected=self.connected,
         )
         known.append(made)
         count = sum(map(len, self._graphs.values()))
@@ -338,6 +359,19 @@ class Stretch:
         logging.getLogger("pure_loop.compile").info("%s", note)
         compilations.note(note)
         return made
+
+
+def _counted(made: Graph, env: Env) -> list[Any]:
+    """The durable leaves after a call, where it changes nothing but memory and numbers."""
+    leaves = list(env.leaves)
+    for position, evaluate in made.counted:
+        leaves[position] = evaluate(env)
+    return leaves
+
+
+def _same_types(made: Graph, before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
+    return all(type(before[position]) is type(now[position]) for position, _ in made.counted)
 
 
 def _overwrite(state: State, field: str) -> None:

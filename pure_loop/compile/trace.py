@@ -27,7 +27,7 @@ from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, l
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
-from pure_loop.compile.replay import Replaying, recorder_of
+from pure_loop.compile.replay import Recorders, Replaying
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
@@ -61,6 +61,7 @@ class Tracing:
 
     Args:
         device: of the State.
+        recorders: what records machine code on a device.
 
     Attributes:
         lifted: the numbers of the step that the graph takes.
@@ -68,8 +69,9 @@ class Tracing:
         sharing: which of the tensors that it is given share memory with another one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorders: Recorders) -> None:
         self.device = device
+        self.recorders = recorders
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.host = Host(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
@@ -265,7 +267,7 @@ def compile_function(
     first = len(tensors)
     second = first + len(tracing.numbers)
     third = second + len(draws)
-    call, record = code.call, recorder_of(tracing.device) if code.replays else None
+    call, record = code.call, tracing.recorders.of(code.device)
     if record is not None:
         call = Replaying(
             call,
@@ -328,14 +330,14 @@ def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.
 class _Code:
     """Machine code: which inputs it takes, which of them it writes to, and of how many operations it is.
 
-    ``replays`` says whether its kernels may be launched as one: all of them run on one device.
+    ``device`` is the one on which all of it runs, so that its kernels may be launched as one; None: there are others.
     """
 
     call: Call
     taken: list[int]
     written: list[int]
     operations: int
-    replays: bool = False
+    device: torch.device | None = None
 
 
 def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
@@ -345,8 +347,8 @@ def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
     graph.recompile()
     operations = sum(node.op == "call_function" for node in graph.graph.nodes)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    replays = _on_one_device(graph)
-    return _Code(lower(graph, examples), taken, written, operations, replays)
+    device = _only_device(graph)
+    return _Code(lower(graph, examples), taken, written, operations, device)
 
 
 def _joined(pieces: Pieces) -> _Code:
@@ -361,9 +363,10 @@ def _joined(pieces: Pieces) -> _Code:
     )
 
 
-def _on_one_device(graph: torch.fx.GraphModule) -> bool:
+def _only_device(graph: torch.fx.GraphModule) -> torch.device | None:
     values: Any = (each for node in graph.graph.nodes for each in optree.tree_leaves(node.meta.get("val")))
-    return len({each.device for each in values if isinstance(each, Tensor)}) == 1
+    found = {each.device for each in values if isinstance(each, Tensor)}
+    return found.pop() if len(found) == 1 else None
 
 
 def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:

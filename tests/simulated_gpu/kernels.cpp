@@ -27,6 +27,7 @@ using Stack = torch::jit::Stack;
 static const Device on_gpu(DeviceType::CUDA, 0);
 static const Device on_cpu(DeviceType::CPU);
 static bool waiting_is_an_error = false;
+static bool drawing_is_an_error = false;
 static std::atomic<int64_t> allocated{0};
 
 // Tensors of one device in the memory of another.
@@ -192,6 +193,7 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* s
       to_host = !value.toDevice().is_cuda();
       value = on_cpu;
     } else if (value.isNone() && schema.arguments()[i].type()->str() == "Generator?") {
+      TORCH_CHECK(!drawing_is_an_error, "Offset increment outside graph capture encountered unexpectedly.");
       value = at::detail::getCUDAHooks().getDefaultGenerator(0);
     } else {
       bool indices = value.isOptionalTensorList();
@@ -294,6 +296,7 @@ static std::shared_ptr<Recording> end() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_waiting", [](bool refuse) { waiting_is_an_error = refuse; });
+  module.def("refuse_drawing", [](bool refuse) { drawing_is_an_error = refuse; });
   module.def("allocated", [] { return allocated.load(); });
   module.def("generator", [] {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(at::detail::getCUDAHooks().getDefaultGenerator(0)));

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -64,6 +65,8 @@ class Stream:
 
     device_index = 0
 
+    def __init__(self, device: Any = None) -> None: ...
+
     def synchronize(self) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
@@ -73,7 +76,7 @@ class Stream:
 
 
 class Device:
-    """Makes one current."""
+    """Would make one current, and there is but one."""
 
     def __init__(self, device: Any) -> None: ...
 
@@ -91,14 +94,30 @@ def install() -> None:
 
     kernels = loaded("kernels", built("kernels", "torch_python"))
     cuda: Any = torch.cuda
-    generator = kernels.generator()
+
+    class Generator:
+        """The device's own. A recording that failed leaves it refusing to draw, as in torch 2.11."""
+
+        real = kernels.generator()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def clone_state(self) -> torch.Generator:
+            other = torch.Generator()
+            other.set_state(self.real.get_state())
+            return other
+
+        def graphsafe_set_state(self, other: torch.Generator) -> None:
+            self.real.set_state(other.get_state())
+            kernels.refuse_drawing(False)
+
+    generator = Generator()
+    pools = itertools.count(1)
 
     class CUDAGraph:
         def replay(self) -> None:
             self.recording.replay()
-
-        def pool(self) -> tuple[int, int]:
-            return (0, 1)
 
     class graph:  # noqa: N801 - torch's name
         def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> None:
@@ -107,8 +126,10 @@ def install() -> None:
         def __enter__(self) -> None:
             kernels.begin()
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, kind: Any, *_: object) -> None:
             self.graph.recording = kernels.end()
+            if kind is not None:
+                kernels.refuse_drawing(True)
 
     stream = Stream()
     # Each a function of its own: dynamo keeps a table of these by object.
@@ -124,6 +145,7 @@ def install() -> None:
         "get_device_name": lambda device=None: "a simulated GPU",
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "graph": graph,
+        "graph_pool_handle": lambda: (0, next(pools)),
         "init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
