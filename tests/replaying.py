@@ -42,6 +42,7 @@ class Double:
 
 def at_its_address(tensor: Tensor) -> Tensor:
     """The memory of a tensor, to which nothing refers by this."""
+    assert tensor.is_cpu, "nothing records what is on several devices"
     if not tensor.numel():
         return tensor.clone()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

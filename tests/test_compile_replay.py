@@ -329,7 +329,7 @@ def test_batches_that_have_gradients_are_noted_by_nobody(double: Double, monkeyp
         real(self, *given)
 
     monkeypatch.setattr(replay._Recording, "__init__", noted)
-    data = [(x.clone().requires_grad_(), y) for x, y in DATA]
+    data = [(x.clone().requires_grad_(), y) for x, y in DATA] * 3
     pl.run(fit(data=data, watch=EPOCHS, steps_per_call=3))
     assert double.replayed
     assert not any(tensor.requires_grad for each in made for tensor in each._inputs)

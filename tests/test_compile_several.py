@@ -137,16 +137,24 @@ def remembering(step: Callable[[Any], Any]) -> Any:
 
     def update(state: pl.State) -> pl.State:
         memory = state.algorithm_state["remembers"]
-        params = {name: tensor + 0.01 * memory for name, tensor in state.params.items()}
+        beside_whole_numbers = torch.ones((), dtype=torch.int64) + memory
+        params = {name: tensor + 0.01 * beside_whole_numbers for name, tensor in state.params.items()}
         return state.replace(params=params).remember("remembers", step(memory))
 
     return pl.Algorithm("remembers", {Event.BATCH_END: update}, init=lambda state: 0)
 
 
+def until(last: int) -> Callable[[Any], Any]:
+    """A whole number up to this one, and then a float, without a question that a graph would depend on."""
+    return lambda number: number + 1 + 0 * 2 ** (last - number)
+
+
 STEPS: dict[str, Callable[[Any], Any]] = {
     "an int": lambda number: number + 1,
     "then a float": lambda number: number * 0.5 + 1.5,
-    "a float by and by": lambda number: 2 ** (3 - number) if number < 5 else number,
+    "a float in the middle of a call": until(1),
+    "a float at the end of a call": until(2),
+    "a float in the next call": until(3),
 }
 
 

@@ -180,10 +180,15 @@ static const std::unordered_set<std::string> looking = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::_local_scalar_dense",
     "aten::equal",   "aten::bincount"};
 
+static void draw() {
+  TORCH_CHECK(!drawing_is_an_error, "Offset increment outside graph capture encountered unexpectedly.");
+}
+
 static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.operator_name().name;
   if (looking.count(name)) wait_for(name);
+  if (name == "aten::native_dropout") draw();
   Arguments arguments;
   bool to_host = false;
   size_t begin = stack->size() - schema.arguments().size();
@@ -193,7 +198,7 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* s
       to_host = !value.toDevice().is_cuda();
       value = on_cpu;
     } else if (value.isNone() && schema.arguments()[i].type()->str() == "Generator?") {
-      TORCH_CHECK(!drawing_is_an_error, "Offset increment outside graph capture encountered unexpectedly.");
+      draw();
       value = at::detail::getCUDAHooks().getDefaultGenerator(0);
     } else {
       bool indices = value.isOptionalTensorList();
