@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pure_loop import _pytree
-from pure_loop.errors import DonatedStateError, FrozenDictError
+from pure_loop._overwritten import refuse_reading
+from pure_loop.errors import FrozenDictError
 
 __all__ = ["OVERWRITTEN", "FrozenDict", "overwritten"]
 
@@ -105,18 +106,9 @@ class _Overwritten(FrozenDict[Any, Any]):
 
     __slots__ = ()
 
-    def _refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
-        raise DonatedStateError(
-            "what this State had here, parameters, gradients or the optimizer's memory, was overwritten by the step "
-            "that followed it. With donate=True that happens to the parameters and the memory of every State: write "
-            'donate="auto", which leaves alone what is kept, or donate=False. With "auto" it happens to the State in '
-            "the loop variable alone, where the step after it failed half-way or somebody reads the variable while the "
-            "step runs: keep what you need in another (kept = state)."
-        )
-
-    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = _refuse_reading
-    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _refuse_reading
-    origin = property(_refuse_reading)
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = refuse_reading
+    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = refuse_reading
+    origin = property(refuse_reading)
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

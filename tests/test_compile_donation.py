@@ -5,6 +5,9 @@ Law 2 decides, as in test_donation: what anybody has kept has the bits of a copy
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -126,16 +129,47 @@ def test_memory_in_fields_of_a_users_own_is_reused(copied: Copied) -> None:
     assert last.seen["batches"].tolist() == [15, 15]
 
 
-@pytest.mark.parametrize("cls", [Summing, Roomy])
-@pytest.mark.parametrize("what", ["total", "seen", "batches", "all fields"])
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [*itertools.product([Summing, Roomy], ["total", "seen", "batches"]), (Roomy, "all fields")],
+)
 def test_fields_of_a_users_own_that_were_kept_never_change(cls: Any, what: str) -> None:
     kept = Kept()
     for _, state in fit(summing(cls), algorithms=[sums]):
         if what == "all fields":
-            kept.keep(what, getattr(state, "__dict__", {}), lambda fields: tensors_of(list(fields.values())))
+            kept.keep(what, vars(state), lambda fields: tensors_of(list(fields.values())))
         else:
             kept.keep(what, state.seen["batches"] if what == "batches" else getattr(state, what))
     kept.check()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "a mapping": lambda state: state.params["0.weight"],
+    "a loss scale": lambda state: float(state.loss_scale),
+    "a part of it": lambda state: state.loss_scale.scale,
+    "a count": lambda state: int(state.skipped),
+    "its item": lambda state: state.skipped.item(),
+    "a sum": lambda state: state.skipped + 1,
+    "a sum with a tensor": lambda state: torch.ones(()) + state.skipped,
+    "a comparison": lambda state: state.skipped > 0,
+    "a truth": lambda state: bool(state.skipped),
+    "an equality": lambda state: state.skipped == 0,
+    "a function of torch": lambda state: torch.stack([state.skipped]),
+    "a copy": lambda state: copy.deepcopy(state.skipped),
+    "all of it": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_to_read_what_a_step_that_failed_had_overwritten_is_an_error(read: Callable[[Any], Any]) -> None:
+    state: Any = None
+    data = [*DATA[:3], (DATA[3][0] * float("nan"), DATA[3][1])]
+    with pytest.raises(pl.NonFiniteError, match="batch 3"):
+        for _, state in fit(data=data, precision="amp_fp16"):  # noqa: B007
+            pass
+    with pytest.raises(pl.errors.DonatedStateError, match="overwritten by the step"):
+        read(state)
+    assert "overwritten" in f"{state} {state.skipped}"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import attrs
 from torch import Tensor
 
 from pure_loop._autograd import GradMode
+from pure_loop._overwritten import OVERWRITTEN_VALUE
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import draw_all
 from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
@@ -376,7 +377,8 @@ def _same_types(made: Graph, before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 def _overwrite(state: State, field: str) -> None:
     """To touch this field of a State is an error from now on."""
-    object.__setattr__(state, field, OVERWRITTEN)
+    gone = OVERWRITTEN if isinstance(getattr(state, field), FrozenDict) else OVERWRITTEN_VALUE
+    object.__setattr__(state, field, gone)
 
 
 def _hold(guards: list[Guard], env: Env) -> bool:
