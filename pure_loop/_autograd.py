@@ -49,7 +49,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
     >>> gradient_of(x * x, [x, y])
     (tensor(6.), None)
     """
-    if not loss.is_cpu and _has_threads():
+    if not (loss.is_cpu and inputs[0].is_cpu) and _has_threads():
         # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)

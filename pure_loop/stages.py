@@ -164,7 +164,7 @@ class Stages:
         number, seed = is_number(weight), None
         counts = not number or weight != 0
         if state.loss_scale is not None:
-            seed = (state.loss_scale.scale * weight).to(loss.dtype)
+            seed = (state.loss_scale.scale * weight).to(loss)
         elif not number:
             seed = weight.to(loss)  # type: ignore[union-attr]
         elif weight != 1.0:
@@ -321,6 +321,8 @@ class Stages:
     def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor]) -> Any:
         """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool."""
         loss, engine = total_loss(state.loss), self.engine
+        if fresh and loss.is_cpu is not fresh[0].is_cpu:
+            loss = loss.to(fresh[0].device)
         if loss.is_cpu and engine.ranks == 1 and state.loss_scale is None and optimizer.spreads_nonfinite:
             return is_nonfinite(loss, fresh)
         found = find_nonfinite(loss, engine.local(fresh))
@@ -339,7 +341,7 @@ class Stages:
             new, opt_state = _where(bad, old, new), _where(bad, state.opt_state, opt_state)
             draft.skipped = state.skipped + bad
         if self.nonfinite == "error":
-            wrong = ~torch.isfinite(total_loss(state.loss)) if skips else bad
+            wrong = ~torch.isfinite(total_loss(state.loss).to(found.device)) if skips else bad
             # full_like, because a Python number would be copied to the device, which waits for it.
             batch = torch.full_like(state.nonfinite, state.timestamp.batch)
             draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), batch, state.nonfinite)

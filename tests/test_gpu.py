@@ -227,6 +227,26 @@ def test_memory_is_flat_on_the_device() -> None:
     assert max(used[1:]) - used[1] <= 4096, used
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"compile": True}],
+    ids=str,
+)
+def test_a_loss_on_the_host_trains_a_model_on_the_device(settings: Any) -> None:
+    def trained(loss: Any) -> pl.State:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = pl.optim.sgd(lr=0.1)
+        with interpreted():
+            data = batches((8,) * 4, seed=0)
+            return pl.run(on_device(model, data, loss=loss, optimizer=optimizer, max_duration="2ep", **settings))
+
+    torch.manual_seed(0)
+    found = trained(lambda outputs, y: functional.cross_entropy(outputs.float().cpu(), y.cpu()))
+    torch.manual_seed(0)
+    wanted = trained(lambda outputs, y: functional.cross_entropy(outputs.float(), y))
+    torch.testing.assert_close(dict(found.params), dict(wanted.params), rtol=1e-3, atol=1e-4)
+
+
 def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
