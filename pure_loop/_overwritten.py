@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NoReturn
 
 from pure_loop.errors import DonatedStateError
@@ -36,16 +35,21 @@ class _OverwrittenValue:
 
     __torch_function__ = classmethod(refuse_reading)
     __bool__ = __int__ = __float__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = refuse_reading
-    __eq__ = __ne__ = __reduce_ex__ = refuse_reading
+    __eq__ = __ne__ = __reduce_ex__ = __array__ = __round__ = __trunc__ = __pos__ = refuse_reading
     __hash__ = None  # type: ignore[assignment]
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self)) if not spec else refuse_reading()
 
     def __repr__(self) -> str:
         return "<overwritten by the next step>"
 
 
-for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs", "invert"):
+_COMPARISONS = ("lt", "le", "gt", "ge")
+_OF_ONE = ("neg", "abs", "invert")
+_OF_TWO = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
+_OF_BITS = ("and", "or", "xor", "lshift", "rshift")
+for _name in (*_COMPARISONS, *_OF_ONE, *(f"{side}{name}" for side in ("", "r") for name in _OF_TWO + _OF_BITS)):
     setattr(_OverwrittenValue, f"__{_name}__", refuse_reading)
-    if hasattr(operator, f"i{_name}"):
-        setattr(_OverwrittenValue, f"__r{_name}__", refuse_reading)
 
 OVERWRITTEN_VALUE: Any = _OverwrittenValue()

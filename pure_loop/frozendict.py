@@ -106,7 +106,7 @@ class _Overwritten(FrozenDict[Any, Any]):
 
     __slots__ = ()
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = refuse_reading
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = refuse_reading
     __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = refuse_reading
     origin = property(refuse_reading)
     __hash__ = None  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 import attrs
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -153,6 +154,12 @@ READS: dict[str, Callable[[Any], Any]] = {
     "a sum with a tensor": lambda state: torch.ones(()) + state.skipped,
     "a comparison": lambda state: state.skipped > 0,
     "a truth": lambda state: bool(state.skipped),
+    "a quotient with a rest": lambda state: divmod(7, state.skipped),
+    "a bit": lambda state: 1 & state.skipped,
+    "a rounded number": lambda state: round(state.skipped),
+    "a number written out": lambda state: f"{state.skipped:.2f}",
+    "an array": lambda state: numpy.asarray(state.skipped),
+    "a mapping's difference": lambda state: state.params != {},
     "an equality": lambda state: state.skipped == 0,
     "a function of torch": lambda state: torch.stack([state.skipped]),
     "a copy": lambda state: copy.deepcopy(state.skipped),

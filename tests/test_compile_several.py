@@ -164,6 +164,16 @@ def test_numbers_that_are_remembered(step: Callable[[Any], Any], together: list[
     assert together
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_count_that_becomes_a_float_beside_whole_numbers(dtype: torch.dtype) -> None:
+    """Computed from the time, not remembered: no type in the State changes."""
+
+    def update(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * (torch.ones((), dtype=dtype) * 2 ** (3 - state.timestamp.batch)))
+
+    as_often({"data": SEVEN, "model": plain, "algorithms": [pl.Algorithm("halves", {Event.AFTER_LOSS: update})]})
+
+
 def test_an_average_of_the_weights_keeps_no_step_from_going_with_others(together: list[int]) -> None:
     """It remembers counts of the step, which Python goes on with between the calls."""
     as_often({"data": SEVEN, "model": plain, "algorithms": [ema(half_life="5sp")]})
@@ -180,6 +190,22 @@ def test_a_batch_that_is_not_finite_is_named(bad: int) -> None:
     data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
     with pytest.raises(pl.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
         fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=data)
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+def test_an_arithmetic_that_fails_fails_after_the_steps_before_it(bad: int) -> None:
+    """Whether the fifth step belongs to a call is asked before the call's steps run, and fails."""
+
+    def update(state: pl.State) -> pl.State:
+        step = torch.ones(()) * (2 if 1 / (4 - state.timestamp.batch) > 0.1 else 3)
+        return state.replace(loss=state.loss * step)
+
+    data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
+    dividing = pl.Algorithm("divides", {Event.AFTER_LOSS: update})
+    with pytest.raises(pl.NonFiniteError, match=f"batch {bad} "):
+        fit(compile=True, steps_per_call=4, watch=EPOCHS, model=plain, data=data, algorithms=[dividing])
+    with pytest.raises(ZeroDivisionError):
+        fit(compile=True, steps_per_call=4, watch=EPOCHS, model=plain, data=SEVEN, algorithms=[dividing])
 
 
 def test_what_fails_to_load_fails_after_the_steps_before_it() -> None:

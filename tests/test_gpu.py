@@ -247,6 +247,28 @@ def test_a_loss_on_the_host_trains_a_model_on_the_device(settings: Any) -> None:
     torch.testing.assert_close(dict(found.params), dict(wanted.params), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compile": True, "watch": {Event.BATCH_END}},
+        {"compile": True, "watch": {Event.AFTER_LOSS}},
+        {"compile": True, "watch": frozenset(), "steps_per_call": 4},
+    ],
+    ids=str,
+)
+def test_a_loss_on_the_host_that_is_not_finite_is_told(settings: Any) -> None:
+    data = batches((8,) * 4, seed=0)
+    data[2] = (data[2][0] * float("nan"), data[2][1])
+
+    def loss(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs.float().cpu(), y.cpu())
+
+    settings = {"loss": loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep", **settings}
+    with interpreted(), pytest.raises(pl.NonFiniteError, match="batch 2"):
+        pl.run(on_device(mlp(), data, **settings))
+
+
 def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))

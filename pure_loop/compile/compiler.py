@@ -284,7 +284,10 @@ class Compiler:
                 seconds = stopwatch.lap()
                 after = now.next_batch(samples, tokens, seconds)
                 due_now = _loop_is_due(now, after, end, fit)
-                env = None if due_now else stretch.fits((before, now, after), (batch,), env)
+                try:
+                    env = None if due_now else stretch.fits((before, now, after), (batch,), env)
+                except Exception:
+                    env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
                     batches.push(loaded)
                     stopwatch.put_back(seconds)

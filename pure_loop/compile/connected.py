@@ -68,9 +68,10 @@ def differentiate(
         return None
     for output in outputs.values():
         refuse_strangers(output)
-    found = torch.autograd.grad(
-        list(outputs.values()), list(inputs.values()), list(map(tracing.tangent, outputs.values())), allow_unused=True
-    )
+    tangents = list(map(tracing.tangent, outputs.values()))
+    # In this thread, also on a GPU: autograd's own knows nothing of the tracing.
+    with torch.autograd.set_multithreading_enabled(False):
+        found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), tangents, allow_unused=True)
     reached = [(place, gradient) for place, gradient in zip(inputs, found, strict=True) if gradient is not None]
     results += [gradient for _, gradient in reached]
     place_of = {id(tensor): place for place, tensor in inputs.items()}
@@ -95,6 +96,28 @@ def _variable(node: Any) -> Any:
 Lower = Callable[[GraphModule, bool], tuple[Callable[[list[Tensor]], Sequence[Any]], "Sequence[Any] | None"]]
 
 
+@attrs.frozen
+class _Layout:
+    """How a gradient lies that a backward takes, and where."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of_node(cls, node: Node) -> _Layout:
+        value = node.meta["val"]
+        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    def of(self, tensor: Tensor | None) -> Tensor:
+        """The tensor with these strides; zeros where there is none."""
+        if tensor is not None and tensor.stride() == self.stride:
+            return tensor
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return empty.zero_() if tensor is None else empty.copy_(tensor)
+
+
 @attrs.frozen(eq=False)
 class _Halves:
     """A forward and its backward as machine code.
@@ -116,7 +139,7 @@ class _Halves:
     plain: tuple[int, ...]
     kept: tuple[int, ...]
     numbers: frozenset[int]
-    tangents: tuple[tuple[int, Tensor], ...]
+    tangents: tuple[tuple[int, _Layout], ...]
     inputs: tuple[int | None, ...]
     reached: dict[int, frozenset[int]]
 
@@ -151,8 +174,7 @@ class _Function(torch.autograd.Function):
                 "event out of watch=, or leave compile out."
             )
         halves = ctx.halves
-        device = next(tangent.device for tangent in tangents if tangent is not None)
-        given = [*ctx.saved_tensors, *[_laid_out(tangents[place], like, device) for place, like in halves.tangents]]
+        given = [*ctx.saved_tensors, *[like.of(tangents[place]) for place, like in halves.tangents]]
         found = halves.backward(given)
         inputs = halves.inputs
         absent = {place for place in halves.reached if tangents[place] is None}
@@ -172,14 +194,6 @@ def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ..
         results.append(tensor.clone() if id(tensor) in known else tensor)
         known.add(id(tensor))
     return tuple(results)
-
-
-def _laid_out(tensor: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """The tensor with the strides of another one; zeros where there is none."""
-    if tensor is not None and tensor.stride() == like.stride():
-        return tensor
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return empty.zero_() if tensor is None else empty.copy_(tensor)
 
 
 def connect(
@@ -228,11 +242,11 @@ def connect(
             if stride is not None and tuple(map(int, stride)) != value.stride():
                 node.meta["val"] = _restrided(value, tuple(map(int, stride)))
     takes: list[int] = []
-    tangents: list[tuple[int, Tensor]] = []
+    tangents: list[tuple[int, _Layout]] = []
     for node in wanted:
         if node.name.startswith("tangents_"):
             takes.append(len(order) + len(tangents))
-            tangents.append((connection.outputs[int(node.name.removeprefix("tangents_"))], _layout(node)))
+            tangents.append((connection.outputs[int(node.name.removeprefix("tangents_"))], _Layout.of_node(node)))
         else:
             takes.append(order.index(node.name))
     backward, _ = lower(second, True)
@@ -263,12 +277,6 @@ def _restrided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
     mode: Any = value.fake_mode  # type: ignore[attr-defined]
     with mode:
         return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-
-
-def _layout(node: Node) -> Tensor:
-    """A tensor without memory of the shape and strides of this one."""
-    value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _choosing(

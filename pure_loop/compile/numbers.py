@@ -163,6 +163,8 @@ class Number:
         def lift(each: Any) -> Any:
             if not isinstance(each, Number):
                 return each
+            if not any(tensor.is_floating_point() for tensor in tensors):
+                Number.of(each.host, type, each).decide()  # the dtype below follows from it
             return each.tensor(_dtype_beside(each.value, tensors), _device_beside(tensors))
 
         return function(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})

@@ -272,6 +272,8 @@ def update(
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
         looked_at = fresh if optimizer.spreads_nonfinite else [*fresh, *filter(_present, state._grads.values())]
         bad_loss = ~torch.isfinite(loss.detach())
+        if fresh:
+            bad_loss = bad_loss.to(fresh[0].device)  # the loss may lie on the host, where nobody would be told
         bad_update = NONFINITE(looked_at, stages.tracing.lift(torch.float32, lambda env: 0.0))
         bad = bad_loss | bad_update
         scale = state.loss_scale
@@ -285,7 +287,7 @@ def update(
             if stages.nonfinite == "skip":
                 draft.buffers = _where(bad, buffers, state.buffers)
         wrong = bad_loss if skips else bad
-        if stages.nonfinite == "error" and not loss.is_cpu:
+        if stages.nonfinite == "error" and not wrong.is_cpu:
             batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
             noted = torch.zeros_like(state.nonfinite) + batch.to(torch.int64)
             draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), noted, state.nonfinite)
