@@ -269,6 +269,40 @@ def test_a_loss_on_the_host_that_is_not_finite_is_told(settings: Any) -> None:
         pl.run(on_device(mlp(), data, **settings))
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["on the device", "on the host"])
+def test_outputs_on_two_devices_of_which_the_loss_takes_one(part: int) -> None:
+    """The backward of a compiled forward takes zeros for the other, which lie where that lies."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs = self.layers(x)
+            return outputs, outputs.cpu() * 2.0
+
+    def loss(outputs: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs[part], y.to(outputs[part].device))
+
+    def trained(**settings: Any) -> pl.State:
+        torch.manual_seed(0)
+        stream = on_device(
+            Both(),
+            batches((8,) * 4, seed=0),
+            loss=loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="2ep",
+            watch={Event.AFTER_FORWARD},
+            **settings,
+        )
+        return pl.run(stream)
+
+    with interpreted():
+        found, wanted = trained(compile=True), trained()
+    torch.testing.assert_close(dict(found.params), dict(wanted.params))
+
+
 def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
