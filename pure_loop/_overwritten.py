@@ -39,7 +39,7 @@ class _OverwrittenValue:
     __hash__ = None  # type: ignore[assignment]
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self)) if not spec else refuse_reading()
+        return refuse_reading() if spec else repr(self)
 
     def __repr__(self) -> str:
         return "<overwritten by the next step>"

@@ -338,8 +338,13 @@ def test_large_gradients_are_added_up_in_place(watch: Any, monkeypatch: pytest.M
     assert len(alone) >= 60
 
 
-def test_the_backward_runs_in_the_thread_of_the_loop() -> None:
-    """Autograd's own have the gradients a moment longer, in which they aren't alone."""
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *({"compile": True, "watch": {event}} for event in (Event.BATCH_END, Event.AFTER_FORWARD))],
+    ids=str,
+)
+def test_the_backward_runs_in_the_thread_of_the_loop(settings: Any) -> None:
+    """Autograd's own have the gradients a moment longer, in which they aren't alone, and know nothing of a tracer."""
     threads = []
 
     class Noting(torch.autograd.Function):
@@ -355,8 +360,11 @@ def test_the_backward_runs_in_the_thread_of_the_loop() -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(Noting.apply(outputs), targets)
 
-    pl.run(on_device(mlp(), batches((8,), 0), loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"))
-    assert threads == [threading.get_ident()]
+    settings = {"loss": loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", **settings}
+    with interpreted():
+        pl.run(on_device(mlp(), batches((8,), 0), **settings))
+    assert threads
+    assert set(threads) == {threading.get_ident()}
 
 
 @pytest.fixture(params=["operation by operation", "compiled"])

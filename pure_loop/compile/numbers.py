@@ -163,9 +163,7 @@ class Number:
         def lift(each: Any) -> Any:
             if not isinstance(each, Number):
                 return each
-            if not any(tensor.is_floating_point() for tensor in tensors):
-                Number.of(each.host, type, each).decide()  # the dtype below follows from it
-            return each.tensor(_dtype_beside(each.value, tensors), _device_beside(tensors))
+            return each.tensor(_dtype_beside(each, tensors), _device_beside(tensors))
 
         return function(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})
 
@@ -203,12 +201,13 @@ class Number:
 _equal = _compared(operator.eq)
 
 
-def _dtype_beside(value: Any, tensors: list[Tensor]) -> torch.dtype:
+def _dtype_beside(number: Number, tensors: list[Tensor]) -> torch.dtype:
     """The dtype in which a Python number takes part, such that results have the dtypes that they have in eager."""
     floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     if floating:
         return max(floating, key=lambda dtype: torch.finfo(dtype).bits)
-    if isinstance(value, float):
+    # An int in this step may be a float in another one, whose graph is another one then.
+    if issubclass(Number.of(number.host, type, number).decide(), float):
         return torch.get_default_dtype()
     integral = [tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool]
     return integral[0] if integral else torch.int64
