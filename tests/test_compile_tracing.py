@@ -48,6 +48,21 @@ def test_a_number_is_compared_with_a_tensor_number_by_number(name: str) -> None:
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_a_number_that_becomes_minus_zero_has_its_sign(dtype: torch.dtype) -> None:
+    """It equals zero, so that it seems to be what it was in the step before."""
+
+    @pl.algorithm(Event.AFTER_LOSS)
+    def signs(state: pl.State) -> pl.State:
+        return state.replace(outputs=torch.ones((), dtype=dtype) * (0.0 * (2 - state.timestamp.batch)))
+
+    settings: dict[str, Any] = {**SHORT, "algorithms": [signs], "watch": BATCHES}
+    compiled, eager = fit(compile=True, **settings), fit(**settings)
+    found, wanted = ([bool(state.outputs.signbit()) for _, state in states] for states in (compiled, eager))
+    assert found == wanted
+    assert set(found) == {False, True}
+
+
 class Scale:
     """Equal to itself alone, and with no hash."""
 

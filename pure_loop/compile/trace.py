@@ -217,7 +217,7 @@ class _Scalar:
 
     def set(self, env: Env) -> None:
         value = self.evaluate(env)
-        if value != self.last:
+        if value != self.last or not value:  # 0.0 and -0.0 are equal, and not the same
             if self._memory is not None:
                 self._memory.value = value
             else:
