@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from threading import Barrier
 from typing import Any
 
 import numpy
@@ -17,7 +20,7 @@ from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, NonFiniteError
-from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several
+from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several, stream
 from tests.models import CLASSES, FEATURES, batches, plain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -61,6 +64,44 @@ def test_a_number_that_becomes_minus_zero_has_its_sign(dtype: torch.dtype) -> No
     found, wanted = ([bool(state.outputs.signbit()) for _, state in states] for states in (compiled, eager))
     assert found == wanted
     assert set(found) == {False, True}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_a_number_too_large_for_the_tensor_it_meets_wraps_around(dtype: torch.dtype) -> None:
+    @pl.algorithm(Event.AFTER_LOSS)
+    def overflows(state: pl.State) -> pl.State:
+        batch, some = state.timestamp.batch, torch.arange(3).to(dtype)
+        large = (batch + 3) * (2**31 + 300)
+        return state.replace(outputs=(some + large, large * some, some > large, some - (batch + 7)))
+
+    settings: dict[str, Any] = {**SHORT, "algorithms": [overflows], "watch": BATCHES}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pytest.mark.parametrize("name", ["lt", "eq", "mul", "truediv"])
+def test_a_number_meets_an_array_element_by_element(name: str) -> None:
+    operate, array = getattr(operator, name), numpy.array([0.5, 1.0, 2.0])
+
+    @pl.algorithm(Event.AFTER_LOSS)
+    def operates(state: pl.State) -> pl.State:
+        number = state.timestamp.batch + 1
+        found = operate(number, array), operate(array, number), numpy.sqrt([number, 1])
+        return state.replace(outputs=tuple(map(torch.from_numpy, found)))
+
+    settings: dict[str, Any] = {**SHORT, "algorithms": [operates], "watch": BATCHES, "max_duration": "2ba"}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    """A graph serves every step: nothing in it is decided by the number."""
+
+    @pl.algorithm(Event.AFTER_LOSS)
+    def scales(state: pl.State) -> pl.State:
+        batch, tenth = state.timestamp.batch, numpy.float64(0.1)
+        return state.replace(loss=state.loss * (batch * tenth + tenth * batch))
+
+    settings: dict[str, Any] = {**SHORT, "algorithms": [scales], "watch": BATCHES, "max_duration": "10ba"}
+    assert_close(fit(compile=True, **settings), fit(**settings))
 
 
 class Scale:
@@ -219,6 +260,25 @@ def test_a_model_that_cannot_be_traced() -> None:
         fit(Reads, compile=True)
     settings: dict[str, Any] = {"evaluators": batches((8,), 2), "watch": BATCHES}
     assert_close(fit(Reads, compile="where possible", **settings), fit(Reads, **settings))
+
+
+def test_threads_that_compile_at_once() -> None:
+    seeds = range(3)
+    ready, watch = Barrier(len(seeds)), {Event.EPOCH_START, Event.EPOCH_END}
+
+    def trained(seed: int, *, together: bool) -> list[tuple[Event, pl.State]]:
+        found = []
+        for event, state in stream(plain, compile=True, seed=seed, data=batches((8, 8, 5), seed), watch=watch):
+            if together and event is Event.EPOCH_START and state.timestamp.epoch == 0:
+                ready.wait(60)
+            found.append((event, state))
+        return found
+
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        # Whether graphs are compiled or run as they are is a variable of the context.
+        threads = [pool.submit(copy_context().run, trained, seed, together=True) for seed in seeds]
+        for seed, thread in zip(seeds, threads, strict=True):
+            assert_close(thread.result(), trained(seed, together=False))
 
 
 def test_where_possible_with_every_event() -> None:

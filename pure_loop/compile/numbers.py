@@ -94,11 +94,23 @@ class Host:
             self.recording = before
 
 
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy's, or a table of such; one number of NumPy's is none."""
+    return hasattr(type(value), "__array_ufunc__")
+
+
+def _computed(function: Callable[..., Any], host: Host, *given: Any) -> Any:
+    """A number; beside an array, which no graph takes, an array of this graph's own."""
+    if any(map(_is_array, given)):
+        return function(*[each.decide() if isinstance(each, Number) else each for each in given])
+    return Number.of(host, function, *given)
+
+
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, *others: Any) -> Any:
         if any(isinstance(other, Tensor) for other in others):
             return NotImplemented
-        return Number.of(self.host, function, self, *others)
+        return _computed(function, self.host, self, *others)
 
     return apply
 
@@ -107,7 +119,7 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        return Number.of(self.host, function, other, self)
+        return _computed(function, self.host, other, self)
 
     return apply
 
@@ -123,7 +135,8 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        return Number.of(self.host, function, self, other).decide()
+        found = _computed(function, self.host, self, other)
+        return found.decide() if isinstance(found, Number) else found
 
     return apply
 
@@ -132,6 +145,9 @@ class Number:
     """A number of this step, which is another one in the next."""
 
     __slots__ = ("evaluate", "host", "sources", "value")
+
+    # NumPy's operators leave it to these then.
+    __array_priority__ = 1.0
 
     def __init__(self, host: Host, value: Any, evaluate: Evaluate, sources: frozenset[Any]) -> None:
         self.host = host
@@ -152,7 +168,10 @@ class Number:
         return self.host.guard(self.evaluate, self.value, self.sources)
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.host.lift(dtype, self.evaluate, device)
+        if dtype.is_floating_point or dtype.is_complex:
+            return self.host.lift(dtype, self.evaluate, device)
+        # One that a small dtype can't hold wraps around in it, as beside a tensor in an eager step.
+        return self.host.lift(torch.int64, self.evaluate, device).to(dtype)
 
     @classmethod
     def __torch_function__(
@@ -189,6 +208,11 @@ class Number:
 
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        import numpy  # who asks has it
+
+        return numpy.asarray(self.decide()).__array__(*args, **kwargs)
 
     def __repr__(self) -> str:
         return repr(self.decide())

@@ -7,6 +7,7 @@ second pass makes that list functional. What lasts is written back into its own 
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,10 @@ class Tracing:
         return found[::-1]
 
 
+# torch.fx writes what it traces into variables of the process, and so does torch's compiler with its settings.
+_one_at_a_time = threading.RLock()
+
+
 @attrs.define
 class Compiled:
     """A function of tensors as machine code.
@@ -240,6 +245,16 @@ def compile_function(
         tracing: collects what else the function asks for.
         lasting: how many of the first tensors last from step to step.
     """
+    with _one_at_a_time:
+        return _compile(function, tensors, tracing, lasting)
+
+
+def _compile(
+    function: Callable[[list[Tensor]], tuple[list[Tensor], dict[int, int], Connection | None]],
+    tensors: Sequence[Tensor],
+    tracing: Tracing,
+    lasting: int,
+) -> Compiled:
     begin = time.perf_counter()
     fakes = [tracing.fake(tensor) for tensor in tensors]
     tracing.sharing = _sharing(tensors)
