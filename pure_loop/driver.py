@@ -224,6 +224,8 @@ def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
 _OF_THE_FIRST_BATCH = frozenset({Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD})
 
 
+# From which on the gradients of the batch before are of no more use to the loop.
+_BEFORE_GRADIENTS = frozenset({Event.BATCH_START, ABOUT_TO_WRITE})
 # Before gradients are added to, divided or clipped.
 _OF_GRADIENTS = frozenset({Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
 
@@ -255,8 +257,10 @@ def run_script(
     marking = donation is not None and donation.compiled
     plain = watch is None and strict is None and not marking
     # After which memory is written to or freed, if nobody else sees it; that of gradients, if they are large.
-    writing: frozenset[Event] = frozenset() if donation is None or marking else frozenset({Event.AFTER_TRAIN_BATCH})
-    measured = large = False
+    writing: frozenset[Event] = frozenset()
+    if donation is not None:
+        writing = frozenset({ABOUT_TO_WRITE if marking else Event.AFTER_TRAIN_BATCH})
+    measured, large = marking, False
     # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
     # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
     followed, unsure = watch is None or Event.BATCH_END in watch, donation is not None
@@ -292,59 +296,47 @@ def run_script(
                 continue
             if event in ignored:
                 given = state
-                if marking and (event is ABOUT_TO_WRITE or (large and event is Event.BATCH_START)):
-                    # As below; the script has the State, too.
-                    others, last_shown = getrefcount(given) - 4, shown()
-                    if last_shown is None or last_shown is given:
-                        last_shown, alone = None, others == 1
-                    else:
-                        alone = getrefcount(last_shown) == 3
-                    in_turn = alone and followed and not unsure
-                    in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
-                    if event is ABOUT_TO_WRITE:
-                        donation.look(others, last_shown, replaced=in_turn)  # type: ignore[union-attr]
-                    if large and in_turn and last_shown is not None:
-                        drop_gradients(last_shown)
-                    del last_shown
-                continue
-            if strict is not None:
-                strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
-                strict.advance(event)
-                last = event
-            given = seal(state, event)
-            if event in attached:
-                handling, observing = attached[event]
-                if handling is not None:
-                    if large:
-                        donation.look_away()  # type: ignore[union-attr]
-                    given = apply(event, given, handling, stages, strict)
-                if observing is not None:
-                    _observe(event, given, observing, strict)
-                if marking:
-                    donation.seen = True  # type: ignore[union-attr]
-            if plain:
-                yield event, given
                 if event not in writing:
-                    if unsure and event in _OF_THE_FIRST_BATCH:
-                        followed = followed and gives_up(_getframe(1), given)
                     continue
-                if event is Event.AFTER_TRAIN_BATCH:
-                    unsure, swift = False, known
-            elif watch is None or event in watch:
+            else:
+                if strict is not None:
+                    strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
+                    strict.advance(event)
+                    last = event
+                given = seal(state, event)
+                if event in attached:
+                    handling, observing = attached[event]
+                    if handling is not None:
+                        if large:
+                            donation.look_away()  # type: ignore[union-attr]
+                        given = apply(event, given, handling, stages, strict)
+                    if observing is not None:
+                        _observe(event, given, observing, strict)
+                    if marking:
+                        donation.seen = True  # type: ignore[union-attr]
+                if plain:
+                    yield event, given
+                    if event not in writing:
+                        if unsure and event in _OF_THE_FIRST_BATCH:
+                            followed = followed and gives_up(_getframe(1), given)
+                        continue
+                    if event is Event.AFTER_TRAIN_BATCH:
+                        unsure, swift = False, known
+                elif watch is None or event in watch:
+                    if strict is not None:
+                        strict.hand_over(given)
+                    if marking:
+                        donation.seen = True  # type: ignore[union-attr]
+                    yield event, given
+                    shown = ref(given)
+                    if unsure and event is Event.BATCH_END:
+                        followed, unsure = followed and gives_up(_getframe(1), given), False
+                        if marking and given._grads is not None and are_large(given._grads.values()):
+                            large, writing = True, writing | ({Event.BATCH_START} & ignored)
+                    if strict is not None:
+                        strict.take_back(given, "the loop's body", event)
                 if strict is not None:
                     strict.hand_over(given)
-                if marking:
-                    donation.seen = True  # type: ignore[union-attr]
-                yield event, given
-                shown = ref(given)
-                if unsure and event is Event.BATCH_END:
-                    followed, unsure = followed and gives_up(_getframe(1), given), False
-                    if marking:
-                        large = given._grads is not None and are_large(given._grads.values())
-                if strict is not None:
-                    strict.take_back(given, "the loop's body", event)
-            if strict is not None:
-                strict.hand_over(given)
             if event in writing and donation is not None:
                 # Counted here, where nothing but variables refers to it: `given` and `state`, that of the script if it
                 # is the one that it yielded, and what is counted with.
@@ -359,7 +351,7 @@ def run_script(
                 in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
                 if event is not Event.BATCH_START:
                     donation.look(others, last_shown, replaced=in_turn)
-                elif in_turn and last_shown is not None:
+                if event in _BEFORE_GRADIENTS and large and in_turn and last_shown is not None:
                     drop_gradients(last_shown)
                 del last_shown
                 if not measured:
