@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 import attrs
 import numpy
@@ -228,6 +229,21 @@ def test_gradients_of_the_batch_before_are_given_up_when_a_step_begins(watch: An
     with pytest.raises(pl.errors.DonatedStateError):
         state.grads["0.weight"]
     assert states[0].grads["0.weight"].any()
+
+
+def test_gradients_of_the_batch_before_are_gone_when_the_next_ones_are_computed() -> None:
+    gradients: list[Any] = []
+    alive: list[bool] = []
+
+    class Looks(pl.Callback):
+        def before_forward(self, state: pl.State, logger: Any) -> None:
+            if len(gradients) > 1:  # in the second batch the loop has yet to see how large they are
+                alive.append(gradients[-1]() is not None)
+
+    for _event, state in fit(watch=BATCHES, callbacks=[Looks()]):
+        gradients.append(ref(state.grads["0.weight"]))
+    assert alive
+    assert not any(alive)
 
 
 def average_of(state: pl.State) -> Any:
