@@ -252,7 +252,7 @@ def test_whole_parameters_and_gradients_that_an_algorithm_puts_in_count_as_in_ea
 
     def program(rank):
         torch.manual_seed(0)
-        options = {"microbatch_size": 1, "evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
+        options = {"evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
         model = nn.Linear(3, 2)
         eager = witness(an_epoch(model, data, parallel="shard", **options))
         with interpreted():

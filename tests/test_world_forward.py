@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop._parts import whole_of
+from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
 from pure_loop.testing.laws.world import compare, whole, witness
@@ -263,6 +264,25 @@ def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
         pl.run(an_epoch(model, data, algorithms=[meanwhile], microbatch_size=1, parallel="shard"))
 
     with pytest.raises(RankError, match=r"a gradient of microbatch 0 .* has come to microbatch 1: .* BATCH_START"):
+        pool(kind="shard").run(program)
+
+
+@pytest.mark.parametrize(
+    ("event", "compile"),
+    [(Event.AFTER_LOSS, False), (Event.AFTER_BACKWARD, False), (Event.BATCH_START, True), (Event.AFTER_BACKWARD, True)],
+)
+def test_sharded_ranks_refuse_gradients_that_would_be_lost(event, compile):
+    @pl.algorithm(event)
+    def puts_in(state):
+        return state.replace(grads={name: torch.ones_like(tensor) for name, tensor in state.params.items()})
+
+    def program(rank):
+        data = [(torch.ones(4, 1), torch.zeros(4, 1))]
+        options = {"algorithms": [puts_in], "parallel": "shard", "compile": compile, "microbatch_size": 1}
+        with interpreted():
+            pl.run(an_epoch(torch.nn.Linear(1, 1), data, **options))
+
+    with pytest.raises(RankError, match=r"state\.grads was set before a backward of batch 0.*AFTER_TRAIN_BATCH"):
         pool(kind="shard").run(program)
 
 

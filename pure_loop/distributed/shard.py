@@ -190,6 +190,7 @@ class ShardEngine(JointEngine):
                 f"adds up those of the batch and has come to microbatch {self._added_up}: it would be among them. An "
                 'algorithm takes one by itself at BATCH_START or AFTER_TRAIN_BATCH, or with parallel="replicate".'
             )
+        _refuse_gradients(state)
         # Another forward may have come in between, of other parameters, in evaluation, or of another microbatch.
         self._load(leaves.origin, training=True)
         self._bind(leaves.buffers)
@@ -237,6 +238,7 @@ class ShardEngine(JointEngine):
         return holding(state, params=self._wholes.of(params), _grads=None)
 
     def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
+        _refuse_gradients(before)
         wholes, params = self._wholes, before.params
         assert wholes is not None
         state = ended.pop()
@@ -358,6 +360,16 @@ class ShardEngine(JointEngine):
         self._copied = no_parameters
         self._held, self._buffers, self._groups = {}, [], ()
         self._penalties, self._added_up = {}, 0
+
+
+def _refuse_gradients(state: State) -> None:
+    """Refuse those that somebody has set before a backward; the ones of earlier microbatches are not in the State."""
+    if state._grads is not None:
+        raise DistributedError(
+            f"state.grads was set before a backward of batch {state.timestamp.batch}, and sharded ranks add up the "
+            "gradients of a batch in memory of their own, where these would be lost. Add to the gradients at "
+            'AFTER_TRAIN_BATCH, where they are complete, or take parallel="replicate".'
+        )
 
 
 def _cut(group: FSDPModule) -> None:
