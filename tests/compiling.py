@@ -101,6 +101,21 @@ class Attention(nn.Module):
         return out
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer of this class over the features."""
+
+    def __init__(self, cls: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.layer = cls(1, 3, **options)  # type: ignore[arg-type]
+        self.head = nn.Linear(3 * (1 + self.layer.bidirectional), CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = x[:, :, None] if self.layer.batch_first else x.t()[:, :, None]
+        states, _ = self.layer(sequence)
+        out: Tensor = self.head(states[:, -1] if self.layer.batch_first else states[-1])
+        return out
+
+
 def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tuple[Event, pl.State]]:
     with pl.random.seeded(3):
         module = model()

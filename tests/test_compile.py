@@ -7,6 +7,7 @@ through the compiler itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.compiling import (
     Attention,
     Named,
     Parts,
+    Recurrent,
     Unused,
     assert_close,
     every_third,
@@ -51,6 +53,19 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, *args, own=lambda tensors, _: tensors, **settings)
 
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_first": True}],
+    ids=["one layer", "two with dropout, both ways"],
+)
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("watch", tiers([{Event.EPOCH_END, Event.EVAL_END}, None], [None]), ids=str)
+def test_recurrent_layers(layer: type[nn.RNNBase], options: Any, watch: Any) -> None:
+    settings: dict[str, Any] = {"data": batches((8, 5), 1), "evaluators": batches((8,), 2), "watch": watch}
+    model = partial(Recurrent, layer, **options)
+    assert_close(fit(model, compile=True, **settings), fit(model, **settings))
 
 
 @pl.algorithm(Event.AFTER_LOSS)

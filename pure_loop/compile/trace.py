@@ -26,7 +26,7 @@ from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.layouts import channels_last, laid_out_like
 from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
-from pure_loop.compile.operations import decompositions, taken_apart
+from pure_loop.compile.operations import decompositions, mended_rnns, taken_apart
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
 from pure_loop.compile.replay import Recorders, Replaying
 from pure_loop.compile.trees import describe
@@ -267,7 +267,8 @@ def _compile(
         return outputs
 
     with enable_python_dispatcher(), tracing.mode:
-        raw = make_fx(body)(*fakes)
+        with mended_rnns():
+            raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
