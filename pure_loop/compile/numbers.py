@@ -8,9 +8,11 @@ index) leaves a :class:`Guard`: the graph serves the steps for which that comes 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import attrs
@@ -51,7 +53,10 @@ class Guard:
     where: str
 
     def holds(self, env: Env) -> bool:
-        return bool(self.evaluate(env) == self.value)
+        found = self.evaluate(env)
+        if type(found) is not type(self.value) or found != self.value:
+            return False
+        return bool(found) or str(found) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
 
 
 class Host:
@@ -144,7 +149,7 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
 class Number:
     """A number of this step, which is another one in the next."""
 
-    __slots__ = ("evaluate", "host", "sources", "value")
+    __slots__ = ("_kind_is_known", "evaluate", "host", "sources", "value")
 
     # NumPy's operators leave it to these then.
     __array_priority__ = 1.0
@@ -154,6 +159,19 @@ class Number:
         self.value = value
         self.evaluate = evaluate
         self.sources = sources
+        self._kind_is_known = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # To `isinstance`, of int or float, it is what it stands for.
+        return self.kind()
+
+    def kind(self) -> type:
+        """The type of its value, on which the graph depends from here on."""
+        if not self._kind_is_known:
+            self._kind_is_known = True
+            Number.of(self.host, type, self).decide()
+        return type(self.value)
 
     @staticmethod
     def of(host: Host, function: Callable[..., Any], *given: Any) -> Number:
@@ -177,14 +195,27 @@ class Number:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+        kwargs, name = kwargs or {}, function.__name__.strip("_")
+        tensors = [tensor for each in (*args, *kwargs.values()) for tensor in _tensors_in(each)]
+        if name not in _OF_ELEMENTS or any(map(torch.is_complex, tensors)):
+            return function(*_decided(args), **_decided(kwargs))
+        if name in ("rdiv", "rtruediv"):
+            return args[0].reciprocal() * args[1]  # torch's own way, which rounds twice
+        if name == "setitem":
+            args = (args[0], _decided(args[1]), *args[2:])
+        # Beside a half a number keeps its precision, and its range, until the result is rounded.
+        narrow = _narrow(name, tensors)
+        wide = {id(each): each.float() for each in tensors} if narrow is not None else {}
 
         def lift(each: Any) -> Any:
-            if not isinstance(each, Number):
-                return each
-            return each.tensor(_dtype_beside(each, tensors), _device_beside(tensors))
+            if isinstance(each, Number):
+                dtype = torch.float32 if wide else _dtype_beside(each, tensors)
+                return each.tensor(dtype, _device_beside(tensors))
+            return wide.get(id(each), each)
 
-        return function(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})
+        given = {key: lift(each) if key in _OPERANDS else _decided(each) for key, each in kwargs.items()}
+        found = function(*map(lift, args), **given)
+        return found if narrow is None else found.to(narrow)
 
     __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
@@ -192,8 +223,20 @@ class Number:
     __truediv__, __rtruediv__ = _lifted(operator.truediv), _reflected(operator.truediv)
     __floordiv__, __rfloordiv__ = _lifted(operator.floordiv), _reflected(operator.floordiv)
     __mod__, __rmod__ = _lifted(operator.mod), _reflected(operator.mod)
-    __pow__, __rpow__ = _lifted(operator.pow), _reflected(operator.pow)
+    __pow__, __rpow__ = _lifted(pow), _reflected(pow)
+    __and__, __rand__ = _lifted(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _lifted(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _lifted(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _lifted(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _lifted(operator.rshift), _reflected(operator.rshift)
     __neg__, __abs__, __pos__ = _lifted(operator.neg), _lifted(operator.abs), _lifted(operator.pos)
+    __invert__ = _lifted(operator.invert)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -205,6 +248,7 @@ class Number:
     __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
     __bool__, __int__, __float__, __index__ = _asked(bool), _asked(int), _asked(float), _asked(operator.index)
     __hash__, __str__, __round__ = _asked(hash), _asked(str), _asked(round)
+    __trunc__, __floor__, __ceil__ = _asked(math.trunc), _asked(math.floor), _asked(math.ceil)
 
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
@@ -224,6 +268,49 @@ class Number:
 
 _equal = _compared(operator.eq)
 
+# By name: operations of torch that compute in a wider type than they round to; those in which a number stands for a
+# tensor of that number; and the arguments by which they take it. Elsewhere a number is a size, a dimension, an index.
+_WIDE = frozenset({*("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv")})
+_PAIRS = _WIDE | {
+    *("floor_divide", "floordiv", "remainder", "mod", "fmod", "pow", "float_power", "copysign", "maximum", "minimum"),
+    *("eq", "ne", "not_equal", "lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal"),
+    *("and", "or", "xor", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
+}
+_OF_ELEMENTS = frozenset(
+    {
+        *(side + name for side in ("", "r", "i") for name in _PAIRS),
+        *("where", "lerp", "clamp", "clip", "clamp_min", "clamp_max", "masked_fill", "fill", "setitem"),
+        *(f"foreach_{name}" for name in ("add", "sub", "mul", "div", "lerp", "pow", "maximum", "minimum")),
+    }
+)
+_OPERANDS = frozenset({"input", "self", "other", "exponent", "weight", "min", "max", "value"})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """A tensor, or those in a list of tensors."""
+    return [each for each in (value if isinstance(value, list | tuple) else (value,)) if isinstance(each, Tensor)]
+
+
+def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
+    """The dtype of a result that is computed in a wider one; None where it isn't."""
+    if len(tensors) != 1 or tensors[0].dtype not in _HALVES or name.removeprefix("r") not in _WIDE:
+        return None
+    return tensors[0].dtype
+
+
+def _decided(value: Any) -> Any:
+    """An argument, in which numbers are what they are in this step."""
+    if isinstance(value, Number):
+        return value.decide()
+    if type(value) in (tuple, list):
+        return type(value)(map(_decided, value))
+    if type(value) is dict:
+        return {key: _decided(each) for key, each in value.items()}
+    if type(value) is slice:
+        return slice(_decided(value.start), _decided(value.stop), _decided(value.step))
+    return value
+
 
 def _dtype_beside(number: Number, tensors: list[Tensor]) -> torch.dtype:
     """The dtype in which a Python number takes part, such that results have the dtypes that they have in eager."""
@@ -231,7 +318,7 @@ def _dtype_beside(number: Number, tensors: list[Tensor]) -> torch.dtype:
     if floating:
         return max(floating, key=lambda dtype: torch.finfo(dtype).bits)
     # An int in this step may be a float in another one, whose graph is another one then.
-    if issubclass(Number.of(number.host, type, number).decide(), float):
+    if not issubclass(number.kind(), Integral):
         return torch.get_default_dtype()
     integral = [tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool]
     return integral[0] if integral else torch.int64
@@ -298,6 +385,15 @@ class TracedTimestamp(Timestamp):
         return Number(
             host, value, lambda env: getattr(env.timestamps[slot], name), frozenset({f"state.{field}.{name}"})
         )
+
+    def replace(self, **changes: Any) -> Timestamp:
+        return Timestamp(**({name: getattr(self, name) for name in _FIELDS} | changes))
+
+    def __copy__(self) -> TracedTimestamp:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedTimestamp:
+        return self
 
     def ask(self, question: Callable[..., Any], *given: Any) -> Any:
         """The answer to a question about timestamps, as a whole: the graph depends on the answer alone."""

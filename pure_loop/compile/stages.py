@@ -79,8 +79,9 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
         yield
     except PureLoopError:
         raise
-    # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too.
-    except RuntimeError as error:
+    # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too. Others
+    # are of code that wants a number of Python's, and is given one that stands for it.
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
     for node in written(tracing.since(last)):
         if node.op == "get_attr":

@@ -1,0 +1,115 @@
+"""Numbers of Python while a step is traced: each place in which code may use one gives what it gives in eager steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, one_hot
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile import record
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+SQUARE, WHOLE, NOTHING = torch.arange(9.0).reshape(3, 3), torch.arange(8), torch.zeros(())
+
+
+def remembered(function: Callable[[Any], Any], batches: int = 5, **options: Any) -> list[Any]:
+    """What a function of the timestamp gives at AFTER_LOSS of each batch, as a tensor."""
+
+    def init(state: pl.State) -> Any:
+        return as_tensor(function(state.timestamp))
+
+    def remember(state: pl.State) -> pl.State:
+        return state.remember("found", as_tensor(function(state.timestamp)))
+
+    def as_tensor(found: Any) -> Tensor:
+        return found if isinstance(found, Tensor) else torch.zeros((), dtype=torch.float64) + found
+
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * batches
+    found = pl.Algorithm("found", {Event.AFTER_LOSS: remember}, init=init)
+    settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    stream = pl.fit(nn.Linear(2, 1), data, algorithms=[found], watch={Event.BATCH_END}, **settings, **options)
+    return [state.algorithm_state["found"] for _, state in stream]
+
+
+def put_in(t: Any) -> Tensor:
+    x = torch.zeros(3, 3)
+    x[0, t.batch % 3] = t.sample
+    return x
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    # A dimension, an index, a size: no tensor.
+    "max over a dimension": lambda t: SQUARE.max(t.batch % 2)[0],
+    "min over a dimension": lambda t: torch.min(SQUARE, t.batch % 2)[0],
+    "an index": lambda t: WHOLE[t.batch],
+    "one of two indices": lambda t: SQUARE[..., t.batch % 3],
+    "a list of indices": lambda t: WHOLE[[t.batch, 0]],
+    "a slice": lambda t: WHOLE[t.batch : 8].sum(),
+    "put in at an index": put_in,
+    "a size": lambda t: torch.ones(1).expand(t.batch + 1).sum(),
+    "a size among others": lambda t: SQUARE.reshape(3, t.batch * 0 + 3),
+    "classes": lambda t: one_hot(WHOLE, t.batch + 8).sum(),
+    "a list of pads": lambda t: nn.functional.pad(torch.ones(2), (t.batch, 0)).sum(),
+    # A number that an operation takes as such.
+    "a factor": lambda t: torch.add(NOTHING, torch.ones(()), alpha=t.batch),
+    "a fill value": lambda t: torch.full((), t.elapsed),
+    "a smoothing": lambda t: nn.functional.leaky_relu(-torch.ones(()), t.elapsed),
+    "an exponent of a complex number": lambda t: (torch.zeros(1, dtype=torch.complex64) ** t.batch).real,
+    # A number that stands for a tensor.
+    "beside a half": lambda t: torch.tensor(0.001).half() * (t.sample * 10000),
+    "a half by it": lambda t: torch.tensor(1000.0).half() / (70000 + t.batch),
+    "it by a half": lambda t: (t.batch + 1) * 100000 / torch.tensor(1000.0).half(),
+    "beside a bfloat16": lambda t: torch.tensor(1.5).bfloat16() * (t.batch + 257),
+    "more than a half": lambda t: torch.tensor(0.1).half() == 0.1 + 0.0 * t.batch,
+    "two halves": lambda t: torch.where(torch.tensor(True), torch.ones(2).half(), t.batch),
+    "NumPy's, beside whole numbers": lambda t: WHOLE[:2] * (t.batch * numpy.float32(2)),
+    # Python.
+    "isinstance": lambda t: t.batch if isinstance(t.batch, int) and not isinstance(t.batch, float) else -1,
+    "the sign of nothing": lambda t: math.copysign(1.0, 0.0 * (2 - t.batch)),
+    "whole or not": lambda t: float(hasattr(1 ** (1 - t.batch), "bit_length")),
+    "divmod": lambda t: sum(divmod(t.batch, 4)) + divmod(7, t.batch + 1)[1],
+    "bits": lambda t: (t.batch & 1) + (t.batch | 2) + (t.batch ^ 3) + (t.batch << 2) + (8 >> t.batch) + ~t.batch,
+    "a power, modulo": lambda t: pow(t.batch, 2, 5),
+    "rounded": lambda t: math.trunc(4 * t.elapsed) + math.floor(4 * t.elapsed) + math.ceil(4 * t.elapsed),
+    "a fraction": lambda t: float(Fraction(t.batch, 3)),
+    # Timestamps.
+    "another timestamp": lambda t: t.replace(epoch=7).epoch + t.replace(epoch=7).batch,
+    "copies": lambda t: copy.copy(t).batch + copy.deepcopy(t).batch,
+}
+
+
+@pytest.mark.parametrize("function", CASES.values(), ids=CASES)
+def test_a_number_is_what_it_is_in_eager_steps(function: Callable[[Any], Any]) -> None:
+    compiled, eager = remembered(function, compile=True), remembered(function)
+    assert len(eager) == 5
+    for one, other in zip(compiled, eager, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+
+
+def test_a_number_that_stands_for_a_tensor_needs_no_other_graph() -> None:
+    with record() as graphs:
+        remembered(lambda t: torch.ones(2).half() * t.sample + torch.ones(2).clamp(max=t.batch), 12, compile=True)
+    assert len([each for each in graphs if each.stretch == "step"]) == 1
+
+
+def test_what_takes_no_stand_in_runs_eagerly_where_possible() -> None:
+    def draws(t: Any) -> Any:
+        return torch.Generator().manual_seed(t.batch).initial_seed()
+
+    assert remembered(draws, compile="where possible") == remembered(draws)
+    with pytest.raises(
+        pl.errors.CompileError, match=r"'found' at AFTER_LOSS can't be compiled: .*manual_seed\(t\.batch\)"
+    ):
+        remembered(draws, compile=True)
