@@ -12,6 +12,14 @@ from pure_loop.event import Event
 __all__ = ["compiler", "evaluating"]
 
 
+def import_compiler() -> None:
+    """Import torch's compiler, which takes seconds, at the end from which `torch.optim` enters it, too.
+
+    Two threads that enter a cycle of imports at two ends wait for each other.
+    """
+    import torch._dynamo  # noqa: F401
+
+
 def read_compile(compile: Any) -> bool | str:
     """
     Raises:
@@ -43,7 +51,8 @@ def compiler(
         raise ArgumentError(
             f'steps_per_call={steps} with order={order!r}: several steps go in the order "current" only.'
         )
-    from pure_loop.compile.compiler import Compiler  # torch's compiler takes seconds to import
+    import_compiler()
+    from pure_loop.compile.compiler import Compiler
 
     everything = watch is None or strict
     attended = frozenset(Event) if everything else frozenset(watch) | {each for each in observers if observers[each]}
@@ -63,6 +72,7 @@ def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     chosen = read_compile(compile)
     if not chosen:
         return stages
+    import_compiler()
     from pure_loop.compile.evaluation import CompiledEvaluation
     from pure_loop.compile.replay import Recorders
 

@@ -20,7 +20,18 @@ from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError, NonFiniteError
-from tests.compiling import BATCHES, SHORT, WITH_NAN, assert_close, every_third, fit, several, stream
+from tests.compiling import (
+    BATCHES,
+    SHORT,
+    WITH_NAN,
+    Named,
+    assert_close,
+    every_third,
+    fit,
+    named_batches,
+    several,
+    stream,
+)
 from tests.models import CLASSES, FEATURES, batches, plain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -279,6 +290,17 @@ def test_threads_that_compile_at_once() -> None:
         threads = [pool.submit(copy_context().run, trained, seed, together=True) for seed in seeds]
         for seed, thread in zip(seeds, threads, strict=True):
             assert_close(thread.result(), trained(seed, together=False))
+
+
+@pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_BACKWARD, *BATCHES}], ids=["a step", "pieces"])
+def test_what_each_batch_holds_besides_tensors_is_refused_after_a_few_graphs(watch: Any) -> None:
+    data = [{**batch, "name": [f"{i}", "b"], "index": i} for i, batch in enumerate(named_batches() * 4)]
+    settings: dict[str, Any] = {"model": Named, "data": data, "loss": None, "watch": watch, "max_duration": "1ep"}
+    says = r"batch 8 would need .*'index'\] is 8, .*'name'\] is \['8', 'b'\]\."
+    with record() as graphs, pytest.raises(CompileError, match=says):
+        fit(compile=True, **settings)
+    assert max(each.number for each in graphs) == 8
+    assert_close(fit(compile="where possible", **settings), fit(**settings))
 
 
 def test_where_possible_with_every_event() -> None:

@@ -119,3 +119,28 @@ def test_a_star_brings_the_lazy_names() -> None:
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_a_package_is_sent_by_name(dumps: Any) -> None:
     assert pickle.loads(dumps(pl)) is pl
+
+
+THREADS = """
+import threading
+import torch, pure_loop as pl
+from pure_loop.compile import interpreted
+def train(compile, optimizer):
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
+    with interpreted():
+        pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=optimizer(),
+                      max_duration="1ep", compile=compile, watch={pl.Event.FIT_END}))
+    done.append(compile)
+done = []
+ways = (False, lambda: pl.optim.from_torch(torch.optim.AdamW, lr=0.1)), (True, lambda: pl.optim.sgd(lr=0.1))
+threads = [threading.Thread(target=train, args=way) for way in ways]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert sorted(done) == [False, True]
+"""
+
+
+def test_two_threads_that_import_torchs_compiler_dont_wait_for_each_other() -> None:
+    subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
@@ -19,7 +20,18 @@ from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.trees import Durable, UnreadFieldError, describe, durable_fields, rebuild, tensors_of, walk
+from pure_loop.compile.stages import WHERE_POSSIBLE, Untraceable
+from pure_loop.compile.trees import (
+    Durable,
+    UnreadFieldError,
+    describe,
+    durable_fields,
+    is_number,
+    rebuild,
+    tensors_of,
+    walk,
+)
+from pure_loop.data import _leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict
 from pure_loop.loop import LoopStages
@@ -94,6 +106,8 @@ class Stretch:
         self.brief = brief
         self.connected = connected
         self._graphs: dict[Any, list[Graph]] = {}
+        # How many of them there are for batches that differ in no tensor, but in what else they hold.
+        self._alike: Counter[Any] = Counter()
         self.names: tuple[str, ...] = ()
         self._fields: Callable[[State], tuple[Any, ...]] | None = None
         # Of the last call: what it gave, whose memory is ours, and what it was called with.
@@ -345,6 +359,11 @@ class Stretch:
         if len(known) >= MOST_DECISIONS:
             raise _too_many(self.name, known[-1], env)
         if not known:
+            # What the loop itself has in flight, the weight of a microbatch, takes few values.
+            alike = durable.key(), tuple([walk(each, by_value=is_number(each)) for each in flight])
+            self._alike[alike] += 1
+            if self._alike[alike] > MOST_DECISIONS:
+                raise _too_many_values(self.name, flight, env)
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
             reason = "; ".join(sorted({_about(guard) for guard in known[-1].guards if not guard.holds(env)}))
@@ -408,6 +427,17 @@ def _flight_key(flight: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
 def _about(guard: Guard) -> str:
     names = sorted(source.name if isinstance(source, Leaf) else source for source in guard.sources)
     return f"{guard.where} decides by {', '.join(names) or 'a constant'}"
+
+
+def _too_many_values(name: str, flight: tuple[Any, ...], env: Env) -> Untraceable:
+    leaves = [found for each in flight if each is not None and not is_number(each) for found in _leaves(each)]
+    what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in leaves if not isinstance(leaf, Tensor | None))
+    return Untraceable(
+        f"{MOST_DECISIONS} graphs of the stretch {name!r} differ only in what a batch holds besides tensors, and batch "
+        f"{env.timestamps[1].batch} would need one more: {what}. A graph holds it for ever. Make it a tensor "
+        f"(torch.tensor(index)), or leave it out of the batch; {WHERE_POSSIBLE}",
+        ("forward", None),
+    )
 
 
 def _too_many(name: str, made: Graph, env: Env) -> CompileError:

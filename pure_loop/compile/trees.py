@@ -175,19 +175,19 @@ def _plain(value: Any) -> Sequence[Tensor] | None:
     return tensors
 
 
-def walk(value: Any) -> Any:
-    """What a graph depends on in a batch: its structure, its tensors' shapes, and all else by value."""
+def walk(value: Any, *, by_value: bool = True) -> Any:
+    """What a graph depends on in a batch: its structure, its tensors' shapes, and all else by value, or by its type."""
     if isinstance(value, Tensor):
         return describe(value)
     if value is None or is_number(value):
-        return type(value), value
+        return type(value), value if by_value else None
     plain = _plain(value)
     if plain is not None:
         return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, plain))
     node = _open(value)
     if node is None:
-        return _leaf_key(value)
-    return type(value), tuple(node[1]), tuple(map(walk, node[0]))
+        return _leaf_key(value) if by_value else type(value)
+    return type(value), tuple(node[1]), tuple([walk(each, by_value=by_value) for each in node[0]])
 
 
 def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
