@@ -25,9 +25,9 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
     raise DataError(
-        f"a batch is a {type(batch).__name__}{size}, and by default a batch is (inputs, targets). Say what to do with "
-        "yours: fit(..., task=pl.Task(forward=lambda model, batch: model(batch['x']), "
-        "loss=lambda outputs, batch: ...))."
+        f"a batch is a {type(batch).__name__}{size}, and by default a batch is (inputs, targets), to the forward "
+        "and to a function given as loss=. Say what to do with yours: task=pl.Task(forward=lambda model, batch: "
+        "model(batch['x']), loss=lambda outputs, batch: ...); to predict, the forward is enough."
     )
 
 

@@ -131,3 +131,15 @@ CLIPPING = [
 @pytest.mark.parametrize(("clip", "kind", "says"), CLIPPING)
 def test_clipping_functions_return_gradients(clip: Any, kind: tuple[Any, Any], says: list[str]) -> None:
     breaks(fit(clip_grad=clip), *kind, *says)
+
+
+@pytest.mark.parametrize(
+    ("give", "what"), [(lambda o, b: o.float().mean(), "a tensor of shape ()"), (lambda o, b: 0.5, "a float")]
+)
+def test_a_metric_of_one_number_a_batch_is_refused(give: Any, what: str) -> None:
+    """It would count a smaller last batch as much as the others."""
+    data = [(torch.ones(n, 2), torch.zeros(n, dtype=torch.int64)) for n in (4, 1)]
+    evaluator = pl.Evaluator(data, metrics=[pl.metrics.mean(give, "acc")])
+    with pytest.raises(TypeError, match=r"metric 'acc': its function gave .*one number a sample") as caught:
+        pl.run(pl.evaluate(nn.Linear(2, 2), {"val": evaluator}, loss=functional.cross_entropy))
+    assert what in str(caught.value)

@@ -102,3 +102,11 @@ def test_a_schedule_that_gives_no_learning_rate_is_refused(opt: Optimizer) -> No
         ArgumentError, match=r"learning rate must be finite and at least 0; .* gave .* at Timestamp\(epoch=0"
     ):
         opt.update(params, opt.init(params), params, Timestamp())
+
+
+@pytest.mark.parametrize("opt", [adamw(), sgd(momentum=0.9)], ids=["adamw", "sgd"])
+def test_an_update_without_memory_says_how_to_begin(opt: Optimizer) -> None:
+    params = named(tensors(0, torch.float32))
+    nothing: Any = None
+    with pytest.raises(ResumeError, match=r"opt_state is None, .*state\.replace\(opt_state=optimizer\.init"):
+        opt.update(params, nothing, params, Timestamp())

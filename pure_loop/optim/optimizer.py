@@ -158,6 +158,11 @@ def gradients_of(grads: Grads, names: list[str]) -> list[Tensor | None]:
 
 def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
     """``opt_state`` is of this optimizer with these options."""
+    if not isinstance(opt_state, Mapping):
+        raise ResumeError(
+            f"{where}: opt_state is {opt_state!r:.80}, and an update needs what optimizer.init(params) gives: "
+            "state.replace(opt_state=optimizer.init(state.params)) before the first one."
+        )
     if opt_state.keys() != set(keys):
         raise ResumeError(
             f"{where}: opt_state must hold {sorted(keys)}, and it holds {sorted(opt_state)}; another optimizer, or "
