@@ -381,13 +381,17 @@ class Stages:
 
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
-        if not draws and self.precision.dtype is None and _grad_enabled() and not _any_autocast():
-            try:
+        try:
+            if not draws and self.precision.dtype is None and _grad_enabled() and not _any_autocast():
+                try:
+                    return call()
+                finally:
+                    torch._C._set_grad_enabled(True)  # whatever the user's code has left
+            with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
                 return call()
-            finally:
-                torch._C._set_grad_enabled(True)  # whatever the user's code has left
-        with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
-            return call()
+        except Exception as error:
+            error.add_note(f"raised in the {stage} of batch {state.timestamp.batch}, microbatch {index}")
+            raise
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp

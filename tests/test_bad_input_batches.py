@@ -143,3 +143,13 @@ def test_a_metric_of_one_number_a_batch_is_refused(give: Any, what: str) -> None
     with pytest.raises(TypeError, match=r"metric 'acc': its function gave .*one number a sample") as caught:
         pl.run(pl.evaluate(nn.Linear(2, 2), {"val": evaluator}, loss=functional.cross_entropy))
     assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["forward", "loss"])
+def test_an_error_in_a_forward_or_a_loss_says_of_which_batch(stage: str) -> None:
+    batches = [(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))] * 2
+    batches.append((torch.ones(4, 3), batches[0][1]) if stage == "forward" else (batches[0][0], torch.zeros(4, 7)))
+    options: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+    with pytest.raises(RuntimeError) as caught:
+        pl.run(pl.fit(nn.Linear(2, 2), batches, max_duration="1ep", microbatch_size=2, **options))
+    assert caught.value.__notes__ == [f"raised in the {stage} of batch 2, microbatch 0"]
