@@ -48,6 +48,15 @@ def put_in(t: Any) -> Tensor:
     return x
 
 
+def into_a_half(t: Any) -> Tensor:
+    x = torch.full((4,), 0.001).half()
+    x[:2].mul_(t.sample * 10000)
+    y = x[1:]
+    y += 10 * t.sample
+    y /= 70000 + t.batch
+    return x
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     # A dimension, an index, a size: no tensor.
     "max over a dimension": lambda t: SQUARE.max(t.batch % 2)[0],
@@ -71,6 +80,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "a half by it": lambda t: torch.tensor(1000.0).half() / (70000 + t.batch),
     "it by a half": lambda t: (t.batch + 1) * 100000 / torch.tensor(1000.0).half(),
     "beside a bfloat16": lambda t: torch.tensor(1.5).bfloat16() * (t.batch + 257),
+    "into a half": into_a_half,
     "more than a half": lambda t: torch.tensor(0.1).half() == 0.1 + 0.0 * t.batch,
     "two halves": lambda t: torch.where(torch.tensor(True), torch.ones(2).half(), t.batch),
     "NumPy's, beside whole numbers": lambda t: WHOLE[:2] * (t.batch * numpy.float32(2)),

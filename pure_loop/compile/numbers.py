@@ -215,7 +215,9 @@ class Number:
 
         given = {key: lift(each) if key in _OPERANDS else _decided(each) for key, each in kwargs.items()}
         found = function(*map(lift, args), **given)
-        return found if narrow is None else found.to(narrow)
+        if narrow is None:
+            return found
+        return args[0].copy_(found) if _is_in_place(function) else found.to(narrow)
 
     __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
@@ -294,9 +296,15 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
     """The dtype of a result that is computed in a wider one; None where it isn't."""
-    if len(tensors) != 1 or tensors[0].dtype not in _HALVES or name.removeprefix("r") not in _WIDE:
+    if len(tensors) != 1 or tensors[0].dtype not in _HALVES or name.removeprefix("r").removeprefix("i") not in _WIDE:
         return None
     return tensors[0].dtype
+
+
+def _is_in_place(function: Callable[..., Any]) -> bool:
+    """Whether it writes to its first argument: ``mul_``, or ``__imul__``."""
+    name = function.__name__
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def _decided(value: Any) -> Any:
