@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.evaluator import BoundEvaluator
+from pure_loop.evaluator import measure_loss
 from pure_loop.event import Event
 
 __all__ = ["compiler", "evaluating"]
@@ -61,7 +60,7 @@ def compiler(
         attended,
         where_possible=chosen == "where possible",
         steps=steps,
-        with_loss=_with_loss(evaluators),
+        with_loss=measure_loss(evaluators),
         own=None if stages.donation is None else stages.donation.own,
         shown=None if stages.donation is None else stages.donation.was_seen,
     )
@@ -77,9 +76,4 @@ def evaluating(compile: Any, stages: Any, evaluators: Any) -> Any:
     from pure_loop.compile.replay import Recorders
 
     where_possible = chosen == "where possible"
-    return CompiledEvaluation.of(stages, Recorders(), with_loss=_with_loss(evaluators), where_possible=where_possible)
-
-
-def _with_loss(evaluators: Iterable[BoundEvaluator]) -> bool:
-    """Whether anybody asks an evaluation for its loss."""
-    return any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)
+    return CompiledEvaluation.of(stages, Recorders(), with_loss=measure_loss(evaluators), where_possible=where_possible)

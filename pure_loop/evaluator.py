@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ from pure_loop.sources import Source, source
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators"]
+__all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators", "measure_loss", "refuse_empty"]
 
 
 def _positive(value: Any, name: str) -> int | None:
@@ -142,6 +142,11 @@ def bind_evaluators(
             BoundEvaluator(label, data, as_metrics(evaluator.metrics, label), interval, evaluator.microbatch_size)
         )
     return tuple(bound)
+
+
+def measure_loss(evaluators: Iterable[BoundEvaluator]) -> bool:
+    """Whether any of them asks for the loss."""
+    return any(each.metrics is None or any(metric.of_loss for metric in each.metrics) for each in evaluators)
 
 
 def refuse_empty(data: Source, name: str) -> None:

@@ -19,7 +19,7 @@ from pure_loop.callback import CallbackLike, Logger, observers
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.evaluator import bind_evaluators, refuse_empty
+from pure_loop.evaluator import bind_evaluators, measure_loss, refuse_empty
 from pure_loop.event import Event
 from pure_loop.fit import Stream
 from pure_loop.loop import LoopStages, Script
@@ -28,7 +28,7 @@ from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.strict import Strict
-from pure_loop.task import Task, make_task
+from pure_loop.task import Task, has_loss_method, make_task
 
 __all__ = ["evaluate", "predict"]
 
@@ -56,7 +56,8 @@ def evaluate(
         model_or_state: a module, or a State kept anywhere.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: those of training that matter in evaluation, such as EMA.
-        loss, task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
+        loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
+        task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -68,8 +69,11 @@ def evaluate(
     state = any_state(model_or_state, seed, together.device(device))
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
-    chosen = make_task(state.model._skeleton, loss, task)
-    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=together.sources(chosen))
+    module, given = state.model._skeleton, next((each for each in (task, loss) if isinstance(each, Task)), Task())
+    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=together.sources(given))
+    if loss is None and given.loss is None and not has_loss_method(module) and not measure_loss(bound):
+        loss = _no_loss
+    chosen = make_task(module, loss, task)
     build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
     sources = [each.source for each in bound]
     return _outside_fit(
@@ -122,7 +126,7 @@ def predict(
     state = any_state(model_or_state, seed, together.device(device))
     if task is None:
         module = state.model._skeleton
-        task = make_task(module, None if callable(getattr(module, "loss", None)) else _no_loss, None)
+        task = make_task(module, None if has_loss_method(module) else _no_loss, None)
     data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
     build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
@@ -132,7 +136,7 @@ def predict(
 
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
-    raise AssertionError("prediction computes no loss")
+    raise AssertionError("nobody asked for a loss")
 
 
 def _outside_fit(

@@ -17,7 +17,7 @@ from pure_loop._signature import accepts, name_of
 from pure_loop.data import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
-__all__ = ["Task", "make_task"]
+__all__ = ["Task", "has_loss_method", "make_task"]
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -159,8 +159,14 @@ class _OnTargets:
         return self.loss(outputs, _inputs_and_targets(batch)[1])
 
 
+def has_loss_method(model: nn.Module) -> bool:
+    """Whether it has a ``loss(outputs, batch)``; a loss of torch's own, which takes targets, is an attribute."""
+    loss = getattr(model, "loss", None)
+    return callable(loss) and type(loss).__module__ != "torch.nn.modules.loss"
+
+
 def _require_loss_method(model: nn.Module) -> None:
-    if not callable(getattr(model, "loss", None)):
+    if not has_loss_method(model):
         raise ArgumentError(
             f"no loss: give loss=torch.nn.functional.cross_entropy (a function of outputs and targets), a "
             f"task=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch)."

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.compile import interpreted
 from tests.refusals import DATA, TYPE, Watched, breaks, fit, net, refused
 
 
@@ -196,3 +197,32 @@ def test_empty_data_of_evaluate_and_predict() -> None:
     refused(
         lambda: pl.evaluate(model, None, loss=functional.cross_entropy), *TYPE, "evaluators=None", "mapping of labels"
     )
+
+
+class WithLoss(nn.Module):
+    """Its loss is one of torch's own, which takes targets and no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_a_loss_of_torchs_own_in_the_model_is_no_method() -> None:
+    with pytest.raises(pl.errors.ArgumentError, match="no loss: give loss="):
+        pl.fit(WithLoss(), DATA, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
+    events = [event for event, _ in pl.predict(WithLoss(), DATA)]
+    assert events.count(Event.PREDICT_BATCH_END) == len(DATA)
+
+
+def test_an_evaluation_that_measures_no_loss_needs_none() -> None:
+    evaluator = pl.Evaluator(DATA, metrics=[pl.metrics.accuracy()])
+    for options in ({}, {"compile": True}):
+        with interpreted():
+            state = pl.run(pl.evaluate(WithLoss(), {"val": evaluator}, **options))
+        assert list(state.metrics["val"]) == ["accuracy"]
+    with pytest.raises(pl.errors.ArgumentError, match="no loss: give loss="):
+        pl.evaluate(WithLoss(), {"val": evaluator, "more": DATA})

@@ -325,8 +325,8 @@ def _refuse_plain(before: Any, after: Any) -> None:
     new: list[Any] = optree.tree_leaves(after, namespace=NAMESPACE)
     if any(a is not b for a, b in zip(old, new, strict=False) if not isinstance(b, Tensor)):
         raise Untraceable(
-            "a parameter has no gradient in this batch, which the optimizer counts in Python, and whether a step "
-            'counts depends on its data (nonfinite="skip", or a loss scale): freeze the parameter with '
-            'requires_grad_(False), or write compile="where possible".',
+            "the optimizer counts steps in Python, or a parameter that has no gradient in this batch, and whether a "
+            'step counts depends on its data (nonfinite="skip", or a loss scale): take one of pl.optim, freeze a '
+            'parameter without a gradient with requires_grad_(False), or write compile="where possible".',
             ("update", None),
         )
