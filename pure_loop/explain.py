@@ -128,10 +128,22 @@ def _settings(prepared: Prepared, given: dict[str, Any]) -> Iterator[tuple[str, 
     everywhere = _everywhere(prepared)
     if everywhere:
         yield "at every event", ", ".join(everywhere)
+    if prepared.fit.compiled is not None:
+        yield "compiled", _compiled(prepared.fit.compiled, given["compile"])
+    if given["donate"] != "auto":
+        yield "donate", "a step takes the memory of kept States, too" if given["donate"] else "each step copies"
     if prepared.strict:
         yield "strict", "order, purity and returns are checked at every event"
     if prepared.order != "current":
         yield "order", f"that of {prepared.order}"
+
+
+def _compiled(compiler: Any, compile: Any) -> str:
+    seen = [event.name for event in Event if event in compiler.attended]
+    looked_at = "at all events" if len(seen) == len(Event) else f"at {', '.join(seen)}" if seen else "nowhere"
+    how = "" if compile is True else "where possible, "
+    together = f"; {compiler.steps} steps a call" if compiler.steps > 1 else ""
+    return f"{how}into graphs that end where somebody looks: {looked_at}{together}"
 
 
 def _checkpoint(checkpoint: Checkpoint) -> str:

@@ -212,3 +212,16 @@ def test_it_names_the_checkpoint_that_training_goes_on_from(tmp_path):
     assert starts(autoresume=folder).endswith("ep1-ba6.safetensors, saved at EPOCH_CHECKPOINT, batch 6")
     safetensors.save_file(dict(state.params), weights)
     assert starts(load_path=weights).startswith("the weights in")
+
+
+def test_what_is_compiled_and_what_is_overwritten_is_said():
+    plain = text()
+    assert "compiled" not in plain
+    assert "donate" not in plain
+    shown = text(compile=True, steps_per_call=8, watch={E.EPOCH_END}, donate=True)
+    assert "compiled" in shown
+    assert "where somebody looks: at EPOCH_END; 8 steps a call" in " ".join(shown.split())
+    assert "a step takes the memory of kept States" in shown
+    shown = " ".join(text(compile="where possible", callbacks=[lambda event, state: None], donate=False).split())
+    assert "compiled where possible, into graphs that end where somebody looks: at all events" in shown
+    assert "each step copies" in shown
