@@ -13,6 +13,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping
+from pure_loop.optim.optimizer import rate_at
 from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, SHORT, fit, stream
 from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
@@ -30,10 +31,11 @@ def test_states_stay_what_they_were() -> None:
 
 
 WAYS: dict[str, Callable[[Any], Tensor]] = {
-    "added to nothing": lambda number: torch.zeros(()) + number,
-    "chosen": lambda number: torch.where(torch.tensor(True), number, 0),
-    "filled in": lambda number: torch.zeros(2).fill_(number),
-    "at least": lambda number: torch.zeros(()).clamp(min=number),
+    "as the graph takes it": lambda t: rate_at("a rate", lambda t: float(t.batch), t),
+    "many times": lambda t: rate_at("a rate", lambda t: float(t.batch), t).expand(2),
+    "added to nothing": lambda t: torch.zeros(()) + t.batch,
+    "chosen": lambda t: torch.where(torch.tensor(True), t.batch, 0),
+    "filled in": lambda t: torch.zeros(2).fill_(t.batch),
 }
 
 
@@ -45,7 +47,7 @@ def test_a_number_of_the_step_as_an_output_stays_what_it_was(way: Callable[[Any]
     @pl.algorithm(where, name="shows its batch")
     def shown(state: pl.State) -> pl.State:
         outputs = state.outputs[0] if isinstance(state.outputs, tuple) else state.outputs
-        return state.replace(outputs=(outputs, way(state.timestamp.batch)))
+        return state.replace(outputs=(outputs, way(state.timestamp)))
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         return functional.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, targets)

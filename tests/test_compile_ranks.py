@@ -252,7 +252,9 @@ def test_whole_parameters_and_gradients_that_an_algorithm_puts_in_count_as_in_ea
 
     def program(rank):
         torch.manual_seed(0)
-        options = {"evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
+        # Between the microbatches of a batch they are refused.
+        options = {"microbatch_size": None if event is Event.AFTER_BACKWARD else 1}
+        options |= {"evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
         model = nn.Linear(3, 2)
         eager = witness(an_epoch(model, data, parallel="shard", **options))
         with interpreted():
