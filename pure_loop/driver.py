@@ -95,6 +95,11 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
         raise
     except Exception as error:
         error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "with parallel='shard' a rank holds parts of params, grads and opt_state: of a tensor that is whole, "
+                "pl.distributed.shard_like(whole, state.params[name]) is its part"
+            )
         raise
     finally:
         torch._C._set_grad_enabled(grad_mode)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import random as _python
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from hashlib import blake2b
 from operator import index
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -34,6 +37,23 @@ _seed_cpu = torch.default_generator.manual_seed
 
 _PLAIN = frozenset((int, str))
 _HOST: frozenset[Device] = frozenset((None, "cpu", torch.device("cpu")))
+
+
+class Tracer(Protocol):
+    """What stands in for generators while a step is made into a graph, whose seeds are other ones at each call."""
+
+    def computed(self, function: Callable[..., int], *given: Any) -> int:
+        """What a function gives, of numbers of the step."""
+
+    def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
+        """A generator that starts there in each step."""
+
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        """What :class:`seeded` does."""
+
+
+# Of the code that runs.
+tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
 
 
 def derive(seed: int, *path: int | str) -> int:
@@ -55,11 +75,19 @@ def derive(seed: int, *path: int | str) -> int:
     >>> derive(0, "train", 2, 7) == derive(derive(0, "train"), 2, 7)
     False
     """
-    parts: tuple[int | str, ...] = (seed, *path)
-    for part in parts:
+    for part in (seed, *path):
         if type(part) not in _PLAIN:
-            parts = tuple(_plain(part, seed, path) for part in parts)
-            break
+            tracing = tracer.get()
+            return _derive(seed, *path) if tracing is None else tracing.computed(_derive, seed, *path)
+    return _hash((seed, *path))
+
+
+def _derive(seed: Any, *path: Any) -> int:
+    """:func:`derive` of whatever is an integer."""
+    return _hash(tuple(_plain(part, seed, path) for part in (seed, *path)))
+
+
+def _hash(parts: tuple[int | str, ...]) -> int:
     # ascii() of a tuple of ints and strings is injective and has the same text in every Python.
     return int.from_bytes(blake2b(ascii(parts).encode(), digest_size=8).digest(), "little") >> 1
 
@@ -82,7 +110,10 @@ def generator(seed: int, *path: int | str, device: torch.device | str = "cpu") -
     >>> torch.randint(100, (3,), generator=generator(0, "noise", 1)).tolist()
     [65, 46, 94]
     """
-    return torch.Generator(device).manual_seed(derive(seed, *path))
+    start = derive(seed, *path)
+    if (tracing := tracer.get()) is not None:
+        return tracing.generator(start, device)
+    return torch.Generator(device).manual_seed(start)
 
 
 def _generators(device: Device) -> tuple[torch.Generator, ...]:
@@ -127,13 +158,18 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     True
     """
 
-    __slots__ = ("_accelerators", "_cpu", "_saved", "_seed")
+    __slots__ = ("_accelerators", "_cpu", "_saved", "_seed", "_traced")
 
     def __init__(self, seed: int, device: Device = None) -> None:
         self._seed = seed
         self._accelerators = () if device in _HOST else _generators(device)
+        self._traced: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        if (tracing := tracer.get()) is not None:
+            self._traced = tracing.seeded(self._seed)
+            self._traced.__enter__()
+            return
         _turn.acquire()
         self._cpu = _get_cpu()
         _seed_cpu(self._seed)
@@ -145,6 +181,9 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._traced is not None:
+            self._traced.__exit__(kind, error, trace)
+            return
         _set_cpu(self._cpu)
         if self._accelerators:
             for each, state in zip(self._accelerators, self._saved, strict=True):
@@ -169,8 +208,10 @@ class seeded_all(seeded):  # noqa: N801 - as above
     __slots__ = ("_numpy", "_numpy_state", "_python_state")
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        # Of a number of a traced step it is the value: what the hosts' generators give goes into the graph as it is.
+        self._seed = index(seed)
         self._accelerators = _awake()
+        self._traced = None
 
     def __enter__(self) -> None:
         # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,

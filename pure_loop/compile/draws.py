@@ -1,22 +1,27 @@
 """Random numbers of a compiled step: drawn outside the graph, by the seeds and kernels that eager steps use.
 
 A draw that depends on no data (a dropout mask) needs nothing of the graph, so it becomes an input, drawn before each
-call under the seed of the stage in which it stood, in the order in which it stood there: the same numbers, bit for bit.
+call under the seed of the stage or the generator that it came from, in the order in which it was drawn from that: the
+same numbers, bit for bit.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import attrs
 import torch
+import torch.fx
 from torch import Tensor
 
+from pure_loop.compile.mutation import written
+from pure_loop.compile.numbers import Env
 from pure_loop.random import derive, seeded
-from pure_loop.time import Timestamp
 
-__all__ = ["DRAWS", "DROPOUT", "Draw", "Group", "draw_all", "is_draw"]
+__all__ = ["DROPOUT", "Call", "Draw", "Drawn", "Group", "draw_all", "is_draw"]
 
 _aten: Any = torch.ops.aten
 # In place, with parameters that are numbers: what was in the tensor doesn't matter.
@@ -35,9 +40,17 @@ _MAKING = frozenset(
         *(_aten.randint_like.low_dtype,),
     }
 )
+# New tensors by tensors of probabilities or parameters, which have to be constants.
+_SAMPLING = frozenset(
+    {
+        *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.multinomial.default, _aten.poisson.default),
+        *(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor, _aten.binomial.default),
+        *(_aten.normal.float_float, _aten._standard_gamma.default, _aten._sample_dirichlet.default),
+    }
+)
 # What a dropout layer is traced as; in eager it is this only on accelerators.
 DROPOUT = _aten.native_dropout.default
-DRAWS = _FILLING | _MAKING | {DROPOUT}
+_DRAWS = _FILLING | _MAKING | {DROPOUT}
 
 
 def is_draw(node: torch.fx.Node) -> bool:
@@ -53,13 +66,95 @@ def is_draw(node: torch.fx.Node) -> bool:
     return bool(given.get("dropout_p", 0.0))
 
 
+@attrs.frozen
+class Call:
+    """What the seeds of one call of a graph are derived from.
+
+    Attributes:
+        seed: of the run.
+        env: the numbers of the step.
+        rank: of this process.
+        first: the number of the first microbatch.
+    """
+
+    seed: int
+    env: Env
+    rank: int
+    first: int
+
+
 @attrs.frozen(eq=False)
 class Group:
-    """A stage of a microbatch: everything drawn in it comes from one seed, however often it is gone through."""
+    """Everything that is drawn from one seed, in order: in a stage of a microbatch, or from a generator.
 
-    stage: str
-    index: int
-    slot: int
+    Attributes:
+        what: a stage, for errors.
+        seed: what it is in a call.
+    """
+
+    what: str
+    seed: Callable[[Call], int]
+
+    @classmethod
+    def of_stage(cls, stage: str, index: int, slot: int) -> Group:
+        """A stage of a microbatch; however often it is gone through, it draws the same."""
+
+        def seed(call: Call) -> int:
+            t = call.env.timestamps[slot]
+            return derive(call.seed, stage, t.epoch, t.batch, call.first + index, call.rank)
+
+        return cls(stage, seed)
+
+
+@attrs.frozen
+class Drawn:
+    """One draw of a trace.
+
+    Attributes:
+        group: whose seed it is drawn by.
+        node: the operation.
+        sample: draws it by tensors that are constant; None: it reads none.
+    """
+
+    group: Group
+    node: torch.fx.Node
+    sample: Callable[[], Tensor] | None
+
+    @classmethod
+    def of(cls, group: Group, node: torch.fx.Node, root: torch.nn.Module) -> Drawn | None:
+        """
+        Args:
+            root: holds what is constant in the graph.
+
+        Returns:
+            None if it depends on what the graph is given.
+        """
+        if node.target in _DRAWS:
+            return cls(group, node, None)
+        sample = _sample(node, root) if node.target in _SAMPLING else None
+        return None if sample is None else cls(group, node, sample)
+
+
+def _sample(draw: torch.fx.Node, root: torch.nn.Module) -> torch.fx.GraphModule | None:
+    """This draw as a function without inputs, with what computes the tensors that it is given, if they are constant."""
+    found: set[torch.fx.Node] = set()
+    ahead = list(draw.all_input_nodes)
+    while ahead:
+        node = ahead.pop()
+        if node.op == "placeholder" or is_draw(node):
+            return None
+        if node not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    before = list(takewhile(lambda node: node is not draw, draw.graph.nodes))
+    if not found.isdisjoint(written(before)):
+        return None  # by an operation that isn't among them
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in [*filter(found.__contains__, before), draw]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[draw])
+    return torch.fx.GraphModule(root, graph)
 
 
 @attrs.frozen
@@ -75,13 +170,18 @@ class Draw:
     make: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, group: Group, target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Tensor) -> Draw:
+    def of(cls, drawn: Drawn, like: Tensor) -> Draw:
         """
         Args:
             like: a tensor (a fake one will do) of the shape, strides, dtype and device of what is drawn.
         """
+        if drawn.sample is not None:
+            return cls(drawn.group, torch.no_grad()(drawn.sample))
+        node = drawn.node
+        target: Any = node.target
+        args, kwargs = node.args, dict(node.kwargs)
         if target is DROPOUT:
-            return cls(group, _mask(args[1], like))
+            return cls(drawn.group, _mask(args[1], like))  # type: ignore[arg-type]
         size, stride, dtype, device = tuple(like.shape), tuple(like.stride()), like.dtype, like.device
         if target in _FILLING:
             rest = tuple(args[1:])
@@ -90,14 +190,14 @@ class Draw:
                 empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
                 return target(empty, *rest, **kwargs)  # type: ignore[no-any-return]
 
-            return cls(group, fill)
+            return cls(drawn.group, fill)
         takes_tensor = bool(args) and isinstance(args[0], torch.fx.Node)
 
         def make() -> Tensor:
             first = (torch.empty_strided(size, stride, dtype=dtype, device=device),) if takes_tensor else ()
             return target(*first, *args[len(first) :], **kwargs)  # type: ignore[no-any-return]
 
-        return cls(group, make)
+        return cls(drawn.group, make)
 
 
 def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
@@ -113,17 +213,14 @@ def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
     return make
 
 
-def draw_all(
-    draws: Sequence[Draw], seed: int, timestamps: Sequence[Timestamp], rank: int, device: torch.device, first: int = 0
-) -> list[Tensor]:
-    """The draws of one call, each group under its seed; ``first`` is the number of the first microbatch in it."""
-    found: list[Tensor] = []
-    index = 0
-    while index < len(draws):
-        group = draws[index].group
-        t = timestamps[group.slot]
-        with seeded(derive(seed, group.stage, t.epoch, t.batch, first + group.index, rank), device):
-            while index < len(draws) and draws[index].group is group:
-                found.append(draws[index].make())
-                index += 1
-    return found
+def draw_all(draws: Sequence[Draw], call: Call, device: torch.device) -> list[Tensor]:
+    """The draws of one call, each group in its order under its seed."""
+    groups: defaultdict[Group, list[int]] = defaultdict(list)
+    for position, draw in enumerate(draws):
+        groups[draw.group].append(position)
+    found: dict[int, Tensor] = {}
+    for group, positions in groups.items():
+        with seeded(group.seed(call), device):
+            for position in positions:
+                found[position] = draws[position].make()
+    return [found[position] for position in range(len(draws))]

@@ -177,8 +177,9 @@ def make_graph(
         compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:
         raise Untraceable(
-            f"the stretch {name!r} can't be compiled: {error}. Forwards and losses of training may draw, "
-            'and nothing else. compile="where possible" runs it eagerly.',
+            f"the stretch {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
+            "global generator, and whatever else draws does so from pl.random.generator(...). "
+            'compile="where possible" runs it eagerly.',
             ("forward", None),
         ) from None
     except Exception as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +14,7 @@ from pure_loop.errors import CompileError
 if TYPE_CHECKING:
     from pure_loop.compile.trace import Tracing
 
-__all__ = ["StrayDrawError", "in_order", "lift_captured", "lift_draws", "written"]
+__all__ = ["StrayDrawError", "in_order", "lift_captured", "lift_draws"]
 
 _aten: Any = torch.ops.aten
 # What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
@@ -31,33 +29,34 @@ def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     """Make inputs of what is drawn."""
     graph = raw.graph
     found: list[Draw] = []
-    known = {node.name for _, node in tracing.draws}
+    known = {drawn.node.name for drawn in tracing.draws}
     stray = next((node for node in graph.nodes if is_draw(node) and node.name not in known), None)
     if stray is not None:
         raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
-    for group, recorded in tracing.draws:
+    for drawn in tracing.draws:
+        recorded = drawn.node
         like = recorded.meta["val"]
         if recorded.target is DROPOUT:
             like, p = like[0], float(recorded.args[1])  # type: ignore[arg-type]
             if p == 1:
                 continue  # which draws nothing
-        found.append(Draw.of(group, recorded.target, recorded.args, dict(recorded.kwargs), like))
+        found.append(Draw.of(drawn, like))
         with graph.inserting_before(next(iter(graph.nodes))):
-            drawn = graph.placeholder(f"draw_{len(found) - 1}")
-        drawn.meta["val"] = tracing.fake(like)
+            given = graph.placeholder(f"draw_{len(found) - 1}")
+        given.meta["val"] = tracing.fake(like)
         node = nodes.get(recorded.name)
         if node is None:
             continue  # nothing reads it
         if node.target is DROPOUT:
-            _drop(graph, node, drawn, p)
+            _drop(graph, node, given, p)
             continue
         if node.target._schema.is_mutable:
             with graph.inserting_before(node):
-                copied = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
+                copied = graph.call_function(_aten.copy_.default, (node.args[0], given))
             copied.meta["val"] = like
         else:
-            copied = drawn
+            copied = given
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
     return found
@@ -85,32 +84,6 @@ def lift_captured(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Tensor]:
         node.replace_all_uses_with(found[id(tensor)])
         graph.erase_node(node)
     return tensors
-
-
-def written(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
-    """What these operations write to, or of what it is a view."""
-    for node in nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        given = [*node.args, *map(node.kwargs.get, [each.name for each in schema.arguments[len(node.args) :]])]
-        for argument, value in zip(schema.arguments, given, strict=True):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from map(_base, _nodes(value))
-
-
-def _nodes(value: Any) -> list[torch.fx.Node]:
-    return [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, torch.fx.Node)]
-
-
-def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """What a node is a view of."""
-    while node.op == "call_function" and _nodes(node.args[:1]):
-        schema = getattr(node.target, "_schema", None)
-        if node.target is not operator.getitem and (schema is None or schema.arguments[0].alias_info is None):
-            break
-        (node,) = _nodes(node.args[:1])
-    return node
 
 
 def in_order(raw: torch.fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -146,6 +147,16 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _hash(value: Any) -> int:
+    # Python's random takes a whole number for its seed as it is, and of what stands for one the hash.
+    if isinstance(value, int) and not 0 <= value < sys.hash_info.modulus:
+        raise TypeError(
+            "a number of the step that is negative, or as large as a seed, has no hash. Random numbers are drawn with "
+            "torch, from pl.random.generator(...); Python's would be in a graph for ever"
+        )
+    return hash(value)
+
+
 class Number:
     """A number of this step, which is another one in the next."""
 
@@ -249,7 +260,7 @@ class Number:
     __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
     __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
     __bool__, __int__, __float__, __index__ = _asked(bool), _asked(int), _asked(float), _asked(operator.index)
-    __hash__, __str__, __round__ = _asked(hash), _asked(str), _asked(round)
+    __hash__, __str__, __round__ = _asked(_hash), _asked(str), _asked(round)
     __trunc__, __floor__, __ceil__ = _asked(math.trunc), _asked(math.floor), _asked(math.ceil)
 
     def __format__(self, how: str) -> str:

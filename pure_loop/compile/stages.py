@@ -6,6 +6,7 @@ steps it reads from the device whether anything was not finite.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,9 @@ from pure_loop._finite import total_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group, is_draw
+from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError
 from pure_loop.compile.kernels import NONFINITE
-from pure_loop.compile.lifting import written
+from pure_loop.compile.mutation import written
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -41,6 +43,7 @@ __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_hand
 LOSS_BAD, UPDATE_BAD = 1, 2
 
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
+A_GENERATOR = f'pl.random.generator(state.seed, "name", state.timestamp.batch); {WHERE_POSSIBLE}'
 _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a branch; " + WHERE_POSSIBLE
 
 
@@ -111,8 +114,17 @@ def _reason(error: BaseException) -> str:
         return f"it hands a tensor to NumPy, which a graph can't hold. {_NUMERIC}"
     if kind == "DynamicOutputShapeException":
         return f"the shape of a result depends on the data (nonzero, unique, boolean indexing). {_NUMERIC}"
-    if "Generator" in text or "generator" in text:
-        return f"it draws from a generator of its own, which a graph can't hold: {WHERE_POSSIBLE}"
+    if isinstance(error, StrayGeneratorError):
+        return (
+            "it draws from a generator of its own, of which nobody knows how far it is, so that no batch could be "
+            f"trained on again as it was: draw from {A_GENERATOR}"
+        )
+    if isinstance(error, DrawnFromDataError):
+        return (
+            f"it draws random numbers from data ({text}), and what is drawn in a compiled step can't depend on data: "
+            "write it with a draw that doesn't, such as torch.rand_like(p) < p for torch.bernoulli(p); "
+            + WHERE_POSSIBLE
+        )
     said = text.strip().splitlines()[0] if text.strip() else "no message"
     # It may be the tracer's, or a mistake that eager steps would meet, too.
     advice = "The same batch without compile tells whether the code itself is wrong"
@@ -121,11 +133,13 @@ def _reason(error: BaseException) -> str:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
+# Where no code of a user's is; what a with statement leads through is no place, either.
+_BETWEEN = (_TORCH, _OURS, contextlib.__file__)
 
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS))]
+    own = [frame for frame in frames if not frame.filename.startswith(_BETWEEN)]
     ours = [f for f in frames if f.filename.startswith(str(Path(_OURS) / "algorithms"))]
     chosen = (own or ours)[-1:] if (own or ours) else []
     if not chosen or chosen[0].filename.startswith("<"):
@@ -156,10 +170,12 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
             with tracing.host.on_behalf_of(what), naming(tracing, what, part), whole:
                 result = function(*args)
                 _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), part)
-            grouped = {node for _, node in tracing.draws}
+            grouped = {drawn.node for drawn in tracing.draws}
             if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
                 raise Untraceable(
-                    f"{what} draws random numbers, whose seed a graph would hold for ever: {WHERE_POSSIBLE}", part
+                    f"{what} draws from torch's global generator, so that no batch could be trained on again as it "
+                    f"was: draw from {A_GENERATOR}",
+                    part,
                 )
             return result
 
@@ -249,7 +265,7 @@ class TracedStages(LoopStages):
             return total_loss(self._loss(state, training=False)[0])
 
     def _seeded(self, state: State, stage: str, index: int) -> Any:
-        return self.tracing.drawing(Group(stage, index, state.timestamp.slot))  # type: ignore[attr-defined]
+        return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot))  # type: ignore[attr-defined]
 
 
 def update(

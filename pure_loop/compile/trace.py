@@ -21,7 +21,8 @@ import torch.fx
 from torch import Tensor
 
 from pure_loop.compile.connected import Connection, connect
-from pure_loop.compile.draws import DRAWS, Draw, Group, is_draw
+from pure_loop.compile.draws import Draw, Drawn, Group, is_draw
+from pure_loop.compile.generators import DrawnFromDataError, Generators
 from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.layouts import channels_last, laid_out_like
 from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
@@ -77,11 +78,10 @@ class Tracing:
         self.host = Host(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
         self.lifted: list[Tensor] = []
-        self.draws: list[tuple[Group, torch.fx.Node]] = []
+        self.draws: list[Drawn] = []
         self.tangents = 0
         self.begins_with_leaves = True
         self.sharing: frozenset[int] = frozenset()
-        self._group: Group | None = None
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without numbers; each is one of its own, whatever memory is shared."""
@@ -121,28 +121,23 @@ class Tracing:
 
     @contextmanager
     def drawing(self, group: Group) -> Iterator[None]:
-        """What is drawn inside is drawn under the seed of this group."""
-        last, before = self.mark(), self._group
-        self._group = group
-        try:
-            yield
-        finally:
-            self._group = before
+        """What is drawn inside is drawn under the seed of this group, if not under that of one inside it."""
+        last = self.mark()
+        yield
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        known = {drawn.node for drawn in self.draws}
         for node in self.since(last):
-            if is_draw(node):
-                if node.target not in DRAWS:
-                    raise CompileError(
-                        f"the {group.stage} draws random numbers from data ({node.target}), and what is drawn in a "
-                        "compiled step can't depend on data: write it with a draw that doesn't, such as "
-                        'torch.rand_like(p) < p for torch.bernoulli(p), or use compile="where possible".'
-                    )
-                if group.stage == "backward":
+            if is_draw(node) and node not in known:
+                drawn = Drawn.of(group, node, tracer.root)
+                if drawn is None:
+                    raise DrawnFromDataError(str(node.target))
+                if group.what == "backward":
                     raise CompileError(
                         "the backward draws random numbers: activation checkpointing goes through a dropout layer "
                         "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves "
                         "what is kept for the backward: leave torch.utils.checkpoint out, or compile out."
                     )
-                self.draws.append((group, node))
+                self.draws.append(drawn)
 
     def mark(self) -> Any:
         """A place in the list of operations."""
@@ -267,7 +262,7 @@ def _compile(
         return outputs
 
     with enable_python_dispatcher(), tracing.mode:
-        with mended_rnns():
+        with mended_rnns(), Generators(tracing.host, tracing.drawing):
             raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)

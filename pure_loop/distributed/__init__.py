@@ -11,5 +11,6 @@ yields the same events, with equal timestamps, losses, gradients and metrics.
 from __future__ import annotations
 
 from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.shard_like import shard_like
 
-__all__ = ["Parallel", "rank", "world_size"]
+__all__ = ["Parallel", "rank", "shard_like", "world_size"]

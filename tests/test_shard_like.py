@@ -1,0 +1,101 @@
+"""Noise for parameters and gradients, drawn alike on all ranks, each of which takes its part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event, testing
+from pure_loop.compile import interpreted
+from pure_loop.distributed import Parallel, shard_like
+from pure_loop.errors import ArgumentError
+from pure_loop.order import Plan
+from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.ranks import RankError
+from tests.worlds import KINDS, an_epoch, pool
+
+CASE = testing.Case(plan=Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2), problem="tied")
+
+
+def noise(field, event, *, in_parts=True):
+    def add(state):
+        random = pl.random.generator(state.seed, field, state.timestamp.batch, device=state.device)
+
+        def noisy(tensor):
+            drawn = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=random)
+            return tensor + 0.1 * (shard_like(drawn, tensor) if in_parts else drawn)
+
+        return state.replace(**{field: {name: noisy(tensor) for name, tensor in getattr(state, field).items()}})
+
+    return pl.Algorithm("noise", {event: add})
+
+
+NOISES = {
+    "gradients": lambda: noise("grads", Event.AFTER_TRAIN_BATCH),
+    "parameters": lambda: noise("params", Event.BATCH_END),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_keeps_the_law_of_ranks(name):
+    testing.laws.world_size(NOISES[name], CASE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NOISES)
+def test_compiled_ranks_draw_it_too(name, kind):
+    alone = witness(whole(CASE, 2).stream(NOISES[name](), watch={Event.EPOCH_END}))
+
+    def program(rank):
+        with interpreted():
+            options = {"compile": True, "parallel": kind, "watch": {Event.EPOCH_END}}
+            return witness(
+                CASE.stream(NOISES[name](), fit=lambda *args, **given: pl.fit(*args, **{**given, **options}))
+            )
+
+    for rank, seen in enumerate(pool(kind=kind).run(program)):
+        compare(seen, alone, f"rank {rank}", 1e-5)
+
+
+def test_a_part_is_one_of_the_whole_in_memory_of_its_own():
+    def program(rank):
+        data = [(torch.ones(4, 3), torch.ones(4, 5))]
+        torch.manual_seed(0)
+        state = pl.run(an_epoch(nn.Linear(3, 5), data, parallel=Parallel(kind="shard")))
+        tensor = state.params["weight"]
+        everything = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
+        parts = shard_like(everything, tensor)
+        assert parts.placements == tensor.placements
+        assert shard_like(parts, tensor) is parts
+        assert shard_like(torch.ones(5), state.params["bias"]).shape == (5,)
+        local = parts.to_local()
+        return local, local.untyped_storage().nbytes(), tensor.to_local().shape, parts.full_tensor()
+
+    for rank, (local, bytes_held, shape, gathered) in enumerate(pool(kind="shard").run(program)):
+        rows = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
+        assert torch.equal(local, rows.chunk(2)[rank])
+        assert local.shape == shape
+        assert bytes_held == local.numel() * 8
+        assert torch.equal(gathered, rows)
+
+
+def test_of_a_tensor_that_is_not_in_parts_it_is_the_whole():
+    given = torch.ones(2, 3)
+    assert shard_like(given, torch.zeros(2, 3)) is given
+    with pytest.raises(ArgumentError, match=r"of shape \(3, 2\), and one of shape \(2, 3\)"):
+        shard_like(given.t(), given)
+
+
+def test_who_forgets_it_is_told():
+    def program(rank):
+        algorithm = noise("grads", Event.AFTER_TRAIN_BATCH, in_parts=False)
+        pl.run(
+            an_epoch(nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], algorithms=[algorithm], parallel="shard")
+        )
+
+    with pytest.raises(
+        RankError, match=r"raised by algorithm 'noise'(?s:.)*shard_like\(whole, state\.params\[name\]\)"
+    ):
+        pool(kind="shard").run(program)
