@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["is_part", "on_mesh", "on_parts", "part_of", "sum_over_parts", "whole_of", "with_part"]
+__all__ = [
+    *("is_part", "on_mesh", "on_parts", "part_of", "placed", "same_parts", "sum_over_parts", "whole_of", "with_part"),
+]
 
 
 def is_part(tensor: Any) -> bool:
@@ -22,6 +24,18 @@ def is_part(tensor: Any) -> bool:
     False
     """
     return hasattr(tensor, "_local_tensor")
+
+
+def same_parts(tensor: Any, before: Any) -> bool:
+    """Whether each rank holds of a tensor what it held of another of that shape, if that was in parts."""
+    if not is_part(before):
+        return True
+    return is_part(tensor) and tensor.placements == before.placements and tensor.device_mesh == before.device_mesh
+
+
+def placed(tensor: Any) -> str:
+    """How a tensor is spread over ranks, in words."""
+    return f"parts by {tuple(tensor.placements)}" if is_part(tensor) else "a whole tensor"
 
 
 def part_of(tensor: Any) -> Any:

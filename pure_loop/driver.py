@@ -12,6 +12,7 @@ import optree
 import torch
 
 from pure_loop._consumer import gives_up
+from pure_loop._parts import placed, same_parts
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -174,6 +175,13 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
                 f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {_describe(before)} to "
                 f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
             )
+        if not same_parts(tensor, before):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {placed(before)} to "
+                f"{placed(tensor)}, and each rank keeps the part that it has: "
+                "tensor.redistribute(placements=before.placements) brings parts back to where they were, and "
+                "pl.distributed.shard_like(tensor, before) takes those of a whole."
+            )
     if any(a != b for a, b in zip(new, old, strict=True)):
         new = FrozenDict((key, new[key]) for key in old)
         state = state.replace(**{field: new})
@@ -194,11 +202,16 @@ def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> 
             f"namespace={NAMESPACE!r})."
         )
     for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
+        where = "".join(f"[{key!r}]" for key in path)
         if any(getattr(a, kind, None) != getattr(b, kind, None) for kind in ("shape", "dtype")):
-            where = "".join(f"[{key!r}]" for key in path)
             raise AlgorithmStructureError(
                 f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; both stay as they "
                 "are."
+            )
+        if not same_parts(a, b):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}{where} from {placed(b)} to {placed(a)}, and each "
+                "rank keeps the part that it has."
             )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import optree
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import pure_loop as pl
 from pure_loop import Event, testing
@@ -91,11 +93,41 @@ def test_of_a_tensor_that_is_not_in_parts_it_is_the_whole():
 def test_who_forgets_it_is_told():
     def program(rank):
         algorithm = noise("grads", Event.AFTER_TRAIN_BATCH, in_parts=False)
-        pl.run(
-            an_epoch(nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], algorithms=[algorithm], parallel="shard")
-        )
+        data = [(torch.ones(2, 2), torch.ones(2, 2))]
+        pl.run(an_epoch(nn.Linear(2, 2), data, algorithms=[algorithm], parallel="shard"))
 
     with pytest.raises(
         RankError, match=r"raised by algorithm 'noise'(?s:.)*shard_like\(whole, state\.params\[name\]\)"
     ):
+        pool(kind="shard").run(program)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("field", "event"),
+    [
+        ("grads", Event.AFTER_TRAIN_BATCH),
+        ("params", Event.BATCH_END),
+        ("params", Event.BATCH_START),
+        ("opt_state", Event.BATCH_END),
+    ],
+)
+def test_what_an_algorithm_leaves_in_other_parts_is_refused_by_name(field, event, compiled):
+    def program(rank):
+        def changed(state):
+            tree = optree.tree_map(gathered, getattr(state, field), namespace="pure_loop")
+            return state.replace(**{field: tree})
+
+        def gathered(leaf):
+            return leaf.redistribute(placements=[Replicate()]) if hasattr(leaf, "placements") else leaf
+
+        algorithm = pl.Algorithm("gathers", {event: changed})
+        data = [(torch.ones(2, 2), torch.ones(2, 2))]
+        with interpreted():
+            options = {"optimizer": pl.optim.adamw(lr=0.1), "parallel": "shard", "compile": compiled}
+            pl.run(an_epoch(nn.Linear(2, 2), data, algorithms=[algorithm], **options))
+
+    parts = r"from parts by \(Shard\(dim=0\),\) to parts by \(Replicate\(\),\)"
+    says = rf"'gathers' at {event.name} changed {field}\[.*{parts}"
+    with pytest.raises(RankError, match=says):
         pool(kind="shard").run(program)
