@@ -318,7 +318,7 @@ def run_script(
                     continue
             else:
                 if strict is not None:
-                    strict.take_back(given, "the computation that followed (the forward, the loss, ...)", last)
+                    strict.after_computation(given, last)
                     strict.advance(event)
                     last = event
                 given = seal(state, event)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._parts import is_part, on_parts, part_of, sum_over_parts, with_part
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "map_present"]
@@ -35,6 +36,9 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
 
     Of tensors in parts (DTensors) it is that of the whole, and all ranks have to ask for it.
 
+    Raises:
+        ArgumentTypeError: a tensor is sparse.
+
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
@@ -44,7 +48,16 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     if any(map(is_part, present)):
         total: Tensor = torch.linalg.vector_norm(_whole_norms(present, norm_type), norm_type)
         return total
-    norms = torch._foreach_norm(present, norm_type)
+    try:
+        norms = torch._foreach_norm(present, norm_type)
+    except NotImplementedError as error:
+        sparse = [name for name, tensor in tensors.items() if tensor is not None and tensor.layout != torch.strided]
+        if not sparse:
+            raise
+        raise ArgumentTypeError(
+            f"the gradient or tensor {sparse[0]!r} is sparse, and torch has no norm of one: use "
+            "torch.nn.Embedding(..., sparse=False), or leave clip_grad out"
+        ) from error
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total  # noqa: RET504 - the type checker wants it named
 

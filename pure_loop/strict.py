@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Strict", "same"]
 
+# Who computes after an event.
+_COMPUTED_AFTER: dict[Event | None, str] = {
+    Event.BEFORE_FORWARD: "the forward",
+    Event.BEFORE_LOSS: "the loss",
+    Event.BEFORE_BACKWARD: "the backward",
+    Event.AFTER_TRAIN_BATCH: "the optimizer's step",
+    Event.EVAL_BEFORE_FORWARD: "the forward of the evaluation",
+    Event.EVAL_AFTER_FORWARD: "a metric",
+    Event.PREDICT_BEFORE_FORWARD: "the forward of the prediction",
+}
+
 
 class Strict:
     """The checks of one stream."""
@@ -73,6 +84,13 @@ class Strict:
                     f"{_short(before)} and is {_short(leaf)}. A State never changes: compute a new tensor "
                     "(`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with state.replace(...)."
                 )
+
+    def after_computation(self, state: State, event: Event | None) -> None:
+        """
+        Raises:
+            ImpurityError: what the script did after this event wrote to the State.
+        """
+        self.take_back(state, _COMPUTED_AFTER.get(event, "the computation that followed"), event)
 
     def before_handler(self, state: State) -> None:
         self.hand_over(state)

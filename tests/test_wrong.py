@@ -149,8 +149,37 @@ def test_strict_names_a_callback_the_body_and_the_model() -> None:
             out: torch.Tensor = self.linear(x.mul_(2))
             return out
 
-    with pytest.raises(pl.ImpurityError, match="computation that followed"):
+    with pytest.raises(pl.ImpurityError, match=r"^the forward changed state\.batch\[0\]"):
         CASE.run(start=InPlace(), strict=True)
+
+
+def test_strict_names_an_optimizer_a_loss_and_a_metric() -> None:
+    def in_place(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
+        for name, tensor in params.items():
+            tensor.sub_(grads[name])
+        return params, opt_state
+
+    def scaled(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(outputs, batch[1].mul_(2))
+
+    def fit(**options: Any) -> None:
+        settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ba", "strict": True}
+        pl.run(pl.fit(torch.nn.Linear(2, 1), [(torch.ones(3, 2), torch.ones(3, 1))], **(settings | options)))
+
+    own = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=in_place, lr=lambda timestamp: 0.1)
+    with pytest.raises(pl.ImpurityError, match=r"^the optimizer's step changed state\.params\['weight'\]"):
+        fit(loss=torch.nn.functional.mse_loss, optimizer=own)
+    with pytest.raises(pl.ImpurityError, match=r"^the loss changed state\.batch\[1\]"):
+        fit(task=pl.Task(forward=lambda model, batch: model(batch[0]), loss=scaled))
+    worst = pl.Metric(
+        "worst",
+        init=lambda: torch.tensor(0.0),
+        update=lambda worst, outputs, batch: torch.maximum(worst, outputs.abs_().max()),
+        compute=lambda worst: worst,
+    )
+    val = pl.Evaluator([(-torch.ones(3, 2), torch.ones(3, 1))], metrics=[worst])
+    with pytest.raises(pl.ImpurityError, match=r"^a metric changed state\.outputs"):
+        fit(loss=torch.nn.functional.mse_loss, evaluators=val)
 
 
 def test_strict_names_an_algorithm_that_draws_from_the_global_generator() -> None:
