@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from pure_loop.errors import ArgumentError
+
 __all__ = [
-    *("is_part", "on_mesh", "on_parts", "part_of", "placed", "same_parts", "sum_over_parts", "whole_of", "with_part"),
+    *("is_part", "on_mesh", "on_parts", "part_of", "same_parts", "shard_like", "sum_over_parts", "whole_of"),
+    "with_part",
 ]
 
 
@@ -27,15 +30,10 @@ def is_part(tensor: Any) -> bool:
 
 
 def same_parts(tensor: Any, before: Any) -> bool:
-    """Whether each rank holds of a tensor what it held of another of that shape, if that was in parts."""
-    if not is_part(before):
+    """Whether each rank holds the part of a tensor that it held of another of that shape; of a whole one, it may."""
+    if not (is_part(before) and is_part(tensor)):
         return True
-    return is_part(tensor) and tensor.placements == before.placements and tensor.device_mesh == before.device_mesh
-
-
-def placed(tensor: Any) -> str:
-    """How a tensor is spread over ranks, in words."""
-    return f"parts by {tuple(tensor.placements)}" if is_part(tensor) else "a whole tensor"
+    return tensor.placements == before.placements and tensor.device_mesh == before.device_mesh  # type: ignore[no-any-return]
 
 
 def part_of(tensor: Any) -> Any:
@@ -56,6 +54,38 @@ def with_part(tensor: Any, part: Tensor) -> Any:
     if part.dtype is not tensor.dtype:
         spec = type(spec)(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=part.dtype))
     return type(tensor)(part, spec, requires_grad=False)
+
+
+def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor in parts as ``tensor`` is, so that an algorithm can compute with both.
+
+    Every rank is given the same whole tensor, and keeps its part: ranks don't talk. Where ``tensor`` isn't in parts (on
+    one rank, on replicated ones), it is ``whole`` itself.
+
+    Args:
+        whole: such as noise that each rank draws from the same seed; of any dtype.
+        tensor: one of the State's parameters or gradients, of the same shape and on the same device.
+
+    Raises:
+        ArgumentError: the shapes differ.
+
+    >>> import torch
+    >>> shard_like(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if whole.shape != tensor.shape:
+        raise ArgumentError(
+            f"shard_like(whole, tensor) was given a whole tensor of shape {tuple(whole.shape)}, and one of shape "
+            f"{tuple(tensor.shape)}, that of all its parts together: make it of tensor.shape"
+        )
+    if not is_part(tensor) or is_part(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor  # who has tensors in parts has it already
+
+    spec = tensor._spec  # type: ignore[attr-defined]
+    parts = distribute_tensor(whole.detach(), spec.mesh, spec.placements, src_data_rank=None)
+    # A view of it would keep the whole of it.
+    return with_part(parts, part_of(parts).clone())  # type: ignore[no-any-return]
 
 
 def on_mesh(tensor: Any, mesh: Any) -> Any:

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from pure_loop._consumer import gives_up
-from pure_loop._parts import placed, same_parts
+from pure_loop._parts import is_part, same_parts, shard_like
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -162,6 +162,7 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
             f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}})"
             + ("; another model goes in at INIT, with state.with_module(module)." if field == "params" else ".")
         )
+    in_parts = False
     for key, tensor in new.items():
         before = old[key]
         if tensor is before or (tensor is None and field == "grads"):
@@ -176,12 +177,15 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
                 f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
             )
         if not same_parts(tensor, before):
+            was, now = (tuple(each.placements) for each in (before, tensor))  # type: ignore[attr-defined]
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {placed(before)} to "
-                f"{placed(tensor)}, and each rank keeps the part that it has: "
-                "tensor.redistribute(placements=before.placements) brings parts back to where they were, and "
-                "pl.distributed.shard_like(tensor, before) takes those of a whole."
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from parts by {was} to parts by {now}, and "
+                "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
             )
+        in_parts = in_parts or is_part(before)
+    if in_parts:
+        new = FrozenDict((key, each if each is None else shard_like(each, old[key])) for key, each in new.items())
+        state = state.replace(**{field: new})
     if any(a != b for a, b in zip(new, old, strict=True)):
         new = FrozenDict((key, new[key]) for key in old)
         state = state.replace(**{field: new})
@@ -208,10 +212,10 @@ def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> 
                 f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; both stay as they "
                 "are."
             )
-        if not same_parts(a, b):
+        if not same_parts(a, b) or is_part(b) is not is_part(a):
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}{where} from {placed(b)} to {placed(a)}, and each "
-                "rank keeps the part that it has."
+                f"algorithm {name!r} at {event.name} changed {field}{where}, of which each rank holds a part, to "
+                "something else than parts by the same placements: pl.distributed.shard_like(whole, before)."
             )
 
 

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -20,7 +20,7 @@ from pure_loop import Event
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentTypeError, CompileError
 from pure_loop.random import derive, generator, seeded, seeded_all
-from tests.conftest import THOROUGH
+from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -134,7 +134,7 @@ def program(listed: list[tuple[str, str, str]], nested: bool) -> Callable[[pl.St
 EVENTS = (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
 
-@settings(max_examples=100 if THOROUGH else 20)
+@examples(12, 300)
 @given(steps, st.sampled_from(EVENTS), st.booleans(), st.sampled_from([None, 4]))
 @example([("always", "a", name) for name in OPERATIONS], Event.BATCH_START, False, None)
 @example([("each batch", "a", name) for name in OPERATIONS], Event.BATCH_END, False, 4)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate
 
 import pure_loop as pl
 from pure_loop import Event, testing
+from pure_loop._parts import whole_of
 from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel, shard_like
 from pure_loop.errors import ArgumentError
@@ -128,6 +129,25 @@ def test_what_an_algorithm_leaves_in_other_parts_is_refused_by_name(field, event
             pl.run(an_epoch(nn.Linear(2, 2), data, algorithms=[algorithm], **options))
 
     parts = r"from parts by \(Shard\(dim=0\),\) to parts by \(Replicate\(\),\)"
-    says = rf"'gathers' at {event.name} changed {field}\[.*{parts}"
+    says = rf"'gathers' at {event.name} changed {field}\[.*{'parts by' if field == 'opt_state' else parts}"
     with pytest.raises(RankError, match=says):
         pool(kind="shard").run(program)
+
+
+@pytest.mark.parametrize(("field", "event"), [("grads", Event.AFTER_TRAIN_BATCH), ("params", Event.BATCH_END)])
+def test_of_whole_tensors_that_an_algorithm_puts_in_each_rank_takes_its_part(field, event):
+    def halves(state):
+        return state.replace(
+            **{field: {name: 0.5 * whole_of(tensor) for name, tensor in getattr(state, field).items()}}
+        )
+
+    def algorithm():
+        return pl.Algorithm("halves", {event: halves})
+
+    alone = witness(whole(CASE, 2).stream(algorithm()))
+
+    def program(rank):
+        return witness(CASE.stream(algorithm(), fit=lambda *args, **given: pl.fit(*args, **given, parallel="shard")))
+
+    for rank, seen in enumerate(pool(kind="shard").run(program)):
+        compare(seen, alone, f"rank {rank}", 1e-5)

@@ -10,7 +10,7 @@ yields the same events, with equal timestamps, losses, gradients and metrics.
 
 from __future__ import annotations
 
+from pure_loop._parts import shard_like
 from pure_loop.distributed.parallel import Parallel, rank, world_size
-from pure_loop.distributed.shard_like import shard_like
 
 __all__ = ["Parallel", "rank", "shard_like", "world_size"]
