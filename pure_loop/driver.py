@@ -177,9 +177,9 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
                 f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
             )
         if not same_parts(tensor, before):
-            was, now = (tuple(each.placements) for each in (before, tensor))  # type: ignore[attr-defined]
+            was, now = (getattr(each, "placements", None) for each in (before, tensor))
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from parts by {was} to parts by {now}, and "
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from parts by {was} to parts by {now}; "
                 "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
             )
         in_parts = in_parts or is_part(before)
