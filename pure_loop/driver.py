@@ -206,17 +206,20 @@ def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> 
             f"namespace={NAMESPACE!r})."
         )
     for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
-        where = "".join(f"[{key!r}]" for key in path)
         if any(getattr(a, kind, None) != getattr(b, kind, None) for kind in ("shape", "dtype")):
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{where}; both stay as they "
-                "are."
+                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{_keys(path)}; both stay as "
+                "they are."
             )
         if not same_parts(a, b) or is_part(b) is not is_part(a):
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}{where}, of which each rank holds a part, to "
+                f"algorithm {name!r} at {event.name} changed {field}{_keys(path)}, of which each rank holds a part, to "
                 "something else than parts by the same placements: pl.distributed.shard_like(whole, before)."
             )
+
+
+def _keys(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)
 
 
 def _describe(tensor: torch.Tensor) -> str:

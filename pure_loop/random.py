@@ -48,12 +48,13 @@ class Tracer(Protocol):
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
         """A generator that starts there in each step."""
 
-    def seeded(self, seed: int) -> AbstractContextManager[None]:
+    def seeded(self, seed: int, device: Device) -> AbstractContextManager[None]:
         """What :class:`seeded` does."""
 
 
-# Of the code that runs.
+# Of the code that runs; and whether Python's and NumPy's generators are seeded for it.
 tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
+seeds_hosts: ContextVar[bool] = ContextVar("seeds_hosts", default=False)
 
 
 def derive(seed: int, *path: int | str) -> int:
@@ -158,16 +159,17 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     True
     """
 
-    __slots__ = ("_accelerators", "_cpu", "_saved", "_seed", "_traced")
+    __slots__ = ("_accelerators", "_cpu", "_device", "_saved", "_seed", "_traced")
 
     def __init__(self, seed: int, device: Device = None) -> None:
         self._seed = seed
+        self._device = device
         self._accelerators = () if device in _HOST else _generators(device)
         self._traced: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if (tracing := tracer.get()) is not None:
-            self._traced = tracing.seeded(self._seed)
+            self._traced = tracing.seeded(self._seed, self._device)
             self._traced.__enter__()
             return
         _turn.acquire()
@@ -181,8 +183,9 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._traced is not None:
-            self._traced.__exit__(kind, error, trace)
+        if (traced := self._traced) is not None:
+            self._traced = None
+            traced.__exit__(kind, error, trace)
             return
         _set_cpu(self._cpu)
         if self._accelerators:
@@ -205,12 +208,13 @@ class seeded_all(seeded):  # noqa: N801 - as above
     True
     """
 
-    __slots__ = ("_numpy", "_numpy_state", "_python_state")
+    __slots__ = ("_numpy", "_numpy_state", "_python_state", "_token")
 
     def __init__(self, seed: int) -> None:
         # Of a number of a traced step it is the value: what the hosts' generators give goes into the graph as it is.
         self._seed = index(seed)
         self._accelerators = _awake()
+        self._device = self._accelerators[0].device if self._accelerators else None
         self._traced = None
 
     def __enter__(self) -> None:
@@ -223,12 +227,14 @@ class seeded_all(seeded):  # noqa: N801 - as above
         if self._numpy is not None:
             self._numpy_state = set_aside(self._numpy)
         super().__enter__()
+        self._token = seeds_hosts.set(True)
         _reseed_hosts(self._seed, self._numpy)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        seeds_hosts.reset(self._token)
         _python_random.put_back(self._python_state)
         if self._numpy is not None:
             put_back(self._numpy, self._numpy_state)

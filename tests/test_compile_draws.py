@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event as Flag
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +17,7 @@ import torch
 from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
@@ -61,6 +65,13 @@ def same(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, gr
     assert sum(each.stretch == "step" for each in made) == graphs
 
 
+def written() -> Tensor:
+    weights = torch.ones(5)
+    weights[1:3] = torch.arange(2.0)
+    weights.view(5, 1)[4] *= 7
+    return weights
+
+
 Source = Callable[[pl.State, str], torch.Generator]
 SOURCES: dict[str, Source] = {
     "each batch": lambda state, name: generator(state.seed, name, state.timestamp.batch),
@@ -85,12 +96,15 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "normal of both": lambda **given: torch.normal(WEIGHTS, WEIGHTS, **given),
     "bernoulli": lambda **given: torch.bernoulli(torch.full((4,), 0.3), **given),
     "bernoulli by one": lambda **given: torch.bernoulli(WEIGHTS, 0.3, **given),
+    "bernoulli_ by many": lambda **given: torch.empty(4).bernoulli_(WEIGHTS, **given),
+    "by what was written": lambda **given: torch.multinomial(written(), 4, **given),
     "multinomial": lambda **given: torch.multinomial(WEIGHTS, 4, replacement=True, **given),
     "poisson": lambda **given: torch.poisson(3 * WEIGHTS, **given),
     "binomial": lambda **given: torch.binomial(torch.full((4,), 5.0), WEIGHTS, **given),
 }
 GLOBAL: dict[str, Callable[[], Tensor]] = {
     "rand_like": lambda: torch.rand_like(WEIGHTS),
+    "no generator": lambda: torch.rand(4, generator=None),
     "randn_like": lambda: torch.randn_like(WEIGHTS),
     "dropout": lambda: torch.dropout(WEIGHTS, 0.5, True),
     "beta": lambda: torch.distributions.Beta(WEIGHTS, 2.0).sample(),
@@ -228,6 +242,62 @@ def test_what_a_draw_is_given_may_be_written_to_between_two_steps() -> None:
     assert compiled[-1].min() > 5
 
 
+def test_what_was_drawn_before_an_error_that_is_caught() -> None:
+    def draw(state: pl.State) -> Tensor:
+        with seeded(derive(state.seed, "outer", state.timestamp.batch)):
+            try:
+                with seeded(derive(state.seed, "inner", state.timestamp.batch)):
+                    first = torch.rand(3)
+                    raise KeyError
+            except KeyError:
+                return first + torch.rand(3)
+
+    same(draw)
+
+
+def test_a_seeding_that_was_traced_serves_eager_steps_too() -> None:
+    kept = seeded(0)
+
+    def draw(state: pl.State) -> Tensor:
+        with kept:
+            return torch.rand(3)
+
+    same(draw)
+    before = torch.get_rng_state()
+    drawn(draw, compile=False)
+    with ThreadPoolExecutor(1) as pool:  # which would wait for ever if this thread still had its turn
+        assert torch.equal(pool.submit(drawn, draw).result(60)[0], drawn(draw)[0])
+    with kept:
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_threads_may_do_what_a_traced_one_may_not() -> None:
+    traced, done = Flag(), Flag()
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        traced.wait(60)
+        try:
+            found.append(random.Random(0).random() + random.uniform(0, 1) + numpy.random.rand())
+            torch.get_rng_state()
+            with pytest.raises(ValueError, match="Expected parameter scale"):
+                torch.distributions.Normal(0.0, -torch.ones(1))
+        finally:
+            done.set()
+
+    def draw(state: pl.State) -> Tensor:
+        traced.set()
+        done.wait(60)
+        return by_the_batch(state) + torch.distributions.Normal(0.0, torch.ones(1)).mean
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(elsewhere)
+        drawn(draw, compile=True)
+        waits.result(60)
+    assert len(found) == 1
+
+
 def from_a_generator_of_its_own(state: pl.State) -> Tensor:
     return torch.rand(3, generator=OWN)
 
@@ -267,12 +337,27 @@ def from_numpys(state: pl.State) -> Tensor:
     return torch.tensor(numpy.random.default_rng(derive(state.seed, "x", state.timestamp.batch)).random())
 
 
+def from_one_that_it_makes(state: pl.State) -> Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(derive(state.seed, state.timestamp.batch)))
+
+
+def from_one_that_is_seeded_again(state: pl.State) -> Tensor:
+    with seeded(derive(state.seed, "x", state.timestamp.batch)):
+        torch.manual_seed(3)
+        return torch.rand(3)
+
+
+def from_one_that_is_put_back(state: pl.State) -> Tensor:
+    with seeded(derive(state.seed, "x", state.timestamp.batch)), torch.random.fork_rng(devices=[]):
+        return torch.rand(3)
+
+
 def from_any_by_the_batch(state: pl.State) -> Tensor:
     with seeded_all(derive(state.seed, "x", state.timestamp.batch)):
         return torch.rand(3) + random.random()
 
 
-A_GENERATOR = r"draw from pl\.random\.generator\(state\.seed, \"name\", state\.timestamp\.batch\)"
+A_GENERATOR = r"Draw from pl\.random\.generator\(seed, \"name\", state\.timestamp\.batch, "
 
 
 @pytest.mark.parametrize(
@@ -281,12 +366,20 @@ A_GENERATOR = r"draw from pl\.random\.generator\(state\.seed, \"name\", state\.t
         (from_a_generator_of_its_own, rf"generator=OWN.* a generator of its own.* {A_GENERATOR}"),
         (from_one_that_it_seeds_again, rf"manual_seed\(3\).* a generator of its own.* {A_GENERATOR}"),
         (from_the_global_one, rf"draws from torch's global generator.* {A_GENERATOR}"),
-        (from_data, r"test_compile_draws.* from data \(aten\.bernoulli\.default\).* torch\.rand_like\(p\) < p"),
-        (from_what_it_wrote_data_to, r"from data \(aten\.bernoulli\.default\)"),
-        (from_what_it_drew, r"from data \(aten\.bernoulli\.default\)"),
-        (from_pythons, r"has no hash.* pl\.random\.generator"),
+        (
+            from_data,
+            r"test_compile_draws.* by what the graph is given.* \(aten\.bernoulli\.default\).* torch\.rand_like\(p\) <",
+        ),
+        (from_what_it_wrote_data_to, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
+        (from_what_it_drew, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
+        (from_pythons, rf"seeds a generator of its own .* has no hash.* {A_GENERATOR}"),
         (from_pythons_by_an_int, r"decides by state\.timestamp\.batch"),
-        (from_numpys, r"bit_generator"),
+        (from_numpys, rf"bit_generator.* seeds a generator of its own .* {A_GENERATOR}"),
+        (from_one_that_it_makes, rf"manual_seed.* seeds a generator of its own .* {A_GENERATOR}"),
+        (lambda state: torch.zeros(()) + random.random(), rf"it calls random\.random.* {A_GENERATOR}"),
+        (lambda state: torch.zeros(()) + numpy.random.beta(1, 1), rf"it calls numpy\.random\.beta.* {A_GENERATOR}"),
+        (from_one_that_is_seeded_again, rf"it calls torch\.manual_seed.* {A_GENERATOR}"),
+        (from_one_that_is_put_back, rf"it calls torch\.fork_rng.* {A_GENERATOR}"),
         (from_any_by_the_batch, r"decides by state\.timestamp\.batch"),
     ],
 )
@@ -311,3 +404,65 @@ def test_python_and_numpy_by_the_epoch_are_a_graph_an_epoch() -> None:
 def test_a_path_of_something_else_is_the_mistake_that_it_is_in_eager_steps() -> None:
     with pytest.raises(ArgumentTypeError, match=r"1\.5 is a float"):
         drawn(lambda state: by_the_batch(state) + generator(state.seed, 1.5).initial_seed(), compile=True)  # type: ignore[arg-type]
+
+
+def test_a_seed_that_python_cannot_take_is_refused_however_large_it_is() -> None:
+    modulus = sys.hash_info.modulus
+    names = [next(n for n in map(str, range(99)) if (derive(0, n, 0) < modulus) is small) for small in (True, False)]
+    for name in names:
+
+        def draw(state: pl.State, name: str = name) -> Tensor:
+            return torch.zeros(()) + random.Random(derive(state.seed, name, state.timestamp.epoch)).random()
+
+        with pytest.raises(CompileError, match=r"'drawn' at BATCH_END.* has no hash"):
+            drawn(draw, compile=True)
+
+
+def test_a_generator_does_not_outlive_its_trace() -> None:
+    kept: list[torch.Generator] = []
+
+    def keeps(state: pl.State) -> Tensor:
+        kept.append(generator(state.seed, "x"))
+        return torch.zeros(3)
+
+    drawn(keeps, compile=True)
+    with pytest.raises(CompileError, match=r"generator=kept\[-1\].* a generator of its own"):
+        drawn(lambda state: torch.rand(3, generator=kept[-1]), compile=True)
+
+    def remembers(state: pl.State) -> pl.State:
+        return state.remember("x", (torch.zeros(1), generator(state.seed, "x")))
+
+    with pytest.raises(CompileError, match="'x' at AFTER_LOSS can't be compiled: its memory is a generator"):
+        list(small([pl.Algorithm("x", {Event.AFTER_LOSS: remembers})], Event.BATCH_END, compile=True))
+
+
+def noisy(noise: Callable[[Tensor, pl.Timestamp], Tensor]) -> pl.optim.Optimizer:
+    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        new = {name: p - 0.1 * grads[name] + 0.01 * noise(p, timestamp) for name, p in params.items()}
+        return pl.FrozenDict(new), opt_state
+
+    return pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=update, lr=lambda timestamp: 0.1)
+
+
+def test_an_optimizer_that_draws() -> None:
+    same(by_the_batch, optimizer=noisy(lambda p, t: torch.randn(p.shape, generator=generator(5, "own", t.batch))))
+    stray = noisy(lambda p, t: torch.randn_like(p))
+    with pytest.raises(CompileError, match=rf"optimizer 'own' can't be compiled: .* global generator.* {A_GENERATOR}"):
+        drawn(by_the_batch, compile=True, optimizer=stray)
+    drawn(by_the_batch, compile="where possible", optimizer=stray)
+
+
+def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None:
+    class Segment(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return found
+
+    def trained(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = Segment(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
+        data = [(torch.ones(2, 4), torch.ones(2, 1))]
+        return dict(pl.run(pl.fit(model, data, watch={Event.FIT_END}, **settings, **options)).params)
+
+    torch.testing.assert_close(trained(compile=True), trained())

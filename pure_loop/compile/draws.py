@@ -21,7 +21,7 @@ from pure_loop.compile.mutation import written
 from pure_loop.compile.numbers import Env
 from pure_loop.random import derive, seeded
 
-__all__ = ["DROPOUT", "Call", "Draw", "Drawn", "Group", "draw_all", "is_draw"]
+__all__ = ["DROPOUT", "Draw", "Group", "RecordedDraw", "SeedContext", "draw_all", "is_draw"]
 
 _aten: Any = torch.ops.aten
 # In place, with parameters that are numbers: what was in the tensor doesn't matter.
@@ -37,13 +37,13 @@ _MAKING = frozenset(
     {
         *(_aten.rand.default, _aten.randn.default, _aten.randint.default, _aten.randint.low, _aten.randperm.default),
         *(_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default),
-        *(_aten.randint_like.low_dtype,),
+        *(_aten.randint_like.low_dtype, _aten.bernoulli.p),
     }
 )
-# New tensors by tensors of probabilities or parameters, which have to be constants.
+# By tensors of probabilities or parameters, which have to be constants.
 _SAMPLING = frozenset(
     {
-        *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.multinomial.default, _aten.poisson.default),
+        *(_aten.bernoulli.default, _aten.bernoulli_.Tensor, _aten.multinomial.default, _aten.poisson.default),
         *(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor, _aten.binomial.default),
         *(_aten.normal.float_float, _aten._standard_gamma.default, _aten._sample_dirichlet.default),
     }
@@ -67,7 +67,7 @@ def is_draw(node: torch.fx.Node) -> bool:
 
 
 @attrs.frozen
-class Call:
+class SeedContext:
     """What the seeds of one call of a graph are derived from.
 
     Attributes:
@@ -88,26 +88,34 @@ class Group:
     """Everything that is drawn from one seed, in order: in a stage of a microbatch, or from a generator.
 
     Attributes:
-        what: a stage, for errors.
+        stage: its name; None: it is a generator.
+        device: whose generator is seeded, besides that of the CPU.
         seed: what it is in a call.
     """
 
-    what: str
-    seed: Callable[[Call], int]
+    stage: str | None
+    device: torch.device
+    seed: Callable[[SeedContext], int]
 
     @classmethod
-    def of_stage(cls, stage: str, index: int, slot: int) -> Group:
+    def of_stage(cls, stage: str, index: int, slot: int, device: torch.device) -> Group:
         """A stage of a microbatch; however often it is gone through, it draws the same."""
 
-        def seed(call: Call) -> int:
+        def seed(call: SeedContext) -> int:
             t = call.env.timestamps[slot]
             return derive(call.seed, stage, t.epoch, t.batch, call.first + index, call.rank)
 
-        return cls(stage, seed)
+        return cls(stage, device, seed)
+
+    def seeds(self, node: torch.fx.Node) -> bool:
+        """Whether what this operation draws comes from a generator that is seeded."""
+        value = node.meta["val"]
+        device: torch.device = (value[0] if isinstance(value, tuple | list) else value).device
+        return device.type in ("cpu", self.device.type)
 
 
 @attrs.frozen
-class Drawn:
+class RecordedDraw:
     """One draw of a trace.
 
     Attributes:
@@ -121,7 +129,7 @@ class Drawn:
     sample: Callable[[], Tensor] | None
 
     @classmethod
-    def of(cls, group: Group, node: torch.fx.Node, root: torch.nn.Module) -> Drawn | None:
+    def of(cls, group: Group, node: torch.fx.Node, root: torch.nn.Module) -> RecordedDraw | None:
         """
         Args:
             root: holds what is constant in the graph.
@@ -137,6 +145,8 @@ class Drawn:
 
 def _sample(draw: torch.fx.Node, root: torch.nn.Module) -> torch.fx.GraphModule | None:
     """This draw as a function without inputs, with what computes the tensors that it is given, if they are constant."""
+    before = list(takewhile(lambda node: node is not draw, draw.graph.nodes))
+    writers = [(node, set(written([node]))) for node in before]
     found: set[torch.fx.Node] = set()
     ahead = list(draw.all_input_nodes)
     while ahead:
@@ -146,9 +156,7 @@ def _sample(draw: torch.fx.Node, root: torch.nn.Module) -> torch.fx.GraphModule 
         if node not in found:
             found.add(node)
             ahead += node.all_input_nodes
-    before = list(takewhile(lambda node: node is not draw, draw.graph.nodes))
-    if not found.isdisjoint(written(before)):
-        return None  # by an operation that isn't among them
+            ahead += [writer for writer, targets in writers if node in targets]
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in [*filter(found.__contains__, before), draw]:
@@ -170,7 +178,7 @@ class Draw:
     make: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, drawn: Drawn, like: Tensor) -> Draw:
+    def of(cls, drawn: RecordedDraw, like: Tensor) -> Draw:
         """
         Args:
             like: a tensor (a fake one will do) of the shape, strides, dtype and device of what is drawn.
@@ -213,14 +221,14 @@ def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
     return make
 
 
-def draw_all(draws: Sequence[Draw], call: Call, device: torch.device) -> list[Tensor]:
+def draw_all(draws: Sequence[Draw], call: SeedContext) -> list[Tensor]:
     """The draws of one call, each group in its order under its seed."""
     groups: defaultdict[Group, list[int]] = defaultdict(list)
     for position, draw in enumerate(draws):
         groups[draw.group].append(position)
     found: dict[int, Tensor] = {}
     for group, positions in groups.items():
-        with seeded(group.seed(call), device):
+        with seeded(group.seed(call), group.device):
             for position in positions:
                 found[position] = draws[position].make()
     return [found[position] for position in range(len(draws))]

@@ -7,20 +7,21 @@ derived from the numbers of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from pure_loop.compile.draws import Group
-from pure_loop.compile.numbers import Host, Number
+from pure_loop.compile.numbers import Host, Number, Seed
 from pure_loop.random import tracer
 
-__all__ = ["DrawnFromDataError", "Generators", "StrayGeneratorError"]
+__all__ = ["DrawnFromDataError", "StrayGeneratorError", "TracedGenerator", "traced_generators"]
+
+# Writes down what is drawn inside as of a group.
+Drawing = Callable[[Group], AbstractContextManager[None]]
 
 
 class StrayGeneratorError(RuntimeError):
@@ -28,13 +29,14 @@ class StrayGeneratorError(RuntimeError):
 
 
 class DrawnFromDataError(RuntimeError):
-    """A draw that depends on the data; of the operation of that name."""
+    """A draw that depends on what a graph is given; of the operation of that name."""
 
 
-class _Generator(torch.Generator):
-    """One of the trace: whatever it is asked for is another thing in each call."""
+class TracedGenerator(torch.Generator):
+    """One of a trace: whatever it is asked for is another thing in each call."""
 
     group: Group
+    trace: _Tracer
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise StrayGeneratorError
@@ -43,63 +45,59 @@ class _Generator(torch.Generator):
     graphsafe_get_state = graphsafe_set_state = _refuse
 
 
-class Generators(TorchFunctionMode):
-    """Inside, on this thread, generators are those of a trace.
+@contextmanager
+def traced_generators(host: Host, drawing: Drawing) -> Iterator[None]:
+    """Inside, on this thread, generators are those of a trace, whose numbers are those of ``host``."""
+    trace = _Tracer(host, drawing)
+    token = tracer.set(trace)
+    try:
+        with _TakenFromCalls(trace):
+            yield
+    finally:
+        tracer.reset(token)
 
-    Args:
-        host: whose numbers seeds are derived from.
-        drawing: notes for what is drawn inside of it where its seed comes from.
-    """
 
-    def __init__(self, host: Host, drawing: Callable[[Group], AbstractContextManager[None]]) -> None:
-        super().__init__()
+class _Tracer:
+    """What :mod:`pure_loop.random` asks for generators."""
+
+    def __init__(self, host: Host, drawing: Drawing) -> None:
         self._host = host
-        self._drawing = drawing
-
-    def __enter__(self) -> Generators:
-        self._token = tracer.set(self)
-        # To look at its parameters a distribution reads numbers out of tensors.
-        self._checks = Distribution._validate_args
-        Distribution.set_default_validate_args(False)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        Distribution.set_default_validate_args(self._checks)
-        tracer.reset(self._token)
+        self.drawing = drawing
 
     def computed(self, function: Callable[..., int], *given: Any) -> int:
-        return Number.of(self._host, function, *given)  # type: ignore[return-value]
+        return Seed.of(self._host, function, *given)  # type: ignore[return-value]
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
-        made = _Generator(device)
-        made.group = _group(seed)
+        made = TracedGenerator(device)
+        made.group, made.trace = _group(seed, made.device), self
         return made
 
-    def seeded(self, seed: int) -> AbstractContextManager[None]:
-        return self._drawing(_group(seed))
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        generators = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-        if not generators:
-            return function(*args, **kwargs)
-        (generator,) = generators
-        if type(generator) is not _Generator:
-            raise StrayGeneratorError
-        with self._drawing(generator.group):
-            return function(
-                *(None if each is generator else each for each in args),
-                # None would be a generator, too: another overload.
-                **{name: each for name, each in kwargs.items() if each is not generator},
-            )
+    def seeded(self, seed: int, device: Any) -> AbstractContextManager[None]:
+        return self.drawing(_group(seed, torch.device("cpu" if device is None else device)))
 
 
-def _group(seed: Any) -> Group:
+def _group(seed: Any, device: torch.device) -> Group:
     if isinstance(seed, Number):
         evaluate = seed.evaluate
-        return Group("a generator", lambda call: evaluate(call.env))
-    return Group("a generator", lambda call: seed)
+        return Group(None, device, lambda context: evaluate(context.env))
+    return Group(None, device, lambda context: seed)
+
+
+class _TakenFromCalls(TorchFunctionMode):
+    """Calls lose their generator: what they draw belongs to its group."""
+
+    def __init__(self, trace: _Tracer) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+        if kwargs.get("generator", self) in (None, generator):
+            del kwargs["generator"]  # None would be one, too: another overload
+        if generator is None:
+            return function(*args, **kwargs)
+        if not isinstance(generator, TracedGenerator) or generator.trace is not self._trace:
+            raise StrayGeneratorError
+        with self._trace.drawing(generator.group):
+            return function(*(None if each is generator else each for each in args), **kwargs)

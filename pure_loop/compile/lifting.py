@@ -29,19 +29,18 @@ def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     """Make inputs of what is drawn."""
     graph = raw.graph
     found: list[Draw] = []
-    known = {drawn.node.name for drawn in tracing.draws}
+    known = {node.name for node in tracing.draws}
     stray = next((node for node in graph.nodes if is_draw(node) and node.name not in known), None)
     if stray is not None:
         raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
-    for drawn in tracing.draws:
-        recorded = drawn.node
+    for recorded, draw in tracing.draws.items():
         like = recorded.meta["val"]
         if recorded.target is DROPOUT:
             like, p = like[0], float(recorded.args[1])  # type: ignore[arg-type]
             if p == 1:
                 continue  # which draws nothing
-        found.append(Draw.of(drawn, like))
+        found.append(Draw.of(draw, like))
         with graph.inserting_before(next(iter(graph.nodes))):
             given = graph.placeholder(f"draw_{len(found) - 1}")
         given.meta["val"] = tracing.fake(like)

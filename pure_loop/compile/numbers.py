@@ -23,7 +23,7 @@ from torch import Tensor
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.time import Timestamp
 
-__all__ = ["Env", "Guard", "Host", "Number", "TracedTimestamp"]
+__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp"]
 
 
 @attrs.define
@@ -147,14 +147,9 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _hash(value: Any) -> int:
-    # Python's random takes a whole number for its seed as it is, and of what stands for one the hash.
-    if isinstance(value, int) and not 0 <= value < sys.hash_info.modulus:
-        raise TypeError(
-            "a number of the step that is negative, or as large as a seed, has no hash. Random numbers are drawn with "
-            "torch, from pl.random.generator(...); Python's would be in a graph for ever"
-        )
-    return hash(value)
+def _hash(value: Any) -> int | None:
+    """None where the hash of a number is another number."""
+    return None if isinstance(value, int) and not 0 <= value < sys.hash_info.modulus else hash(value)
 
 
 class Number:
@@ -184,13 +179,13 @@ class Number:
             Number.of(self.host, type, self).decide()
         return type(self.value)
 
-    @staticmethod
-    def of(host: Host, function: Callable[..., Any], *given: Any) -> Number:
+    @classmethod
+    def of(cls, host: Host, function: Callable[..., Any], *given: Any) -> Number:
         """``function(*given)``, some of which are numbers or timestamps of this step."""
         sources: frozenset[Any] = frozenset().union(*(_sources(each) for each in given))
         parts = [_evaluator(each) for each in given]
         values = [_value(each) for each in given]
-        return Number(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+        return cls(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
 
     def decide(self) -> Any:
         """Its value, on which the graph depends from here on."""
@@ -260,8 +255,15 @@ class Number:
     __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
     __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
     __bool__, __int__, __float__, __index__ = _asked(bool), _asked(int), _asked(float), _asked(operator.index)
-    __hash__, __str__, __round__ = _asked(_hash), _asked(str), _asked(round)
+    __str__, __round__ = _asked(str), _asked(round)
     __trunc__, __floor__, __ceil__ = _asked(math.trunc), _asked(math.floor), _asked(math.ceil)
+
+    def __hash__(self) -> int:
+        # Python's random takes a whole number for its seed as it is, and of what stands for one the hash.
+        found = Number.of(self.host, _hash, self).decide()
+        if found is None:
+            raise TypeError("a number of the step that is negative, or very large, has no hash: write int(number)")
+        return found  # type: ignore[no-any-return]
 
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
@@ -277,6 +279,15 @@ class Number:
     def __getattr__(self, name: str) -> Any:
         # What only real numbers have (is_integer, as_integer_ratio): of its value.
         return getattr(self.decide(), name)
+
+
+class Seed(Number):
+    """One that seeds are made of, which no other generator can take."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise TypeError("a seed of a traced step has no hash")
 
 
 _equal = _compared(operator.eq)

@@ -24,10 +24,11 @@ from pure_loop._autograd import GradMode
 from pure_loop._finite import total_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
-from pure_loop.compile.draws import Group, is_draw
-from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError
+from pure_loop.compile.draws import Group
+from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError, TracedGenerator
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.mutation import written
+from pure_loop.compile.out_of_reach import HostDrawError
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -43,7 +44,10 @@ __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_hand
 LOSS_BAD, UPDATE_BAD = 1, 2
 
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
-A_GENERATOR = f'pl.random.generator(state.seed, "name", state.timestamp.batch); {WHERE_POSSIBLE}'
+_DRAW = (
+    'Draw from pl.random.generator(seed, "name", state.timestamp.batch, device=...), or inside pl.random.seeded(...); '
+    + WHERE_POSSIBLE
+)
 _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a branch; " + WHERE_POSSIBLE
 
 
@@ -86,6 +90,12 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
     # are of code that wants a number of Python's, and is given one that stands for it.
     except (RuntimeError, TypeError, AttributeError) as error:
         raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
+    if tracing.stray_draws(last):
+        raise Untraceable(
+            f"{what} can't be compiled: it draws from torch's global generator, so that no batch could be trained on "
+            f"again as it was. {_DRAW}",
+            part,
+        )
     for node in written(tracing.since(last)):
         if node.op == "get_attr":
             raise Untraceable(
@@ -110,21 +120,25 @@ def _reason(error: BaseException) -> str:
             "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
             f"and while a graph is made tensors have no numbers. {_NUMERIC}"
         )
+    if isinstance(error, HostDrawError):
+        return f"it calls {text}, and a graph would hold for ever what came of it. {_DRAW}"
     if "numpy" in text:
         return f"it hands a tensor to NumPy, which a graph can't hold. {_NUMERIC}"
     if kind == "DynamicOutputShapeException":
         return f"the shape of a result depends on the data (nonzero, unique, boolean indexing). {_NUMERIC}"
     if isinstance(error, StrayGeneratorError):
         return (
-            "it draws from a generator of its own, of which nobody knows how far it is, so that no batch could be "
-            f"trained on again as it was: draw from {A_GENERATOR}"
+            "it draws from a generator of its own, of which no graph knows how far it is, so that no batch could be "
+            f"trained on again as it was. {_DRAW}"
         )
     if isinstance(error, DrawnFromDataError):
         return (
-            f"it draws random numbers from data ({text}), and what is drawn in a compiled step can't depend on data: "
-            "write it with a draw that doesn't, such as torch.rand_like(p) < p for torch.bernoulli(p); "
-            + WHERE_POSSIBLE
+            f"it draws random numbers by what the graph is given, or in a way that no graph takes ({text}): write "
+            "torch.rand_like(p) < p for torch.bernoulli(p), or mean + std * torch.randn_like(mean) for "
+            f"torch.normal(mean, std); {WHERE_POSSIBLE}"
         )
+    if any(each in text for each in ("SeedSequence", "manual_seed expected", "has no hash")):
+        return f"it seeds a generator of its own with a number that is another one in each step ({text}). {_DRAW}"
     said = text.strip().splitlines()[0] if text.strip() else "no message"
     # It may be the tracer's, or a mistake that eager steps would meet, too.
     advice = "The same batch without compile tells whether the code itself is wrong"
@@ -165,18 +179,10 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            last = tracing.mark()
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
             with tracing.host.on_behalf_of(what), naming(tracing, what, part), whole:
                 result = function(*args)
                 _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), part)
-            grouped = {drawn.node for drawn in tracing.draws}
-            if any(is_draw(node) and node not in grouped for node in tracing.since(last)):
-                raise Untraceable(
-                    f"{what} draws from torch's global generator, so that no batch could be trained on again as it "
-                    f"was: draw from {A_GENERATOR}",
-                    part,
-                )
             return result
 
         return call
@@ -206,6 +212,8 @@ class _Undifferentiated(TorchFunctionMode):
 def _refuse_arrays(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
     """NumPy computes at once: what comes of it would be in the graph as the number that it was when that was made."""
     leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
+    if any(isinstance(leaf, TracedGenerator) for leaf in leaves):
+        raise Untraceable(f"{what} can't be compiled: its memory is a generator. {_DRAW}", part)
     # By their types: to ask a number anything is to decide by it.
     if any(type(leaf).__module__ == "numpy" for leaf in leaves):
         raise Untraceable(
@@ -265,7 +273,7 @@ class TracedStages(LoopStages):
             return total_loss(self._loss(state, training=False)[0])
 
     def _seeded(self, state: State, stage: str, index: int) -> Any:
-        return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot))  # type: ignore[attr-defined]
+        return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
 
 
 def update(

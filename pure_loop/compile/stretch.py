@@ -14,7 +14,7 @@ from torch import Tensor
 from pure_loop._autograd import GradMode
 from pure_loop._overwritten import OVERWRITTEN_VALUE
 from pure_loop.compile import compilations
-from pure_loop.compile.draws import Call, draw_all
+from pure_loop.compile.draws import SeedContext, draw_all
 from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
@@ -227,8 +227,7 @@ class Stretch:
         compiled = made.compiled
         if not compiled.draws:
             return []
-        call = Call(state.seed, env, self.stages.engine.rank, index)
-        drawn = draw_all(compiled.draws, call, state.device)
+        drawn = draw_all(compiled.draws, SeedContext(state.seed, env, self.stages.engine.rank, index))
         return [drawn[i] for i in compiled.drawn]
 
     def _given(

@@ -21,13 +21,14 @@ import torch.fx
 from torch import Tensor
 
 from pure_loop.compile.connected import Connection, connect
-from pure_loop.compile.draws import Draw, Drawn, Group, is_draw
-from pure_loop.compile.generators import DrawnFromDataError, Generators
+from pure_loop.compile.draws import Draw, Group, RecordedDraw, is_draw
+from pure_loop.compile.generators import DrawnFromDataError, traced_generators
 from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.layouts import channels_last, laid_out_like
 from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, mended_rnns, taken_apart
+from pure_loop.compile.out_of_reach import out_of_reach
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
 from pure_loop.compile.replay import Recorders, Replaying
 from pure_loop.compile.trees import describe
@@ -78,7 +79,8 @@ class Tracing:
         self.host = Host(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
         self.lifted: list[Tensor] = []
-        self.draws: list[Drawn] = []
+        # By their operations, in order.
+        self.draws: dict[torch.fx.Node, RecordedDraw] = {}
         self.tangents = 0
         self.begins_with_leaves = True
         self.sharing: frozenset[int] = frozenset()
@@ -123,21 +125,38 @@ class Tracing:
     def drawing(self, group: Group) -> Iterator[None]:
         """What is drawn inside is drawn under the seed of this group, if not under that of one inside it."""
         last = self.mark()
-        yield
-        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-        known = {drawn.node for drawn in self.draws}
-        for node in self.since(last):
-            if is_draw(node) and node not in known:
-                drawn = Drawn.of(group, node, tracer.root)
-                if drawn is None:
-                    raise DrawnFromDataError(str(node.target))
-                if group.what == "backward":
-                    raise CompileError(
-                        "the backward draws random numbers: activation checkpointing goes through a dropout layer "
-                        "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves "
-                        "what is kept for the backward: leave torch.utils.checkpoint out, or compile out."
-                    )
-                self.draws.append(drawn)
+        try:
+            yield
+        except BaseException:
+            self._note_draws(last, group)  # the code that drew may catch it
+            raise
+        stray = self._note_draws(last, group)
+        if stray is not None:
+            raise DrawnFromDataError(str(stray.target))
+
+    def _note_draws(self, last: Any, group: Group) -> torch.fx.Node | None:
+        """Note whose what was drawn after a place is; gives a draw that depends on what the graph is given."""
+        stray = None
+        proxies: Any = get_proxy_mode()
+        for node in self.stray_draws(last):
+            if not group.seeds(node):
+                continue
+            draw = RecordedDraw.of(group, node, proxies.tracer.root)
+            if draw is None:
+                stray = node
+            elif group.stage == "backward":
+                raise CompileError(
+                    "the backward draws random numbers: activation checkpointing goes through a dropout layer "
+                    "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves "
+                    "what is kept for the backward: leave torch.utils.checkpoint out, or compile out."
+                )
+            else:
+                self.draws[node] = draw
+        return stray
+
+    def stray_draws(self, last: Any) -> list[torch.fx.Node]:
+        """What was drawn after a place and is of no group."""
+        return [node for node in self.since(last) if is_draw(node) and node not in self.draws]
 
     def mark(self) -> Any:
         """A place in the list of operations."""
@@ -262,7 +281,7 @@ def _compile(
         return outputs
 
     with enable_python_dispatcher(), tracing.mode:
-        with mended_rnns(), Generators(tracing.host, tracing.drawing):
+        with mended_rnns(), out_of_reach(), traced_generators(tracing.host, tracing.drawing):
             raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
