@@ -12,7 +12,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-thorough test-compiler test-simulated-gpu lint typecheck bench bench-peers bench-page bench-ranks docs clean
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu lint typecheck bench bench-peers bench-page bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,8 +24,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: ten to fifteen minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+test: $(STAMP)  ## the fast tier: five minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
+
+test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; ten minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
 	PURE_LOOP_THOROUGH=1 $(BIN)/python -m pytest -n 2 --timeout=3600

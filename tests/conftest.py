@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, two tiers, graphs compiled or not, and that no process is left behind."""
+"""What all tests share: one thread a process, tiers, graphs compiled or not, and that no process is left behind."""
 
 from __future__ import annotations
 

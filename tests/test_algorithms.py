@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_training_goes_on_bitwise_from_every_boundary(reverse):
     whole = list(stream(convnet(), images(), everything(reverse), **OPTIONS))

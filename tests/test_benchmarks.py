@@ -74,6 +74,7 @@ def test_a_loop_twice_as_long_is_twice_as_long() -> None:
     assert paired(times, BASE)["twice"] == pytest.approx(2, rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda each: each.name)
 def test_every_workload_trains_in_our_loop_and_by_hand(workload: Workload) -> None:
     found = measure(workload, [HAND[0], OURS[0]], turns=1, seconds=0.0)

@@ -55,10 +55,11 @@ LIBRARY: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-# Of algorithms that are tried in the fast tier in another form.
+# Of algorithms that are tried in CI in another form.
 VARIANTS = {"gradient_clipping_by_value", "adaptive_gradient_clipping", "ema_by_epochs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers(LIBRARY, LIBRARY.keys() - VARIANTS))
 def test_the_library_s_algorithms_keep_every_law(name: str) -> None:
     make, options = LIBRARY[name]
@@ -83,6 +84,7 @@ def _made(name: str) -> Any:
         return None  # a function of tensors
 
 
+@pytest.mark.slow
 def test_random_compositions_of_them_keep_every_law() -> None:
     def holds(algorithm: Any) -> None:
         check_algorithm(algorithm, problems="mlp", max_examples=2)
@@ -94,6 +96,7 @@ def test_random_compositions_of_them_keep_every_law() -> None:
 # The report
 
 
+@pytest.mark.slow
 def test_a_report_says_what_ran_and_prints_as_a_table() -> None:
     report = check_algorithm(clip, **FEW)
     assert report.ok
@@ -158,6 +161,7 @@ def test_a_violation_is_found_on_the_smallest_plan_that_shows_it() -> None:
 # Expected failures
 
 
+@pytest.mark.slow
 def test_expected_failures_are_strict() -> None:
     reason = {"microbatch_invariance": "warms up by microbatches"}
     report = check_algorithm(counts_microbatches_as_batches, expected_failures=reason, **QUICK)
@@ -169,6 +173,7 @@ def test_expected_failures_are_strict() -> None:
     assert caught.value.report["microbatch_invariance"].result == "UNEXPECTED PASS"
 
 
+@pytest.mark.slow
 def test_what_rests_on_an_expected_failure_is_tried_all_the_same() -> None:
     with pytest.raises(CheckFailed) as caught:
         check_algorithm(remembers_in_a_closure, expected_failures={"memory": "it is a test"}, **QUICK)
@@ -205,6 +210,7 @@ def test_a_law_is_expected_to_fail_or_skipped() -> None:
         check_algorithm(clip, expected_failures={"purity": "x"}, skip={"purity": "y"})
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_needs_two_samples_says_so() -> None:
     """Where it raises it is passed over, and everywhere else it has to keep the laws."""
     reason = {"order": "needs two samples"}
@@ -247,6 +253,7 @@ def test_memory_in_numpy_is_memory() -> None:
         laws.purity(lambda: pl.Algorithm("np", {Event.BATCH_END: fill}, **options), problems="linear")
 
 
+@pytest.mark.slow
 def test_an_algorithm_may_remember_its_evaluations() -> None:
     def count(state: pl.State) -> pl.State:
         return state.remember("evaluated", state.algorithm_state["evaluated"] + 1)
@@ -415,6 +422,7 @@ def test_a_law_in_a_hypothesis_test_of_one_s_own() -> None:
     holds()
 
 
+@pytest.mark.slow
 def test_only_the_clock_s_own_times_may_be_others_on_processes() -> None:
     """What an algorithm remembers is its result, also where its name ends as those of the timestamp do."""
 
@@ -490,6 +498,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [True, False])
 def test_what_looks_at_all_of_the_package_needs_no_hypothesis(blocked: bool) -> None:
     code = """

@@ -20,6 +20,7 @@ PLAN = Plan(batches=(3, 2), max_duration="2ep", evaluators={"val": EvaluatorPlan
 FEW: dict[str, Any] = {"problems": "linear", "plans": st.just(PLAN), "max_examples": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -107,6 +108,7 @@ WRONG: dict[Callable[[], Any], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "law"), WRONG.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_exactly_the_intended_law_catches_the_callback(make: Callable[[], Any], law: str) -> None:
     try:

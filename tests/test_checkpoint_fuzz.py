@@ -203,12 +203,14 @@ def test_changed_bytes(path: Path, content: bytes) -> None:
         pl.load(path, model=small())
 
 
+@pytest.mark.slow
 @examples(fast=120, thorough=2000)
 @given(document=changed(DOCUMENT))
 def test_changed_descriptions_with_a_digest_that_is_right(path: Path, document: Any) -> None:
     check(described(document), path)
 
 
+@pytest.mark.slow
 @examples(fast=60, thorough=1500)
 @given(header=changed(HEADER))
 def test_changed_headers_with_a_digest_that_is_right(path: Path, header: Any) -> None:

@@ -137,6 +137,7 @@ def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, lar
     assert len([each for each in kept if each in scored]) >= min(best or 0, len(scored))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("donate", ["auto", True, False])
 def test_nobody_notices_it(tmp_path: Path, background: bool, donate: Any) -> None:

@@ -141,6 +141,7 @@ def trained(**overrides: Any) -> pl.State:
     return pl.run(pl.fit(settings.pop("model", model()), data, **settings))
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_every_value_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     path = tmp_path_factory.mktemp("values") / "x.safetensors"

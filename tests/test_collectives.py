@@ -177,6 +177,7 @@ def compared_with_the_oracle(parallel, placements, mesh_shape, compile=False):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_gradients_are_those_of_redistributed_dtensors(kind, compile):

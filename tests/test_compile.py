@@ -55,6 +55,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.Stretch, "__init__", init)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_first": True}],
@@ -159,6 +160,7 @@ def test_exact_arithmetic_is_exact() -> None:
     assert_close(fit(compile=True, **settings), fit(**settings), 0.0)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_state() -> None:
     whole = fit(compile=True, watch=BATCHES, max_duration="3ep", algorithms=several())
     kept = next(state for _, state in whole if state.timestamp.batch == 4)
@@ -178,6 +180,7 @@ def test_going_on_from_a_state() -> None:
     assert_close(rest, [pair for pair in whole if pair[1].timestamp.batch > 4], 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.thorough), 3, 8])
 def test_several_steps_a_call(steps: int) -> None:
     settings: dict[str, Any] = {
@@ -201,6 +204,7 @@ def test_evaluation_and_prediction_by_themselves() -> None:
     assert_close(list(both(True)), list(both(False)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithms", "updates"), [([], 1), ([gradient_clipping("norm", 1.0)], 2)])
 @pytest.mark.parametrize("watch", [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD}])
 def test_a_batch_of_another_size_needs_another_update_where_an_algorithm_could_look(
@@ -213,6 +217,7 @@ def test_a_batch_of_another_size_needs_another_update_where_an_algorithm_could_l
     assert [graph.stretch for graph in graphs].count("update") == (1 if looked_at else updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_LOSS, *BATCHES}], ids=["whole", "in pieces"])
 def test_an_autocast_around_the_loop_is_no_matter(watch: Any) -> None:
     wanted = fit(model=plain, watch=watch)

@@ -42,6 +42,7 @@ def with_a_teacher(watch: set[Event], **settings: Any) -> Any:
     return state.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("watch", "compiler"),
     [
@@ -96,6 +97,7 @@ def counting(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "who"),
     [

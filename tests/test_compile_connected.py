@@ -107,6 +107,7 @@ def doubled(value: Any) -> Any:
     return type(value)(map(doubled, value))
 
 
+@pytest.mark.slow
 @examples(8, 500)
 @given(
     name=st.sampled_from(sorted(MODELS)),
@@ -140,6 +141,7 @@ def test_mixed_precision(precision: str) -> None:
     assert_close(fit(compile=True, **settings), fit(**settings), 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("watch", "stretches"),
     [
@@ -210,6 +212,7 @@ class Heads(nn.Module):
         return self.one(hidden), self.other(hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", tiers(INSIDE, [Event.AFTER_FORWARD, Event.AFTER_LOSS]))
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_head_that_the_loss_does_not_use_has_no_gradient(which: int, event: Event) -> None:
@@ -292,6 +295,7 @@ def test_outputs_that_were_kept_are_differentiated_with_the_numbers_of_their_ste
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", INSIDE)
 def test_outputs_that_share_their_memory_have_each_their_gradient(event: Event) -> None:
     settings: dict[str, Any] = {"model": Pair, "loss": distilled, "watch": {event, *BATCHES}}
@@ -324,6 +328,7 @@ def another_batch(state: pl.State) -> pl.State:
     return state.replace(batch=(state.batch[0] * 2, state.batch[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", tiers([*INSIDE, Event.AFTER_BACKWARD], [Event.AFTER_FORWARD, Event.BEFORE_BACKWARD]))
 @pytest.mark.parametrize("algorithm", [through_a_tree, other_gradients, another_batch], ids=lambda each: each.name)
 def test_whatever_an_algorithm_replaces_inside_a_piece_is_replaced(algorithm: Any, event: Event) -> None:
@@ -331,6 +336,7 @@ def test_whatever_an_algorithm_replaces_inside_a_piece_is_replaced(algorithm: An
     assert_close(fit(compile=True, model=plain, **settings), fit(model=plain, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["twice", "rolled", "tangents"])
 def test_a_wrong_backward_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = connected._Function.backward

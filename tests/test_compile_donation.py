@@ -74,6 +74,7 @@ def fit(model: Any = None, **arguments: Any) -> Any:
     return pl.fit(model, arguments.pop("data", DATA), loss=functional.cross_entropy, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "watch",
     tiers([BATCHES, {Event.BATCH_START, *BATCHES}, {*BATCHES, Event.EPOCH_END}, *INSIDE], [BATCHES, *INSIDE[1:]]),
@@ -91,6 +92,7 @@ def test_memory_is_reused_where_nobody_has_kept_it(copied: Copied, watch: Any) -
 SCALED: dict[str, Any] = {"nonfinite": "skip", "precision": "amp_fp16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [BATCHES, *INSIDE], ids=["batches", "after train batch", "after backward", "all"])
 @pytest.mark.parametrize("settings", [{"nonfinite": "skip"}, {"precision": "amp_fp16"}, SCALED], ids=str)
 def test_memory_is_reused_with_counts_and_scales(copied: Copied, settings: Any, watch: Any) -> None:
@@ -131,6 +133,7 @@ def test_memory_in_fields_of_a_users_own_is_reused(copied: Copied) -> None:
     assert last.seen["batches"].tolist() == [15, 15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "what"),
     [*itertools.product([Summing, Roomy], ["total", "seen", "batches"]), (Roomy, "all fields")],
@@ -168,6 +171,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_to_read_what_a_step_that_failed_had_overwritten_is_an_error(read: Callable[[Any], Any]) -> None:
     state: Any = None
@@ -286,6 +290,7 @@ def test_each_way_of_keeping_keeps(settings: Any) -> None:
     kept.check()
 
 
+@pytest.mark.slow
 @examples(10, 200)
 @given(
     keepings=st.lists(

@@ -368,6 +368,7 @@ def from_any_by_the_batch(state: pl.State) -> Tensor:
 A_GENERATOR = r"Draw from pl\.random\.generator\(seed, \"name\", state\.timestamp\.batch, "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -396,6 +397,7 @@ def test_what_cannot_be_drawn_in_a_graph(function: Callable[[pl.State], Any], sa
         drawn(function, compile=True)
 
 
+@pytest.mark.slow
 def test_it_runs_eagerly_where_possible() -> None:
     for function in (from_data, from_pythons, from_numpys):
         torch.testing.assert_close(drawn(function, compile="where possible"), drawn(function), rtol=0, atol=1e-6)

@@ -75,6 +75,7 @@ def summed(state: pl.State) -> pl.State:
     return state.replace(outputs=(out, again.sum(0), target, part))
 
 
+@pytest.mark.slow
 def test_a_forward_that_somebody_looks_at() -> None:
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(8, 16, generator=generator), torch.arange(8) % CLASSES) for _ in range(2)]
@@ -144,6 +145,7 @@ def rotated(state: pl.State) -> pl.State:
     return state.remember("rotated", new).replace(outputs=(*state.outputs, *old.values(), shown, number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [{Event.EPOCH_END}, {Event.BATCH_END}], ids=["not shown", "shown"])
 def test_memory_that_is_overwritten_with_what_was_elsewhere(watch: set[Event]) -> None:
     # torch 2.13 takes copies of what a graph writes to out of it, and computes in the place of what is overwritten.

@@ -22,6 +22,7 @@ from tests.tiers import tiers
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
+@pytest.mark.slow
 def test_states_stay_what_they_were() -> None:
     kept = []
     for _, state in stream(compile=True, watch=BATCHES, algorithms=[ema(half_life="2ba")]):
@@ -39,6 +40,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [Event.AFTER_FORWARD, Event.AFTER_TRAIN_BATCH], ids=lambda event: event.name)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_number_of_the_step_as_an_output_stays_what_it_was(way: Callable[[Any], Tensor], where: Event) -> None:
@@ -65,6 +67,7 @@ def test_a_number_of_the_step_as_an_output_stays_what_it_was(way: Callable[[Any]
 ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "watch",
     [
@@ -97,6 +100,7 @@ def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donat
         assert_same(leaves(state), numbers, "kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "wanted"),
     [
@@ -160,6 +164,7 @@ def test_a_compiled_step_that_never_copies_is_caught(monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", tiers([1, 2, 3, 8], [1, 3]))
 @pytest.mark.parametrize("watch", [EPOCHS, {Event.EPOCH_START, Event.EVAL_END}], ids=["epochs", "evaluations"])
 def test_what_was_kept_never_changes_whatever_goes_through_in_one_call(steps: int, watch: Any) -> None:

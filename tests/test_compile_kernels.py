@@ -68,6 +68,7 @@ PARTS = pl.optim.partition(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -89,6 +90,7 @@ def test_a_list_of_many_tensors_is_one_call(settings: dict[str, Any]) -> None:
     assert kernels == (f"{name} of 36 tensors",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"algorithms": [ema(half_life="3ba")]}], ids=["plain", "average"])
 def test_nothing_is_copied_that_the_kernel_writes_to(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
@@ -104,6 +106,7 @@ def test_nothing_is_copied_that_the_kernel_writes_to(settings: dict[str, Any], m
     assert not [node for node in output.args[0] if origin(node).op == "placeholder"]
 
 
+@pytest.mark.slow
 def test_two_parts_are_two_calls() -> None:
     assert same_but_for_rounding({"model": lambda: deep(34), "optimizer": PARTS}) == [
         ("step", ("adamw of 34 tensors", "adam of 34 tensors"))
@@ -123,6 +126,7 @@ def distance(state: pl.State) -> pl.State:
     return state.remember("distance", memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -155,10 +159,12 @@ def both(state: pl.State) -> pl.State:
     return state.remember("both", FrozenDict(sum=memory["sum"] + weight, then=copy.view(-1)))
 
 
+@pytest.mark.slow
 def test_a_copy_of_what_is_written_in_the_end_shows_what_was_there_before() -> None:
     assert same_but_for_rounding({"algorithms": [both]}) == [("step", ("adamw of 36 tensors",))]
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_found() -> None:
     with pytest.raises(NonFiniteError, match=r"batch 0 .*optimizer's step"):
         fit(compile=True, data=[(x, y) for x, y in DATA], algorithms=[spoil])
@@ -170,6 +176,7 @@ def spoil(state: pl.State) -> pl.State:
     return state.replace(grads={**state.grads, last: state.grads[last] * float("nan")})
 
 
+@pytest.mark.slow
 def test_states_stay_what_they_were() -> None:
     kept = [(state, {path: tensor.clone() for path, tensor in state.params.items()}) for _, state in fit(compile=True)]
     for state, numbers in kept:

@@ -76,6 +76,7 @@ def convolutions(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", EVERY_WATCH, ids=["step", "pieces"])
 def test_a_convolutional_network_through_the_compiler(watch: set[Event]) -> None:
     assert_as_eager(Net, watch=watch)
@@ -138,6 +139,7 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", AFTER)
 def test_views_of_images_are_what_they_were(what: str) -> None:
     with interpreted():

@@ -44,6 +44,7 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate"
     return pool(ranks, kind).run(program)
 
 
+@pytest.mark.slow
 @given(
     testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]),
     st.sampled_from(WATCHES),
@@ -57,6 +58,7 @@ def test_ranks_are_one_rank(case, watch, ranks, kind):
         compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", tiers(ALGORITHMS, ["label_smoothing", "asam", "composed"]))
 def test_algorithms_of_the_library_keep_the_law(name, kind):
@@ -67,6 +69,7 @@ def test_algorithms_of_the_library_keep_the_law(name, kind):
         compare(seen, alone, f"rank {rank}", 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("watch", [{Event.BATCH_END}, {Event.EPOCH_END}], ids=["batches", "epochs"])
 def test_states_that_were_kept_stay_what_they_were(watch, kind):
@@ -87,6 +90,7 @@ def test_states_that_were_kept_stay_what_they_were(watch, kind):
     assert pool(kind=kind).run(program) == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("uneven", ["stop", "pad"])
@@ -141,6 +145,7 @@ class Sometimes(nn.Module):
         return self.one(x) + (self.two(x) if len(x) != 3 else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unused", [None, True])
 @pytest.mark.parametrize("samples", [(6, 8), (7, 8), (6, 6)])
 def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused):
@@ -157,6 +162,7 @@ def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused
         compare(found, eager, f"rank {rank}", 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [(6, 8), (8, 6)])
 def test_parameters_that_a_batch_leaves_out_on_all_sharded_ranks(samples):
     data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
@@ -197,6 +203,7 @@ class Idle(nn.Module):
         return self.used(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("samples", "size"), [(5, 1), (1, None), (4, 3)])
 def test_parameters_that_no_loss_reaches_and_microbatches_of_padding(kind, samples, size):
@@ -214,6 +221,7 @@ def test_parameters_that_no_loss_reaches_and_microbatches_of_padding(kind, sampl
         compare(found, alone, f"rank {rank}", 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD])
 def test_a_rank_that_makes_the_mapping_of_parameters_anew_lets_nobody_wait(event):
     data = [(torch.randn(5, 3, generator=torch.Generator().manual_seed(i)), torch.ones(5, 1)) for i in range(2)]
@@ -240,6 +248,7 @@ def test_a_rank_that_makes_the_mapping_of_parameters_anew_lets_nobody_wait(event
         compare(found, alone, f"rank {rank}", 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_START])
 def test_whole_parameters_and_gradients_that_an_algorithm_puts_in_count_as_in_eager_ranks(event):
     data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.ones(4, 1)) for i in range(2)]
@@ -275,6 +284,7 @@ def test_what_the_first_batch_reached_the_others_have_to():
         pool().run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_where_it_is_possible(kind, microbatch_size):
@@ -310,6 +320,7 @@ class OfThree(nn.Module):
         return self.two(self.one(x).tanh()) if len(x) != 3 or bool((x > 0).any()) else 0 * self.two(self.one(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_FORWARD, *BATCHES}])
 def test_where_it_is_possible_on_the_other_rank_only(kind, watch):
@@ -344,6 +355,7 @@ def test_by_torch_s_compiler(kind):
         assert graphs == ["evaluation", "microbatch", *(["update"] if kind == "replicate" else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_and_prediction_by_themselves(kind):
     data = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.zeros(n, 2)) for n in (6, 5)]
@@ -366,6 +378,7 @@ def test_evaluation_and_prediction_by_themselves(kind):
         assert graphs == {"evaluation", "prediction"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
     data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(2)]
@@ -419,6 +432,7 @@ def _counts_a_rank_twice():
     return patch.object(_Bucket, "parts", parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrong"),
     [

@@ -27,6 +27,7 @@ def second_derivatives(state: pl.State) -> pl.State:
     return state.replace(loss=state.loss + 0.1 * sum(slope.square().sum() for slope in slopes))
 
 
+@pytest.mark.slow
 def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
     settings: dict[str, Any] = {"model": plain, "algorithms": [second_derivatives], "max_duration": "2ba"}
     watch = {Event.BEFORE_BACKWARD, Event.BATCH_END}
@@ -35,6 +36,7 @@ def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
         fit(compile=True, watch={Event.AFTER_LOSS}, **settings)
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_differentiates_through_a_forward_in_another_graph_is_refused_or_runs_eagerly() -> None:
     @pl.algorithm(Event.AFTER_LOSS)
     def slopes(state: pl.State) -> pl.State:
@@ -103,6 +105,7 @@ def slope(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return found.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", INSIDE)
 def test_a_loss_that_differentiates_one_output_by_another(event: Event) -> None:
     settings: dict[str, Any] = {"model": Pair, "loss": slope, "watch": {event, *BATCHES}}

@@ -80,11 +80,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_replayed_steps_are_those_that_are_launched(double: Double, settings: dict[str, Any]) -> None:
     assert_same(pl.run(fit(**settings)), unrecorded(**settings), "replayed and launched")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["plain", "skipping", "half precision"])
 def test_a_step_is_recorded_once(double: Double, settings: str) -> None:
     pl.run(fit(**SETTINGS[settings]))
@@ -156,6 +158,7 @@ def launched(setting: str) -> pl.State:
     return unrecorded(**SETTINGS[setting])
 
 
+@pytest.mark.slow
 @given(when=st.sets(st.integers(0, STEPS - 1)), seen=st.sampled_from(["plain", "gradients seen", "all seen"]))
 @examples(12, 200)
 def test_what_was_kept_never_changes(when: set[int], seen: str) -> None:
@@ -173,6 +176,7 @@ def test_what_was_kept_never_changes(when: set[int], seen: str) -> None:
     assert_same(state, launched(seen), "with States kept and without")
 
 
+@pytest.mark.slow
 def test_each_shape_has_a_recording(double: Double) -> None:
     data = [*DATA[:4], (DATA[4][0][:3], DATA[4][1][:3])] * 3
     assert_same(pl.run(fit(data=data)), unrecorded(data=data), "replayed and launched")
@@ -218,6 +222,7 @@ def test_evaluations_are_replayed(double: Double) -> None:
             torch.testing.assert_close(found.outputs, other.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", ["gaps", "shared"])
 def test_a_batch_that_can_not_be_copied_as_it_lies(double: Double, images: str, caplog: Any) -> None:
     wide = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -335,6 +340,7 @@ def test_batches_that_have_gradients_are_noted_by_nobody(double: Double, monkeyp
     assert not any(tensor.requires_grad for each in made for tensor in each._inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["by itself", "closed", "failed"])
 def test_recordings_are_gone_when_the_stream_ends(double: Double, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold memory of the device, which no collector of cycles is asked for."""

@@ -56,6 +56,7 @@ def as_often(settings: dict[str, Any]) -> list[tuple[Event, pl.State]]:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
@@ -158,6 +159,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_numbers_that_are_remembered(step: Callable[[Any], Any], together: list[int]) -> None:
     as_often({"data": SEVEN, "model": plain, "algorithms": [remembering(step)]})

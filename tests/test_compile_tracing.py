@@ -49,6 +49,7 @@ def test_a_number_beside_truth_values_is_a_whole_number() -> None:
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
 def test_a_number_is_compared_with_a_tensor_number_by_number(name: str) -> None:
     compare = getattr(operator, name)
@@ -62,6 +63,7 @@ def test_a_number_is_compared_with_a_tensor_number_by_number(name: str) -> None:
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_a_number_that_becomes_minus_zero_has_its_sign(dtype: torch.dtype) -> None:
     """It equals zero, so that it seems to be what it was in the step before."""
@@ -77,6 +79,7 @@ def test_a_number_that_becomes_minus_zero_has_its_sign(dtype: torch.dtype) -> No
     assert set(found) == {False, True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
 def test_a_number_too_large_for_the_tensor_it_meets_wraps_around(dtype: torch.dtype) -> None:
     @pl.algorithm(Event.AFTER_LOSS)
@@ -89,6 +92,7 @@ def test_a_number_too_large_for_the_tensor_it_meets_wraps_around(dtype: torch.dt
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lt", "eq", "mul", "truediv"])
 def test_a_number_meets_an_array_element_by_element(name: str) -> None:
     operate, array = getattr(operator, name), numpy.array([0.5, 1.0, 2.0])
@@ -103,6 +107,7 @@ def test_a_number_meets_an_array_element_by_element(name: str) -> None:
     assert_close(fit(compile=True, **settings), fit(**settings))
 
 
+@pytest.mark.slow
 def test_a_number_of_numpys_is_a_number() -> None:
     """A graph serves every step: nothing in it is decided by the number."""
 
@@ -137,6 +142,7 @@ class Scaled(nn.Module):
         return cross_entropy(outputs, batch["y"])
 
 
+@pytest.mark.slow
 def test_an_object_that_comes_to_lie_where_another_one_lay_is_another_one() -> None:
     def data() -> Iterator[dict[str, Any]]:
         for i, (x, y) in enumerate(batches((8,) * 6, 1)):
@@ -214,6 +220,7 @@ def test_an_evaluation_makes_no_other_graph_of_the_step() -> None:
     assert sorted(each.stretch for each in made) == ["evaluation", "step"]
 
 
+@pytest.mark.slow
 def test_a_number_baked_into_every_graph_is_an_error() -> None:
     with pytest.raises(CompileError, match=r"by_the_batch.*AFTER_LOSS.*state\.timestamp\.batch") as caught:
         fit(compile=True, algorithms=[by_the_batch], **SHORT)
@@ -227,6 +234,7 @@ def test_what_cannot_be_traced() -> None:
     assert_close(fit(compile="where possible", **settings), fit(**settings))
 
 
+@pytest.mark.slow
 def test_memory_in_numpy_cannot_be_traced() -> None:
     def note(state: pl.State) -> pl.State:
         return state.remember("np", state.algorithm_state["np"] * 0.5 + 1)
@@ -258,6 +266,7 @@ def test_a_model_that_cannot_be_traced() -> None:
     assert_close(fit(Reads, compile="where possible", **settings), fit(Reads, **settings))
 
 
+@pytest.mark.slow
 def test_threads_that_compile_at_once() -> None:
     seeds = range(3)
     ready, watch = Barrier(len(seeds)), {Event.EPOCH_START, Event.EPOCH_END}
@@ -277,6 +286,7 @@ def test_threads_that_compile_at_once() -> None:
             assert_close(thread.result(), trained(seed, together=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_BACKWARD, *BATCHES}], ids=["a step", "pieces"])
 def test_what_each_batch_holds_besides_tensors_is_refused_after_a_few_graphs(watch: Any) -> None:
     data = [{**batch, "name": [f"{i}", "b"], "index": i} for i, batch in enumerate(named_batches() * 4)]
@@ -288,6 +298,7 @@ def test_what_each_batch_holds_besides_tensors_is_refused_after_a_few_graphs(wat
     assert_close(fit(compile="where possible", **settings), fit(**settings))
 
 
+@pytest.mark.slow
 def test_where_possible_with_every_event() -> None:
     settings: dict[str, Any] = {"watch": None, "algorithms": several(), "max_duration": "2ba"}
     assert_close(fit(compile="where possible", **settings), fit(**settings))

@@ -42,6 +42,7 @@ def printed(page: str) -> Any:
     return generate.run(PAGES[page])
 
 
+@pytest.mark.slow
 @each_page
 def test_every_python_block_runs(page: str) -> None:
     text = PAGES[page].read_text()

@@ -60,6 +60,7 @@ def stream(model: Any = None, batches: int = 4, **options: Any) -> Any:
     return pl.fit(Model() if model is None else model, data, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"clip_grad": 0.1}], ids=str)
 @pytest.mark.parametrize("watch", [None, ONE, SOME], ids=["every event", "one", "some"])
 def test_memory_is_that_of_one_set_of_gradients(watch: Any, options: Any) -> None:

@@ -151,6 +151,7 @@ def test_fork(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert_picture(tmp_path / "fork.png", width=1200, colors=20)
 
 
+@pytest.mark.slow
 def test_own_algorithm(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("own_algorithm").main(["--quick"]) == 0
     output = capsys.readouterr().out
@@ -230,11 +231,13 @@ def alone() -> list[tuple[int, float]]:
     return transformer()
 
 
+@pytest.mark.slow
 def test_char_transformer(alone: list[tuple[int, float]]) -> None:
     assert [step for step, _ in alone] == list(range(2, 21, 2)), "a line is missing, or there twice"
     assert alone[-1][1] < 3.2 < 4.0 < alone[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["replicate", pytest.param("shard", marks=pytest.mark.thorough)])
 def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, float]]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -243,6 +246,7 @@ def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, flo
     assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_killed_run_comes_to_the_same(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "killed.py"), "--quick"]

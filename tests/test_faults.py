@@ -68,6 +68,7 @@ def says(text, *parts):
     assert not missing, f"{missing} is not in: {text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.EPOCH_END])
 def test_a_rank_that_raises(pool, kind, event):
     def program(rank):
@@ -84,6 +85,7 @@ def test_a_rank_that_raises(pool, kind, event):
         assert seconds < TIMEOUT
 
 
+@pytest.mark.slow
 def test_a_loop_body_that_raises(pool, kind):
     def program(rank):
         for event, state in fit(kind):
@@ -94,6 +96,7 @@ def test_a_loop_body_that_raises(pool, kind):
         says(text, "DistributedError", "rank 1 left the loop at BATCH_END of batch 2")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_the_loop(pool, kind):
     def program(rank):
         stream = fit(kind)
@@ -106,6 +109,7 @@ def test_a_rank_that_leaves_the_loop(pool, kind):
         says(text, "DistributedError", "rank 1 left the loop at BATCH_END of batch 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
@@ -138,6 +142,7 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "event"),
     [
@@ -183,6 +188,7 @@ def test_a_rank_with_another_model(pool, kind):
         says(text, "DistributedError", "rank 1 of 3", r"params\['0.weight'\] is \(4, 2\)", r"\(3, 2\) .* on rank 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -211,6 +217,7 @@ def test_a_rank_that_evaluates_alone(pool):
         says(text, "DistributedError", "the ranks have lost step", "EVAL", "rank 1 is about to come to EVAL_END")
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_a_new_stream_after_a_fault(pool, kind):
     def program(rank):
         kept = None
@@ -242,6 +249,7 @@ def test_training_goes_on_in_a_new_stream_after_a_fault(pool, kind):
     assert pool.run(program) == [4, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unused", [None, True, False])
 def test_parameters_that_only_some_batches_reach(pool, unused):
     class Halves(torch.nn.Module):

@@ -67,6 +67,7 @@ def fitted() -> Any:
     return measured(FIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEAVY)
 def test_a_plain_fit_imports_nothing_heavy(fitted: Any, name: str) -> None:
     assert [each for each in fitted["all"] if each == name or each.startswith(f"{name}.")] == []
@@ -84,6 +85,7 @@ def test_torch_brings_what_is_called_heavy_by_itself_or_later() -> None:
         assert name in sys.modules or importlib.util.find_spec(name) is not None
 
 
+@pytest.mark.slow
 def test_importing_is_small_beside_torch() -> None:
     """Without bytecode written before, too: at most a fifth of what torch takes, 15 MB, and a hundred modules."""
     runs = [measured() for _ in range(3)]
@@ -92,6 +94,7 @@ def test_importing_is_small_beside_torch() -> None:
     assert len(runs[0]["imported"]) < 100
 
 
+@pytest.mark.slow
 def test_functions_named_like_their_modules_stay_functions() -> None:
     """Importing a module makes it an attribute of its package, where the function of that name belongs."""
     names = ["explain", "progress", "drive", "fit", "optim.sgd", "optim.partition", "optim.from_torch"]
@@ -142,5 +145,6 @@ assert sorted(done) == [False, True]
 """
 
 
+@pytest.mark.slow
 def test_two_threads_that_import_torchs_compiler_dont_wait_for_each_other() -> None:
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=120)

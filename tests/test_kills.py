@@ -81,6 +81,7 @@ def test_kill_9_at_any_moment(kills: int, killer: Killer, uninterrupted: dict[st
     assert all(found[each] for each in ("before the first batch", "in training", "in a save")), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("background", [True, False])
 def test_a_signal_saves_at_the_next_boundary(

@@ -58,6 +58,7 @@ def live_tensors() -> tuple[int, int]:
     return len(tensors), sum(storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "steps"), [("fp32", 2000), ("amp_bf16", 200), ("amp_fp16", 200)])
 def test_memory_stays_flat_while_losses_and_metrics_are_kept(precision: str, steps: int) -> None:
     """What grows over a long run is what the user keeps, every loss and metric, and nothing else."""
@@ -185,6 +186,7 @@ def test_between_batches_a_state_holds_no_batch() -> None:
             assert event is Event.BATCH_CHECKPOINT or not held, f"{held} at {event.name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["to its end", "closed", "dropped"])
 def test_after_the_stream_nothing_is_alive_but_the_last_state(how: str) -> None:
     model: Any = mlp()

@@ -112,6 +112,7 @@ def test_an_optimizer_of_ones_own_is_made_of_functions() -> None:
         Optimizer(name="mine", init=FrozenDict, update=print, lr=0.1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_update_needs_no_dynamo() -> None:
     code = (
         "import sys, torch\n"

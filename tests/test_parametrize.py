@@ -39,6 +39,7 @@ def run_pytest(tmp_path: Path, source: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_pair_is_a_test_of_its_own(tmp_path: Path) -> None:
     code, output = run_pytest(
         tmp_path,
@@ -69,6 +70,7 @@ def test_each_pair_is_a_test_of_its_own(tmp_path: Path) -> None:
     assert "rests on purity" in output
 
 
+@pytest.mark.slow
 def test_without_pytest_the_function_runs_all_pairs() -> None:
     code = """
 import sys, unittest

@@ -49,6 +49,7 @@ def steps(ranks):
     return st.sampled_from(sorted(options)).flatmap(lambda kind: st.tuples(st.just(kind), options[kind]))
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(steps(RANKS), min_size=1, max_size=6),
     dtype=st.sampled_from(["float64", "float32", "int64"]),

@@ -46,6 +46,7 @@ def pids(pool):
     return pool.run(lambda rank: os.getpid())
 
 
+@pytest.mark.slow
 def test_an_exception_reaches_the_parent_and_the_others_go_on(pool):
     def program(rank):
         print("before it")
@@ -106,6 +107,7 @@ def test_what_can_not_be_sent(pool, monkeypatch):
         pool.run(lambda rank: rank)
 
 
+@pytest.mark.slow
 def test_faults_end_processes_and_the_next_run_starts_new_ones(tmp_path):
     pool = Pool(2, timeout=3, checked=False)
     assert repr(pool) == "Pool(2, timeout=3.0, checked=False)"
@@ -148,6 +150,7 @@ def test_faults_end_processes_and_the_next_run_starts_new_ones(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -25,6 +25,7 @@ def numbered(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"), key=lambda path: int(path.stem))
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_from_every_boundary(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     whole = go(model(), precision="amp_fp16", workers=2)
@@ -76,6 +77,7 @@ def test_the_order_is_legal_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert go(model(), load_path=path, strict=True)[-1][0] is Event.FIT_END
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -46,6 +46,7 @@ def test_noise_keeps_the_law_of_ranks(name):
     testing.laws.world_size(NOISES[name], CASE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NOISES)
 def test_compiled_ranks_draw_it_too(name, kind):
@@ -103,6 +104,7 @@ def test_who_forgets_it_is_told():
         pool(kind="shard").run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("field", "event"),

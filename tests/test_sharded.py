@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 import pure_loop as pl
@@ -63,6 +64,7 @@ def assert_close(given, wanted, where):
             assert torch.allclose(given[path], leaf, rtol=1e-9, atol=1e-12), f"{where}: {path}"
 
 
+@pytest.mark.slow
 def test_the_same_world_goes_on_bitwise_from_every_save_in_the_background(tmp_path):
     folder = str(tmp_path)
 

@@ -43,6 +43,7 @@ def fails_on(rank, error, skip):
     return patch.object(container, "write", failing if dist.get_rank() == rank else real)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(tmp_path, background):
     folder = str(tmp_path)
@@ -113,6 +114,7 @@ def goes_on(folder):
         assert_same(found, wanted, "gone on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [(1,), pytest.param((0, 1), marks=pytest.mark.thorough)])
 def test_a_signal_stops_all_ranks_at_the_same_boundary(tmp_path, who):
     folder = str(tmp_path)
@@ -183,6 +185,7 @@ def kill_and_go_on(folder, rank, moment):
     return pl.latest(folder)
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_middle_of_a_save_the_last_complete_one_goes_on(tmp_path):
     folder = str(tmp_path)
     # The first save is complete; in the second rank 1 dies between pieces of its part.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -56,6 +57,7 @@ def states(draw):
     return pl.State.create(module).replace(params=params, opt_state=FrozenDict(memory=memory), metrics={"plain": plain})
 
 
+@pytest.mark.slow
 @given(states(), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @examples(12, 500)
 def test_any_state_of_n_ranks_is_the_same_on_m(tmp_path_factory, state, n, m, replicated):

@@ -88,6 +88,7 @@ def test_workers_of_a_stream() -> None:
     assert not same(list(data.epoch(0)), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing_ends_the_workers(persistent: bool) -> None:
     assert alive() == (0, 0)

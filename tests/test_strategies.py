@@ -67,6 +67,7 @@ def test_plans_shrink_to_the_simplest() -> None:
     assert simplest(plans(), lambda plan: not plan.sized) == Plan(batches=(1,), max_duration="1ba", sized=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unit", "wanted"),
     [

@@ -173,6 +173,7 @@ def in_a_process(code: str, **variables: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @as_installed
 def test_hypothesis_alone_imports_neither_torch_nor_the_library_which_may_come_later() -> None:
     in_a_process(
@@ -186,6 +187,7 @@ for name in ("torch", "attrs", "optree", "pure_loop"):
     )
 
 
+@pytest.mark.slow
 @as_installed
 def test_the_library_alone_does_not_import_hypothesis_which_may_come_later() -> None:
     in_a_process(

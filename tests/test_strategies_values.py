@@ -166,6 +166,7 @@ def test_batches_come_in_all_kinds() -> None:
 # Algorithms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 @examples(6, 200)
 @given(data=st.data())
@@ -230,6 +231,7 @@ IN_FIT = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", IN_FIT)
 def test_a_state_at_every_event(event: Event) -> None:
     # The first plan to be drawn is the simplest, which lacks most events.
@@ -278,6 +280,7 @@ def test_states_keep_to_their_options() -> None:
     assert all({"ema", "ema_2"} <= state.algorithm_state.keys() for state in sample(drawn, 3))
 
 
+@pytest.mark.slow
 def test_states_of_cases_that_never_come_there_are_not_drawn() -> None:
     never = states(cases=cases(plans=plans(max_evaluators=0)), at=Event.EVAL_END)
     with pytest.raises(hypothesis.errors.Unsatisfiable):

@@ -31,6 +31,7 @@ shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from([torch.float32, torch.float64, torch.bfloat16])), min_size=1)
 
 
+@pytest.mark.slow
 @given(
     tensors=tensors,
     reached=st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=3),
@@ -107,6 +108,7 @@ class Deciding(nn.Linear):
         return super().forward(x) if bool((x > 0).all()) else x[:, :1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [{Event.BATCH_END}, None], ids=["batches", "everything"])
 @pytest.mark.parametrize("model", [nn.Linear, Deciding])
 def test_a_rank_holds_them_while_it_computes_and_no_longer(watch, model):

@@ -34,6 +34,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_sample_is_seen_exactly_once(name, ranks):

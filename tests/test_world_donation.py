@@ -130,6 +130,7 @@ def differing(one, other):
     ]
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(KINDS),
     keeps=st.sets(st.sampled_from(KEPT)),
@@ -151,6 +152,7 @@ def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, rank
         assert not differing(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", [None, BATCHES])
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 @pytest.mark.parametrize(
@@ -174,6 +176,7 @@ def test_every_step_writes_in_place_where_nothing_was_kept(watch, microbatch_siz
     assert max(pool().run(program)) <= (1 if "kind" in options else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_parts_are_written_in_place_by_every_optimizer_that_can(optimizer):
     for _, taken, _ in seen(kind="shard", optimizer=optimizer):
@@ -199,6 +202,7 @@ def test_a_parameter_without_a_gradient_is_copied_once_where_it_was_kept(kind):
     assert not changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_keeps_a_state_copies_and_the_others_do_not(kind):
     (_, one, _), (_, other, _) = seen({Event.BATCH_END}, ranks=(0,), kind=kind)
@@ -206,6 +210,7 @@ def test_a_rank_that_keeps_a_state_copies_and_the_others_do_not(kind):
     assert all(other[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_taken_on_all_ranks_raises_when_it_is_touched(kind):
     def program(rank):
@@ -219,6 +224,7 @@ def test_what_was_taken_on_all_ranks_raises_when_it_is_touched(kind):
         assert all(torch.equal(tensor, wanted[f"params.{name}"]) for name, tensor in found.items())
 
 
+@pytest.mark.slow
 def test_an_engine_whose_parameters_stay_behind_is_caught():
     """It believes that its module has the State's memory still, where the State has gone elsewhere."""
 
@@ -228,6 +234,7 @@ def test_an_engine_whose_parameters_stay_behind_is_caught():
     assert differing(seen(donate=False, wrong=wrong)[0][0], seen(donate=False)[0][0])
 
 
+@pytest.mark.slow
 def test_a_sharded_engine_whose_module_stays_behind_is_caught():
     """It believes that its module has the numbers of a State still, which a step has written over."""
     real = ShardEngine.overwrite
@@ -244,6 +251,7 @@ def test_a_sharded_engine_whose_module_stays_behind_is_caught():
     assert differing(seen(kind="shard", wrong=wrong)[0][0], seen(kind="shard", donate=False)[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a part", "a view of one"])
 def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
     def tensors_alone(self, memory, *, shared=False):
@@ -258,6 +266,7 @@ def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
     assert changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["a view of one", "memory of the optimizer"])
 def test_a_loop_that_does_not_count_is_caught(what, kind):

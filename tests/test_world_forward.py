@@ -214,6 +214,7 @@ def _recomputed():
     return _Recomputed(half, torch.nn.Linear(4, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize(
     ("kind", "size"), [(None, None), (None, 1), ("replicate", None), ("replicate", 1), ("shard", None)]
@@ -251,6 +252,7 @@ def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, si
     assert not any(changed), changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD])
 def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
     @pl.algorithm(event)
@@ -267,6 +269,7 @@ def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
         pool(kind="shard").run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "compile"),
     [(Event.AFTER_LOSS, False), (Event.AFTER_BACKWARD, False), (Event.BATCH_START, True), (Event.AFTER_BACKWARD, True)],

@@ -60,6 +60,7 @@ def test_progress_draws_on_rank_0_alone():
     assert other == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_leaves_no_process_group_of_its_own(kind):
     case = testing.Case(plan=Plan(batches=(4, 4), max_duration="1ep"))

@@ -50,6 +50,7 @@ def test_all_start_from_the_parameters_of_rank_0(kind):
 # Going on.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers(KINDS, ["replicate"]))
 def test_going_on_is_bitwise_the_rest(kind):
     case = testing.Case(
@@ -146,6 +147,7 @@ def test_leaves_that_were_kept_stay_as_they_were():
     assert pool().run(program) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaving_the_loop_on_all_ranks_leaves_a_state_that_goes_on(kind):
     case = testing.Case(plan=Plan(batches=(6, 4), max_duration="2ep"), problem="linear")
@@ -161,6 +163,7 @@ def test_leaving_the_loop_on_all_ranks_leaves_a_state_that_goes_on(kind):
         compare([went_on], [whole_run], kind, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
 @pytest.mark.parametrize("then", KINDS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""What the fast tier tries of a test, and what the thorough one."""
+"""What CI tries of a test, in its fast or its slow tier, and what the thorough tier does."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def examples(fast: int, thorough: int) -> settings:
 
 
 def tiers(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """The values as parameters of a test: the fast tier tries those in ``fast``, the thorough one all."""
+    """The values as parameters of a test: CI tries those in ``fast``, the thorough tier all."""
     return [each if each in fast else pytest.param(each, marks=pytest.mark.thorough) for each in values]
