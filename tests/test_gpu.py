@@ -396,6 +396,41 @@ def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(sett
     assert_same(found, launched(**settings), "as a CUDA graph and kernel by kernel")
 
 
+def draws_where(place: str) -> pl.Algorithm:
+    """Noise on the inputs, drawn on the device of a generator, or there under a seed of it, or of the host alone."""
+
+    def noise(state: pl.State) -> pl.State:
+        inputs, targets = state.batch
+        path, device = (state.seed, "noise", state.timestamp.batch), state.device
+        if place == "host":
+            drawn = torch.rand(inputs.shape, generator=pl.random.generator(*path)).to(device)
+        elif place == "device":
+            drawn = torch.rand(inputs.shape, device=device, generator=pl.random.generator(*path, device=device))
+        else:
+            with pl.random.seeded(pl.random.derive(*path), device if place == "both" else None):
+                drawn = torch.rand_like(inputs) + torch.rand(inputs.shape).to(device)
+        return state.replace(batch=(inputs + drawn, targets))
+
+    return pl.Algorithm("noise", {Event.BEFORE_TRAIN_BATCH: noise})
+
+
+@pytest.mark.parametrize("place", ["host", "device", "both"])
+def test_what_a_compiled_algorithm_draws_is_what_an_eager_one_draws(place: str) -> None:
+    def trained(**options: Any) -> Any:
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+        settings |= {"max_duration": "2ep", "watch": {Event.EPOCH_END}, "algorithms": [draws_where(place)]}
+        return dict(pl.run(on_device(nn.Linear(4, 3), batches((8,) * 4, seed=0), **settings, **options)).params)
+
+    with interpreted():
+        torch.testing.assert_close(trained(compile=True), trained())
+
+
+def test_what_a_seed_of_the_host_does_not_reach_on_the_device_is_refused() -> None:
+    with interpreted(), pytest.raises(pl.errors.CompileError, match=r"'noise' .*global generator.*device=\.\.\."):
+        pl.run(compiled(algorithms=[draws_where("neither")]))
+
+
 @pytest.mark.usefixtures("graphs")
 def test_what_was_kept_of_steps_as_a_cuda_graph_never_changes() -> None:
     kept = []

@@ -69,7 +69,7 @@ class _Tracer:
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
         made = TracedGenerator(device)
-        made.group, made.trace = _group(seed, made.device), self
+        made.group, made.trace = _group(seed, torch.device(device)), self
         return made
 
     def seeded(self, seed: int, device: Any) -> AbstractContextManager[None]:
