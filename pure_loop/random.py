@@ -159,18 +159,21 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     True
     """
 
-    __slots__ = ("_accelerators", "_cpu", "_device", "_saved", "_seed", "_traced")
+    __slots__ = ("_accelerators", "_cpu", "_device", "_saved", "_seed")
+
+    # The CPU's state, None in a trace; and those of accelerators, or what the trace puts instead.
+    _cpu: torch.Tensor | None
+    _saved: Any
 
     def __init__(self, seed: int, device: Device = None) -> None:
         self._seed = seed
         self._device = device
         self._accelerators = () if device in _HOST else _generators(device)
-        self._traced: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if (tracing := tracer.get()) is not None:
-            self._traced = tracing.seeded(self._seed, self._device)
-            self._traced.__enter__()
+            self._cpu, self._saved = None, tracing.seeded(self._seed, self._device)
+            self._saved.__enter__()
             return
         _turn.acquire()
         self._cpu = _get_cpu()
@@ -183,8 +186,8 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (traced := self._traced) is not None:
-            self._traced = None
+        if self._cpu is None:
+            traced, self._saved = self._saved, None
             traced.__exit__(kind, error, trace)
             return
         _set_cpu(self._cpu)
@@ -215,7 +218,6 @@ class seeded_all(seeded):  # noqa: N801 - as above
         self._seed = index(seed)
         self._accelerators = _awake()
         self._device = self._accelerators[0].device if self._accelerators else None
-        self._traced = None
 
     def __enter__(self) -> None:
         # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,
