@@ -438,6 +438,7 @@ def test_only_the_clock_s_own_times_may_be_others_on_processes() -> None:
         laws.rank_agreement(make, case)
 
 
+@pytest.mark.slow
 def test_an_algorithm_is_sent_to_processes_whatever_its_cases_are_drawn_from() -> None:
     """A strategy, which a check is given, can't be sent."""
 

@@ -114,6 +114,7 @@ def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven,
         compare(found, eager, f"rank {rank}", 1e-5 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_scale_backs_off_on_all_ranks_together(kind):
     # One sample overflows, and stands on one rank only.

@@ -58,6 +58,7 @@ def test_a_page_begins_with_an_example(page: str) -> None:
     assert len(paragraphs) == (2 if page == "README.md" else 1)
 
 
+@pytest.mark.slow
 @each_page
 def test_generated_parts_are_as_they_would_be_now(page: str) -> None:
     assert generate.render(PAGES[page], printed(page)) == PAGES[page].read_text(), "run make docs"

@@ -27,6 +27,7 @@ class _Total(torch.nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_leaves_no_trace_in_buffers(kind):
     # Two microbatches for the first rank; the second one has one sample, and goes through it again for nothing.
