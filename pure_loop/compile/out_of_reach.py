@@ -19,13 +19,13 @@ from torch.distributions import Distribution
 
 from pure_loop.random import seeds_hosts, tracer
 
-__all__ = ["HostDrawError", "out_of_reach"]
+__all__ = ["OutOfReachError", "out_of_reach"]
 
 _OF_TORCH = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state", "fork_rng")
 
 
-class HostDrawError(RuntimeError):
-    """A call of this name, of a generator that is global."""
+class OutOfReachError(RuntimeError):
+    """A call of this name, which draws from, seeds or reads a global generator."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _refusing(name: str, function: Callable[..., Any], allowed: Callable[[], boo
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if tracer.get() is not None and not allowed():
-            raise HostDrawError(name)
+            raise OutOfReachError(name)
         return function(*args, **kwargs)
 
     return call

@@ -28,7 +28,7 @@ from pure_loop.compile.draws import Group
 from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError, TracedGenerator
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.mutation import written
-from pure_loop.compile.out_of_reach import HostDrawError
+from pure_loop.compile.out_of_reach import OutOfReachError
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -120,7 +120,7 @@ def _reason(error: BaseException) -> str:
             "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
             f"and while a graph is made tensors have no numbers. {_NUMERIC}"
         )
-    if isinstance(error, HostDrawError):
+    if isinstance(error, OutOfReachError):
         return f"it calls {text}, and a graph would hold for ever what came of it. {_DRAW}"
     if "numpy" in text:
         return f"it hands a tensor to NumPy, which a graph can't hold. {_NUMERIC}"
@@ -182,7 +182,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
             with tracing.host.on_behalf_of(what), naming(tracing, what, part), whole:
                 result = function(*args)
-                _refuse_arrays(what, args[0].algorithm_state.get(handler.algorithm), part)
+                _refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result
 
         return call
@@ -209,8 +209,8 @@ class _Undifferentiated(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _refuse_arrays(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
-    """NumPy computes at once: what comes of it would be in the graph as the number that it was when that was made."""
+def _refuse_memory(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
+    """Refuse what a graph would hold as it was when that was made: what NumPy computes, at once, and generators."""
     leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
     if any(isinstance(leaf, TracedGenerator) for leaf in leaves):
         raise Untraceable(f"{what} can't be compiled: its memory is a generator. {_DRAW}", part)
