@@ -158,7 +158,7 @@ def read_donate(donate: Any, *, compiled: bool, useful: bool) -> Donation | None
     Args:
         donate: the argument.
         compiled: whether updates are graphs.
-        useful: whether others can overwrite at all: one that may be left out needs the old numbers once more.
+        useful: whether others can overwrite at all.
 
     Raises:
         ArgumentError: it is none of True, False and "auto".

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
+from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import NON_FINITE_ADVICE, State
 
 __all__ = ["find_nonfinite", "gradients_nonfinite", "is_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
@@ -81,11 +83,20 @@ def _look(tensors: list[Tensor], found: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_([real], found, one)
 
 
-def gradients_nonfinite(grads: Iterable[Tensor]) -> Tensor:
-    """The same of gradients, which are somebody else's: nothing is written. For optimizers that hide them (signs)."""
-    present = [g._values() if g.is_sparse else g for g in grads]
-    bad = torch.stack([(~torch.isfinite(gradient)).any() for gradient in present]).any()
-    return bad.float().reshape(1)
+def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """The same of a loss and of gradients, which are somebody else's: nothing is written."""
+    looked_at = [g._values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    if loss.is_cpu:
+        if not are_large(looked_at):
+            return find_nonfinite(loss, clone_all(looked_at))
+        # Sums are quick on a CPU; one of large numbers may overflow, too.
+        if all(math.isfinite(each.item()) for each in (loss, *[each.sum() for each in looked_at])):
+            return torch.zeros(1)
+    # The largest element of each: it is NaN where one is.
+    filled = [each for each in looked_at if each.numel()]
+    numbers = [loss.detach(), *(torch._foreach_norm(filled, math.inf) if filled else ())]
+    widest = reduce(torch.promote_types, map(_dtype, numbers))
+    return (~torch.isfinite(torch.stack([each.to(widest) for each in numbers]))).any().float().reshape(1)
 
 
 def nonfinite_error(state: State) -> NonFiniteError:

@@ -196,10 +196,21 @@ class Engine:
         """What the optimizer makes of the parameters and its memory."""
         return optimizer.update(state._grads, state.opt_state, trained, state.timestamp)
 
-    def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
-        """The same, written where the parameters and the memory are; both were taken out of the State."""
+    def overwrite(
+        self,
+        optimizer: Optimizer,
+        state: State,
+        trained: FrozenDict[str, Tensor],
+        memory: Any,
+        found_inf: Tensor | None = None,
+    ) -> Any:
+        """The same, written where the parameters and the memory are; both were taken out of the State.
+
+        Where ``found_inf``, if there is one, is 1 on the device, everything stays as it is.
+        """
         assert optimizer.overwrite is not None
-        return optimizer.overwrite(state._grads, memory, trained, state.timestamp)
+        options = {} if found_inf is None else {"found_inf": found_inf}
+        return optimizer.overwrite(state._grads, memory, trained, state.timestamp, **options)
 
     def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
         """What this rank holds of these tensors."""

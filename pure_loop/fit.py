@@ -134,7 +134,7 @@ def fit(
         clip_grad: a global norm that gradients are scaled down to, or ``(grads, params) -> grads``.
         nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch, on an
             accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: its step is left out
-            and counted in ``state.skipped``; what its forward wrote to buffers stays.
+            and counted in ``state.skipped``, and buffers are again what they were before its forward.
         device: where to train; None: where the model is. Batches are moved there once.
         load_path: a checkpoint to go on from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
             weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
@@ -262,7 +262,7 @@ def prepare(
         else read_donate(
             donate,
             compiled=compile is not False and not engine.in_parts,
-            useful=nonfinite == "error" and not mode.scaled and optimizer.overwrite is not None,
+            useful=optimizer.overwrite is not None,
         ),
         attended=frozenset(Event if watched is None or strict else {*watched, *observed, *bind(listed)}),
     )

@@ -270,15 +270,27 @@ class Stages:
         optimizer = self.optimizer
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
-        donation = self.donation
-        # A step that may be left out needs the old numbers once more; a compiled one has its own way.
-        if donation is not None and (self.nonfinite != "error" or state.loss_scale is not None or donation.compiled):
+        donation, scale = self.donation, state.loss_scale
+        if donation is not None and donation.compiled:  # compiled steps have a way of their own
             donation = None
+        found = None
+        if self.nonfinite == "skip" or scale is not None:
+            found = self._overflow(state)
+            scale = None if scale is None else scale.update(found)
+            if found.is_cpu:
+                if found.item():
+                    if donation is not None:
+                        donation.look_away()
+                    return self._left_out(state, scale, buffers, counted)
+                found = None  # a step like any other
         overwrites = donation is not None and optimizer.overwrite is not None
+        if found is not None and not _knows_to_wait(optimizer, state):
+            overwrites = False
         taken = None
         if overwrites:
             taken = donation.take(state, shared=self.engine.shares(state.params))  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
+        draft.loss_scale = scale
         if taken is not None:
             params, trained, memory = taken
         else:
@@ -286,29 +298,21 @@ class Stages:
             trained = state.model.trained(params)
         with GradMode(False):
             if taken is not None:
-                new, opt_state = self.engine.overwrite(optimizer, state, trained, memory)
+                new, opt_state = self.engine.overwrite(optimizer, state, trained, memory, found)
                 fresh = list(new.values())
             else:
                 new, opt_state = _updated(self.engine, optimizer, state, trained)
+                if found is not None:
+                    new, opt_state = _where(found[0].bool(), (trained, memory), (new, opt_state))
                 # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            found = self._nonfinite(state, optimizer, fresh)
-            skips = self.nonfinite == "skip" or state.loss_scale is not None
-            if state.loss_scale is not None:
-                draft.loss_scale = state.loss_scale.update(found)
-            if type(found) is not bool and not found.is_cpu:
-                new, opt_state = self._skip_on_device(draft, state, found, skips, (trained, new), opt_state)
-                if buffers is not None and self.nonfinite == "skip":
-                    draft.buffers = _where(found[0].bool(), buffers, state.buffers)
-            elif found:
-                if not skips or (self.nonfinite == "error" and not loss_is_finite(state.loss)):
-                    raise nonfinite_error(state)
-                new, opt_state = trained, state.opt_state
-                draft.skipped = state.skipped + 1
-                if buffers is not None and self.nonfinite == "skip":
-                    draft.buffers = buffers
+            wrong = self._nonfinite(state, optimizer, fresh, counts=found is None)
+            if type(wrong) is not bool and not wrong.is_cpu:
+                self._note_on_device(draft, state, found, wrong, buffers)
+            elif wrong:
+                raise nonfinite_error(state)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
@@ -318,34 +322,57 @@ class Stages:
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor]) -> Any:
-        """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool."""
+    def _overflow(self, state: State) -> Tensor:
+        """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
+        assert state._grads is not None
+        with GradMode(False):
+            grads = self.engine.local(state._grads.values())
+            loss = total_loss(state.loss)
+            return self.engine.anywhere(gradients_nonfinite(loss.to(grads[0].device) if grads else loss, grads))
+
+    def _left_out(self, state: State, scale: Any, buffers: Any, counted: dict[str, Any]) -> State:
+        """The State after a step that is skipped."""
+        if self.nonfinite == "error" and not loss_is_finite(state.loss):
+            raise nonfinite_error(state)
+        draft = fresh_draft_of(state)
+        draft.loss_scale, draft.skipped = scale, state.skipped + 1
+        if buffers is not None and self.nonfinite == "skip":
+            draft.buffers = buffers
+        for name, value in counted.items():
+            setattr(draft, name, value)
+        return _frozen(draft, state)
+
+    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], *, counts: bool) -> Any:
+        """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.
+
+        ``counts`` says that the step isn't one of those that are left out where a loss or gradient isn't finite.
+        """
         loss, engine = total_loss(state.loss), self.engine
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
-        if loss.is_cpu and engine.ranks == 1 and state.loss_scale is None and optimizer.spreads_nonfinite:
+        if loss.is_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
             return is_nonfinite(loss, fresh)
-        found = find_nonfinite(loss, engine.local(fresh))
-        if not optimizer.spreads_nonfinite:
+        found = find_nonfinite(loss if counts else torch.zeros_like(loss), engine.local(fresh))
+        if counts and not optimizer.spreads_nonfinite:
             assert state._grads is not None
-            found = torch.maximum(found, gradients_nonfinite(engine.local(state._grads.values())))
+            found = torch.maximum(found, gradients_nonfinite(loss, engine.local(state._grads.values())))
         return engine.anywhere(found)
 
-    def _skip_on_device(
-        self, draft: Any, state: State, found: Tensor, skips: bool, params: tuple[Any, Any], opt_state: Any
-    ) -> tuple[Any, Any]:
-        """Decide on the device, without waiting for it, whether the step counts, and note the batch."""
-        old, new = params
-        bad = found[0].bool()
-        if skips:
-            new, opt_state = _where(bad, old, new), _where(bad, state.opt_state, opt_state)
-            draft.skipped = state.skipped + bad
-        if self.nonfinite == "error":
-            wrong = ~torch.isfinite(total_loss(state.loss).to(found.device)) if skips else bad
-            # full_like, because a Python number would be copied to the device, which waits for it.
-            batch = torch.full_like(state.nonfinite, state.timestamp.batch)
-            draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), batch, state.nonfinite)
-        return new, opt_state
+    def _note_on_device(
+        self, draft: Any, state: State, found: Tensor | None, wrong: Tensor, buffers: FrozenDict[str, Tensor] | None
+    ) -> None:
+        """Note the batch, without waiting for the device, and whether it was left out."""
+        bad = wrong[0].bool()
+        if found is not None:
+            out = found[0].bool()
+            draft.skipped = state.skipped + out
+            if self.nonfinite == "error":
+                bad = bad | ~torch.isfinite(total_loss(state.loss).to(wrong.device))
+            elif buffers is not None:
+                draft.buffers = _where(out, buffers, state.buffers)
+        # full_like, because a Python number would be copied to the device, which waits for it.
+        batch = torch.full_like(state.nonfinite, state.timestamp.batch)
+        draft.nonfinite = torch.where(bad & (state.nonfinite < 0), batch, state.nonfinite)
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
@@ -440,6 +467,13 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
         )
     if not loss.is_floating_point():
         raise LossError(f"the loss {where} has dtype {loss.dtype}, which can't be differentiated.")
+
+
+def _knows_to_wait(optimizer: Optimizer, state: State) -> bool:
+    """Whether the optimizer's kernel itself leaves everything as it is where something on the device says so."""
+    grads: Any = state._grads
+    # Of which parameters had no gradient it keeps count on the host.
+    return optimizer.takes_found_inf and all(each is not None and each.is_cuda for each in grads.values())
 
 
 def _updated(

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event, donation
+from pure_loop.strict import same
 from tests import sameness
 
 NAMESPACE = "pure_loop"
@@ -79,7 +80,7 @@ class Kept:
         for what, thing, read, numbers in self.things:
             now = [torch.as_tensor(each).detach() for each in read(thing)]
             assert len(now) == len(numbers)
-            assert all(torch.equal(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"
+            assert all(same(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"
 
 
 CONSUMERS = ["for", "next", "pairs", "list", "deque"]
@@ -105,11 +106,11 @@ def consume(stream: Any, how: str, keeps: Callable[[str, Event, pl.State], None]
     elif how == "list":
         pairs = [(pair, [tensor.clone() for tensor in tensors_of(pair[1])]) for pair in stream]
         for (_, state), numbers in pairs:
-            assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+            assert all(same(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
     else:
         last: deque[Any] = deque(maxlen=2)
         for pair in stream:
             last.append((pair, [tensor.clone() for tensor in tensors_of(pair[1])]))
             for (_, state), numbers in last:
-                assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
+                assert all(same(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
         keeps("body", *last[-1][0])

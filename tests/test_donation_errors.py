@@ -105,12 +105,6 @@ def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(watch: Any) -> None:
     assert "overwritten" in repr(state)
 
 
-@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
-def test_a_step_that_may_be_left_out_copies(count: Count, options: Any) -> None:
-    pl.run(fit(**options))
-    assert count.reused == 0
-
-
 @pytest.mark.parametrize("donate", ["yes", None, 1, "True"])
 def test_other_values_are_refused(donate: Any) -> None:
     with pytest.raises(pl.ArgumentError, match="donate="):

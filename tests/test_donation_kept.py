@@ -140,11 +140,28 @@ def keepings(draw: Any) -> tuple[str, str, Event, int, int]:
     clip_grad=st.sampled_from([None, 0.1]),
     consumer=st.sampled_from(CONSUMERS),
     evaluators=st.booleans(),
+    options=st.sampled_from([{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}]),
+    left_out=st.frozensets(st.integers(0, 14), max_size=3),
 )
 def test_what_was_kept_never_changes(
-    keepings: list[Any], watch: Any, microbatch_size: Any, large: bool, clip_grad: Any, consumer: str, evaluators: bool
+    keepings: list[Any],
+    watch: Any,
+    microbatch_size: Any,
+    large: bool,
+    clip_grad: Any,
+    consumer: str,
+    evaluators: bool,
+    options: dict[str, Any],
+    left_out: frozenset[int],
 ) -> None:
     kept = Kept()
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def spoil(state: pl.State) -> pl.State:
+        if not options or state.timestamp.batch not in left_out:
+            return state
+        return state.replace(grads={name: each * float("inf") for name, each in gradients(state).items()})
+
     first_forward: list[Any] = [None]
 
     def keeps(who: str, event: Event, state: pl.State) -> None:
@@ -178,9 +195,10 @@ def test_what_was_kept_never_changes(
         microbatch_size=microbatch_size,
         clip_grad=clip_grad,
         callbacks=[callback],
-        algorithms=[pl.algorithm(*EVENTS, name="keeper")(handler)],
+        algorithms=[spoil, pl.algorithm(*EVENTS, name="keeper")(handler)],
         evaluators={"val": DATA[:1]} if evaluators else None,
         eval_interval="4ba",
+        **options,
     )
     with patch.object(engine, "_LARGE", 0 if large else engine._LARGE):
         consume(stream, consumer, keeps, kept)

@@ -295,29 +295,30 @@ def update(
         loss = total_loss(state.loss)
         old = list(trained.values())
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
-        looked_at = fresh if optimizer.spreads_nonfinite else [*fresh, *filter(_present, state._grads.values())]
+        grads = [each for each in state._grads.values() if each is not None]
+        scale = state.loss_scale
+        skips = stages.nonfinite == "skip" or scale is not None
+        zero = stages.tracing.lift(torch.float32, lambda env: 0.0)
         bad_loss = ~torch.isfinite(loss.detach())
         if fresh:
             bad_loss = bad_loss.to(fresh[0].device)  # the loss may lie on the host, where nobody would be told
-        bad_update = NONFINITE(looked_at, stages.tracing.lift(torch.float32, lambda env: 0.0))
-        bad = bad_loss | bad_update
-        scale = state.loss_scale
-        if scale is not None:
-            draft.loss_scale = _next_scale(scale, bad)
-        skips = stages.nonfinite == "skip" or scale is not None
+        bad_update = NONFINITE(fresh if optimizer.spreads_nonfinite or skips else [*fresh, *grads], zero)
+        wrong = bad_loss | bad_update
         if skips:
             _refuse_plain(state.opt_state, opt_state)
-            new, opt_state = _where(bad, trained, new), _where(bad, state.opt_state, opt_state)
-            draft.skipped = state.skipped + bad
+            left_out = bad_loss | NONFINITE(grads, zero)
+            bad_update = bad_update & ~left_out
+            wrong = bad_update if stages.nonfinite == "skip" else bad_update | bad_loss
+            new, opt_state = _where(left_out, trained, new), _where(left_out, state.opt_state, opt_state)
+            draft.skipped = state.skipped + left_out
+            if scale is not None:
+                draft.loss_scale = _next_scale(scale, left_out)
             if stages.nonfinite == "skip":
-                draft.buffers = _where(bad, buffers, state.buffers)
-        wrong = bad_loss if skips else bad
-        if stages.nonfinite == "error" and not wrong.is_cpu:
+                draft.buffers = _where(left_out, buffers, state.buffers)
+        if not wrong.is_cpu:
             batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
             noted = torch.zeros_like(state.nonfinite) + batch.to(torch.int64)
             draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), noted, state.nonfinite)
-        if stages.nonfinite == "skip":
-            wrong = torch.zeros_like(bad)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
     draft.params = new if trained is params else FrozenDict({**params, **new})
     draft.opt_state = opt_state
@@ -325,10 +326,6 @@ def update(
         setattr(draft, name, value)
     draft.__class__ = state.__class__
     return draft, report
-
-
-def _present(gradient: Any) -> bool:
-    return gradient is not None
 
 
 def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:

@@ -312,12 +312,20 @@ class ShardEngine(JointEngine):
         new, opt_state = optimizer.update(_parts(state._grads), parts, params, state.timestamp)
         return _with_parts(trained, params, new), self._merged(state.opt_state, parts, opt_state, trained)
 
-    def overwrite(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor], memory: Any) -> Any:
+    def overwrite(
+        self,
+        optimizer: Optimizer,
+        state: State,
+        trained: FrozenDict[str, Tensor],
+        memory: Any,
+        found_inf: Tensor | None = None,
+    ) -> Any:
         assert state._grads is not None
         assert optimizer.overwrite is not None
         self._copied = no_parameters  # the parameters stay the same tensors, with other numbers
         params, parts = _parts(trained), _parts_in(memory)
-        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, state.timestamp)
+        options = {} if found_inf is None else {"found_inf": found_inf}
+        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, state.timestamp, **options)
         return _with_parts(trained, params, new), self._merged(memory, parts, opt_state, trained)
 
     def _merged(

@@ -161,6 +161,7 @@ class _Adam:
             init=rule.init,
             update=rule.update,
             overwrite=partial(rule.update, overwrite=True),
+            takes_found_inf=True,
             lr=rule.lr,
             options=options,
             spreads_nonfinite=True,
@@ -189,21 +190,23 @@ class _Adam:
         timestamp: Timestamp,
         *,
         overwrite: bool = False,
+        found_inf: Tensor | None = None,
     ) -> tuple[Params, OptState]:
         lr = rate_at(self.name, self.lr, timestamp)
         if not torch.is_grad_enabled():
-            return self._update(grads, opt_state, params, lr, overwrite)
+            return self._update(grads, opt_state, params, lr, overwrite, found_inf)
         with GradMode(False):
-            return self._update(grads, opt_state, params, lr, overwrite)
+            return self._update(grads, opt_state, params, lr, overwrite, found_inf)
 
     def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool
+        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool, found_inf: Tensor | None
     ) -> tuple[Params, OptState]:
         ready = overwritable(grads, opt_state, params, self.memories) if overwrite else None
         if ready is not None and not any(opt_state["skipped"].values()):
             values, gradients, memories = ready
-            step = torch.add(opt_state["step"], _one_on_cpu if values[0].is_cpu else _one(values[0].device))
-            self.kernel(lr, values, gradients, memories, [step] * len(values))
+            one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
+            step = torch.add(opt_state["step"], one if found_inf is None else one - found_inf[0])
+            self.kernel(lr, values, gradients, memories, [step] * len(values), found_inf)
             return params, FrozenDict({**opt_state, "step": step})
         keys, names = self.memories, list(params)
         check_state(self.name, opt_state, ("step", "skipped", *keys))
@@ -214,10 +217,11 @@ class _Adam:
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"]
         # A constant that was made while a step is traced would be kept, and has no number.
-        step = step + 1 if isinstance(lr, Tensor) else torch.add(step, _one(step.device))
+        one = _one(step.device) if found_inf is None else _one(step.device) - found_inf[0]
+        step = step + 1 if isinstance(lr, Tensor) else torch.add(step, one)
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
-        kernel = partial(self.kernel, lr)
+        kernel = partial(self.kernel, lr, found_inf=found_inf)
         values = list(params.values())
         new, new_memories, layout = run_kernel(kernel, names, values, found, memories, steps, layout, overwrite)
         if [None for gradient in found if gradient is None]:
@@ -238,9 +242,12 @@ class _Adam:
         grads: list[Tensor],
         memories: list[list[Tensor]],
         steps: list[Tensor],
+        found_inf: Tensor | None = None,
     ) -> None:
         largest = memories[2] if self.amsgrad else []
-        run = self.fused if params[0].device.type in FUSED_DEVICES else self.foreach
+        run = self.foreach
+        if params[0].device.type in FUSED_DEVICES:
+            run = self.fused if found_inf is None else partial(self.fused, found_inf=found_inf)
         if type(lr) is not float and isinstance(lr, Tensor):
             run = self.traced
         run(lr, params, grads, memories[0], memories[1], largest, steps)
@@ -254,6 +261,7 @@ class _Adam:
         exp_avg_sqs: list[Tensor],
         max_exp_avg_sqs: list[Tensor],
         steps: list[Tensor],
+        found_inf: Tensor | None = None,
     ) -> None:
         run = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
         run(
@@ -270,6 +278,7 @@ class _Adam:
             eps=self.eps,
             amsgrad=self.amsgrad,
             maximize=self.maximize,
+            found_inf=found_inf,
         )
 
     def foreach(

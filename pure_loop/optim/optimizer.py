@@ -59,6 +59,8 @@ class Optimizer:
         lr: the learning rate at a timestamp, for whoever wants to log it.
         overwrite: the same as ``update``, for params and an opt_state that nobody else sees: it may write to their
             tensors. It gives the mapping of params itself where it did. None: such memory is copied as any other.
+        takes_found_inf: whether ``overwrite`` takes ``found_inf=``, too: a float32 tensor of shape (1,) on the
+            parameters' device, where each of them has a gradient. Where it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
         spreads_nonfinite: whether a gradient that is NaN or infinite makes its parameter so, where it is then found;
             if not, the loop looks at the gradients themselves.
@@ -83,7 +85,8 @@ class Optimizer:
     init: Callable[[Params], OptState] = attrs.field(validator=_callable)
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
-    overwrite: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] | None = None
+    overwrite: Callable[..., tuple[Params, OptState]] | None = None
+    takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
     elementwise: bool = False

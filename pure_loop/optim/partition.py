@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -62,6 +63,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         init=rule.init,
         update=rule.update,
         overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
+        takes_found_inf=all(part.takes_found_inf for part in rule.parts.values()),
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,
         parts=rule.parts,
@@ -99,9 +101,9 @@ class _Partition:
         return self._each(updates, grads, opt_state, params, timestamp)
 
     def overwrite(
-        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, **options: Any
     ) -> tuple[Params, OptState]:
-        updates: dict[str, Any] = {key: part.overwrite for key, part in self.parts.items()}
+        updates = {key: partial(part.overwrite, **options) for key, part in self.parts.items() if part.overwrite}
         return self._each(updates, grads, opt_state, params, timestamp)
 
     def _each(

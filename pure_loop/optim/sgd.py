@@ -109,6 +109,7 @@ def sgd(
         init=rule.init,
         update=rule.update,
         overwrite=partial(rule.update, overwrite=True),
+        takes_found_inf=not rule.dampening,  # else it notes on the host which averages have begun
         lr=rule.lr,
         options=options,
         spreads_nonfinite=True,
@@ -143,12 +144,13 @@ class _SGD:
         timestamp: Timestamp,
         *,
         overwrite: bool = False,
+        found_inf: Tensor | None = None,
     ) -> tuple[Params, OptState]:
         with GradMode(False):
-            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite)
+            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite, found_inf)
 
     def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool
+        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool, found_inf: Tensor | None
     ) -> tuple[Params, OptState]:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
@@ -166,7 +168,8 @@ class _SGD:
                 now = [old or g is not None for old, g in zip(started, first, strict=True)]
                 new_state["started"] = FrozenDict(zip(names, now, strict=True))
         given = values
-        values, buffers, layout = run_kernel(self.kernel(lr), names, values, gradients, buffers, [], layout, overwrite)
+        kernel = self.kernel(lr, found_inf=found_inf)
+        values, buffers, layout = run_kernel(kernel, names, values, gradients, buffers, [], layout, overwrite)
         if overwrite and values is given and layout is not None:
             note_layout(layout, params, *([opt_state["momentum_buffer"]] if self.momentum else []))
             return params, FrozenDict(new_state)
@@ -174,7 +177,7 @@ class _SGD:
             new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
         return laid_out(names, values, layout), FrozenDict(new_state)
 
-    def kernel(self, lr: Any, first: bool = False) -> Kernel:
+    def kernel(self, lr: Any, first: bool = False, found_inf: Tensor | None = None) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
             if not isinstance(lr, Tensor) and _fused_serves(params):
@@ -189,6 +192,7 @@ class _SGD:
                     nesterov=self.nesterov,
                     maximize=self.maximize,
                     is_first_step=first,
+                    found_inf=found_inf,
                 )
             else:
                 self.foreach(lr, params, grads, buffers, first)
