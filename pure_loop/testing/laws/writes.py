@@ -230,6 +230,8 @@ class _Watcher:
             microbatch_size=case.plan.microbatch_size,
             clip_grad=case.clip_grad,
         )
+        # The epoch has ended then; its event comes after its evaluation.
+        self._counts_before_evaluation = case.plan.order == "2021"
         self.left: State | None = None
         self._open: Event | None = None
         self._before_evaluation: State | None = None
@@ -256,6 +258,8 @@ class _Watcher:
         if event is Event.EVAL_START:
             self._before_evaluation = _returned(before, self._before_evaluation)
         last, before = before.event.name, _returned(before, self._before_evaluation)
+        if self._counts_before_evaluation and event is Event.EVAL_START and state.timestamp != before.timestamp:
+            before = before.replace(timestamp=before.timestamp.next_epoch())
         fields = (*_DURABLE, *(_STEP if event in _IN_BATCH and event is not Event.BATCH_START else ()))
         if event in _IN_EVALUATION:
             fields = (*fields, "batch", "microbatch", "outputs")
