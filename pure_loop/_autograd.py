@@ -18,7 +18,7 @@ _graph_task: Any = torch._C._current_graph_task_id
 # And this: whether the backward on a device runs in a thread of the engine's.
 _has_threads: Any = torch._C._is_multithreading_enabled
 
-__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers"]
+__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like"]
 
 
 class GradMode:
@@ -42,8 +42,13 @@ class GradMode:
         torch._C._set_grad_enabled(self._before)
 
 
-def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = None) -> tuple[Any, ...]:
+def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:
     """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.
+
+    Args:
+        loss: the scalar.
+        inputs: what it is differentiated by.
+        seed: what the gradient is multiplied by.
 
     >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     >>> gradient_of(x * x, [x, y])
@@ -53,19 +58,43 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = No
         # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
+    keeps = type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss)
+    tensor = _take_seed(loss, seed) if keeps else scalar_like(loss, seed)  # type: ignore[arg-type]
     engine: Any = _run_engine
     if engine is None:
-        return torch.autograd.grad(loss, inputs, seed, allow_unused=True)
-    if seed is None:
-        seed = torch.ones_like(loss)
+        return torch.autograd.grad(loss, inputs, tensor, allow_unused=True)
     found: tuple[Any, ...] = engine(
-        (loss,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
+    if keeps and type(tensor) is Tensor:
+        if len(_seeds) >= _MOST_SEEDS:
+            _seeds.clear()
+        _seeds[seed, tensor.dtype] = tensor  # type: ignore[index]
     return found
 
 
+# Inside torch.func's transforms tensors are of another kind, and are not kept.
+_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
+# To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number and
+# dtype; of one that does another thread, or a backward inside of it, makes its own.
+_seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+_MOST_SEEDS = 64
+
+
+def _take_seed(loss: Tensor, number: float) -> Tensor:
+    kept = _seeds.pop((number, loss.dtype), None)
+    # A hook is given it, too, and may have written to it.
+    return torch.full_like(loss, number) if kept is None or kept.item() != number else kept
+
+
+def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:
+    """A number as a tensor of the loss's dtype and device, without waiting for that."""
+    return number.to(loss) if isinstance(number, Tensor) else torch.full_like(loss, number)
+
+
 def add_gradient(
-    loss: Tensor, inputs: Sequence[Tensor], total: Sequence[Tensor], seed: Tensor | None = None
+    loss: Tensor, inputs: Sequence[Tensor], total: Sequence[Tensor], seed: Tensor | float = 1.0
 ) -> tuple[Any, ...]:
     """:func:`gradient_of`, added to the tensors in ``total``, each where it is and as soon as it is found.
 

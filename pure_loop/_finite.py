@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._cloning import clone_all
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
-from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import NON_FINITE_ADVICE, State
 
 __all__ = ["find_nonfinite", "gradients_nonfinite", "is_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]

@@ -20,10 +20,10 @@ from weakref import ref
 
 from torch import Tensor
 
+from pure_loop._cloning import clone_all
 from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
-from pure_loop.optim.optimizer import clone_all
 from pure_loop.state import State
 
 __all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "drop_gradients", "protect"]

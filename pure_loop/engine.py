@@ -134,7 +134,7 @@ class Engine:
         return False
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
     ) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 

@@ -107,7 +107,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
     pieces = stages.microbatches(state.batch)
     split = stages.microbatch_size is not None
     weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state, split=split)
-    mean: Any = None
+    losses: list[Any] = []
     unseen = between is None and engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
     for index in range(count):
         # A rank with fewer microbatches goes through its last one again, for nothing.
@@ -116,8 +116,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             piece = pieces[index]
             last, weight = index == count - 1, weights.shares[index]
             state = stages.microbatch(state, piece, index=index, last=last, weight=weight, alone=index > 0)
-            if count > 1:
-                mean = _accumulate(mean, state.loss, weights.fractions[index])
+            losses.append(state.loss)
             continue
         buffers = state.buffers
         draft = fresh_draft_of(state)
@@ -137,8 +136,8 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         if padding:
             state = state.replace(buffers=buffers)
         state = yield Event.AFTER_BACKWARD, state
-        if count > 1 or engine.ranks > 1:
-            mean = _accumulate(mean, state.loss, weights.fractions[index])
+        losses.append(state.loss)
+    mean = _mean(losses, weights.fractions) if count > 1 or engine.ranks > 1 else None
     if mean is None and engine.ranks > 1:
         loss = state.loss
         mean = (
@@ -406,6 +405,18 @@ def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[St
     draft.batch = whole
     draft.__class__ = state.__class__
     return draft, samples, tokens
+
+
+def _mean(losses: list[Any], fractions: Sequence[Any]) -> Any:
+    """The loss of a batch from those of its microbatches; None where none of them counts."""
+    share = fractions[0]
+    equal = is_number(share) and share * len(losses) == 1 and fractions.count(share) == len(losses)
+    if equal and len(losses) > 1 and not any(isinstance(loss, dict) for loss in losses):
+        return torch.stack(losses).mean()  # an operation costs as much as much of a small microbatch
+    mean: Any = None
+    for loss, fraction in zip(losses, fractions, strict=True):
+        mean = _accumulate(mean, loss, fraction)
+    return mean
 
 
 def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:

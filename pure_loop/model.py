@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
 from pure_loop._parts import whole_of
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
@@ -264,7 +265,7 @@ class _Instance:
             self.params = params
         if self._buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
-            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))
             for name, tensors, key in self._buffers:
                 tensors[key] = copies[name]
 
@@ -285,7 +286,8 @@ class _Instance:
                 raise ModelError(
                     f"the forward set buffer {name!r} to {buffer!r}; a buffer stays a tensor, because a State holds it."
                 )
-        return FrozenDict((name, after[name].detach().clone() if copy else after[name].detach()) for name in before)
+        found = [after[name].detach() if after[name].requires_grad else after[name] for name in before]
+        return FrozenDict(zip(before, clone_all(found) if copy else found, strict=True))
 
 
 _NEVER_DRAW = frozenset(

@@ -161,14 +161,8 @@ class Stages:
             )
         if not loss.requires_grad:
             raise _detached_loss(state)
-        number, seed = is_number(weight), None
-        counts = not number or weight != 0
-        if state.loss_scale is not None:
-            seed = (state.loss_scale.scale * weight).to(loss)
-        elif not number:
-            seed = weight.to(loss)  # type: ignore[union-attr]
-        elif weight != 1.0:
-            seed = torch.full_like(loss, weight)  # type: ignore[arg-type]
+        counts = not is_number(weight) or weight != 0
+        seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         found: Any
         if not counts:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.

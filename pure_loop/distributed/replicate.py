@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop._autograd import GradMode, graph_of
+from pure_loop._autograd import GradMode, graph_of, scalar_like
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.engine import writable
@@ -117,7 +117,7 @@ class ReplicateEngine(JointEngine):
         return self._held.values()
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
     ) -> tuple[Any, ...] | None:
         leaves = state.params
         if not isinstance(leaves, Leaves):
@@ -131,7 +131,7 @@ class ReplicateEngine(JointEngine):
         leaves.close()
         return found
 
-    def _average(self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool) -> tuple[Any, ...]:
+    def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool) -> tuple[Any, ...]:
         averaging = self._averaging
         if averaging is None:
             averaging = self._averaging = self._wrapped(state, loss)
@@ -146,7 +146,7 @@ class ReplicateEngine(JointEngine):
             if loss is None:
                 loss = self._anchor[:0].sum()
             # It divides by the number of ranks.
-            factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
+            factor = scalar_like(loss, seed) * self.ranks
             averaging(loss).backward(factor)
         found = tuple([held.grad for held in self._held.values()])
         for held in self._held.values():

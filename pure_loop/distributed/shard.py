@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pure_loop._autograd import GradMode
+from pure_loop._autograd import GradMode, scalar_like
 from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
@@ -181,7 +181,7 @@ class ShardEngine(JointEngine):
         return None  # the gathered ones are fully_shard's own
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | None, *, alone: bool = False
+        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
     ) -> tuple[Any, ...] | None:
         leaves: Any = state.params
         if leaves.index != self._added_up:
@@ -202,7 +202,7 @@ class ShardEngine(JointEngine):
                 torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
             else:
                 # It divides by the number of ranks.
-                factor = torch.full_like(loss, self.ranks) if seed is None else seed.to(loss) * self.ranks
+                factor = scalar_like(loss, seed) * self.ranks
                 torch.autograd.backward(loss, factor)
         leaves.close()
         for name, whole in leaves.seen.items():

@@ -23,6 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._cloning import clone_all
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
@@ -35,7 +36,6 @@ from pure_loop.optim.optimizer import (
     as_schedule,
     check_number,
     check_state,
-    clone_all,
     gradients_of,
     like,
     memory_of,

@@ -22,6 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._cloning import clone_all
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 
@@ -197,14 +198,6 @@ def only(values: Sequence[Any], used: list[int]) -> list[Any]:
 
 
 # The kernel, on copies.
-
-
-def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in the layout of the originals."""
-    # torch 2.12 and later clone a list at once, at half the cost.
-    if tensors and hasattr(torch, "_foreach_clone"):
-        return list(torch._foreach_clone(tensors))
-    return [tensor.clone() for tensor in tensors]
 
 
 def run_kernel(
