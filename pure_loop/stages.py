@@ -250,7 +250,8 @@ class Stages:
         """One step of the optimizer; skipped (and counted) where a gradient overflowed its loss scale.
 
         The new parameters are looked at for NaN and infinity: they show those of the gradients, whatever
-        an algorithm did to them, and they are memory of ours, in which the cheapest kernel may write.
+        an algorithm did to them, and they are memory of ours, in which the cheapest kernel may write. Where a step
+        may be skipped, loss and gradients are looked at before it, so that it can write where the old numbers are.
 
         Args:
             state: with gradients.
@@ -258,8 +259,9 @@ class Stages:
             **counted: further fields to set, such as the timestamp after the batch.
 
         Raises:
-            NonFiniteError: a loss or gradient that is not finite, on the CPU at once; on other devices it is
-                noted in ``state.nonfinite`` and raised by :meth:`pure_loop.State.check_finite`.
+            NonFiniteError: a loss or gradient that is not finite, or a parameter after a step that counts, on the CPU
+                at once; on other devices it is noted in ``state.nonfinite`` and raised by
+                :meth:`pure_loop.State.check_finite`.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -278,7 +280,7 @@ class Stages:
                     return self._left_out(state, scale, buffers, counted)
                 found = None  # a step like any other
         overwrites = donation is not None and optimizer.overwrite is not None
-        if found is not None and not _knows_to_wait(optimizer, state):
+        if found is not None and not _leaves_out_itself(optimizer, state):
             overwrites = False
         taken = None
         if overwrites:
@@ -302,7 +304,7 @@ class Stages:
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            wrong = self._nonfinite(state, optimizer, fresh, counts=found is None)
+            wrong = self._nonfinite(state, optimizer, fresh, seen=found is not None)
             if type(wrong) is not bool and not wrong.is_cpu:
                 self._note_on_device(draft, state, found, wrong, buffers)
             elif wrong:
@@ -336,18 +338,18 @@ class Stages:
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], *, counts: bool) -> Any:
+    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], *, seen: bool) -> Any:
         """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.
 
-        ``counts`` says that the step isn't one of those that are left out where a loss or gradient isn't finite.
+        ``seen`` says that the loss and the gradients were looked at before: the new parameters alone are left to be.
         """
         loss, engine = total_loss(state.loss), self.engine
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
         if loss.is_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
             return is_nonfinite(loss, fresh)
-        found = find_nonfinite(loss if counts else torch.zeros_like(loss), engine.local(fresh))
-        if counts and not optimizer.spreads_nonfinite:
+        found = find_nonfinite(torch.zeros_like(loss) if seen else loss, engine.local(fresh))
+        if not seen and not optimizer.spreads_nonfinite:
             assert state._grads is not None
             found = torch.maximum(found, gradients_nonfinite(loss, engine.local(state._grads.values())))
         return engine.anywhere(found)
@@ -463,8 +465,8 @@ def _check_loss(loss: Any, state: State, event: str) -> None:
         raise LossError(f"the loss {where} has dtype {loss.dtype}, which can't be differentiated.")
 
 
-def _knows_to_wait(optimizer: Optimizer, state: State) -> bool:
-    """Whether the optimizer's kernel itself leaves everything as it is where something on the device says so."""
+def _leaves_out_itself(optimizer: Optimizer, state: State) -> bool:
+    """Whether the optimizer's kernel leaves a step out where a number on the device says so."""
     grads: Any = state._grads
     # Of which parameters had no gradient it keeps count on the host.
     return optimizer.takes_found_inf and all(each is not None and each.is_cuda for each in grads.values())
