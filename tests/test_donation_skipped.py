@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event, donation, engine
@@ -101,6 +102,69 @@ def test_who_kept_a_state_keeps_its_numbers(device: str) -> None:
         assert all(map(torch.equal, now, numbers))
     left_out = [number for number, (state, _) in enumerate(kept) if int(state.skipped)]
     assert left_out[0] == BAD[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_A_DEVICE])
+@pytest.mark.parametrize("donate", ["auto", False])
+def test_what_the_forward_of_a_step_that_is_left_out_counted_is_undone(donate: Any, device: str) -> None:
+    state = pl.run(
+        fit(with_batch_norm(), algorithms=[infinite_gradients], nonfinite="skip", donate=donate, device=device)
+    )
+    assert int(state.buffers["1.num_batches_tracked"]) == 15 - len(BAD)
+
+
+class HalfUsed(nn.Module):
+    """One of its parameters has no gradient, of which the optimizer keeps count on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pl.algorithm(Event.AFTER_TRAIN_BATCH)
+def some_infinite_gradients(state: pl.State) -> pl.State:
+    if state.timestamp.batch not in BAD:
+        return state
+    assert state.grads is not None
+    grads = {name: None if each is None else each * math.inf for name, each in state.grads.items()}
+    return state.replace(grads=grads)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_A_DEVICE])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "partition"])
+def test_a_parameter_without_a_gradient(optimizer: str, device: str) -> None:
+    def last(**more: Any) -> pl.State:
+        torch.manual_seed(0)
+        return pl.run(
+            fit(
+                HalfUsed(),
+                algorithms=[some_infinite_gradients],
+                optimizer=OPTIMIZERS[optimizer],
+                nonfinite="skip",
+                device=device,
+                **more,
+            )
+        )
+
+    expected = last(donate=False)
+    assert_same(last(), expected)
+    assert int(expected.skipped) == len(BAD)
+    if optimizer == "adamw":
+        # One that is left out counts nothing, of those without a gradient neither.
+        assert expected.opt_state["skipped"]["unused.weight"] == 15 - len(BAD)
+        assert float(expected.opt_state["step"]) == 15 - len(BAD)
+
+
+@pytest.mark.gpu
+def test_a_loss_on_the_host() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs.cpu(), targets.cpu())
+
+    state = pl.run(fit(with_batch_norm(), loss=loss, algorithms=[infinite_gradients], nonfinite="skip", device="cuda"))
+    assert int(state.skipped) == len(BAD)
 
 
 @pytest.mark.parametrize("options", SETTINGS[:2], ids=str)
