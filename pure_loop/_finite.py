@@ -85,7 +85,7 @@ def _look(tensors: list[Tensor], found: Tensor) -> None:
 
 def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The same of a loss and of gradients, which are somebody else's: nothing is written."""
-    looked_at = [g._values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    looked_at = [each for each in map(_real, grads) if each.is_floating_point()]
     if loss.is_cpu:
         if not are_large(looked_at):
             return find_nonfinite(loss, clone_all(looked_at))
@@ -99,10 +99,17 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
     return (~torch.isfinite(torch.stack([each.to(widest) for each in numbers]))).any().float().reshape(1)
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """The numbers in a tensor, real ones."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def nonfinite_error(state: State) -> NonFiniteError:
     """The error that names the batch, and what in it is not finite; waits for the device."""
     t, grads = state.timestamp, state._grads or {}
-    bad = [name for name, g in grads.items() if g is not None and not bool(torch.isfinite(g).all())]
+    bad = [name for name, g in grads.items() if g is not None and not bool(torch.isfinite(_real(g)).all())]
     if not loss_is_finite(state.loss):
         what = f"the loss is {total_loss(state.loss).item()}"
     elif bad:
@@ -110,6 +117,10 @@ def nonfinite_error(state: State) -> NonFiniteError:
         what = f"the gradient of {bad[0]!r}{more} is not finite"
     else:
         what = "loss and gradients are finite, and the optimizer's step made parameters that are not"
+        return NonFiniteError(
+            f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. Lower the learning rate: no "
+            'batch is to blame, and nonfinite="skip" leaves none out for that.'
+        )
     return NonFiniteError(
         f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
     )

@@ -221,8 +221,9 @@ class Donation:
             self._held = Held(params, state.model.trained(params), state.opt_state)
 
     def forget(self) -> None:
-        """The stream is over: what it made is anybody's."""
-        self._held, self._shown = None, _nobody
+        """What the stream has made is anybody's: it is over, or it copies."""
+        self.look_away()
+        self._held = None
 
 
 def _overwritten_memory(memory: Any) -> Any:

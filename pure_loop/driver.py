@@ -387,7 +387,7 @@ def run_script(
                         swift, known, ignored = swift - writing, known - writing, ignored - writing
     except BaseException as error:
         if failed is not None:
-            failed(error, event, given)
+            failed(error, Event.AFTER_TRAIN_BATCH if event is ABOUT_TO_WRITE else event, given)
         raise
     finally:
         with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running

@@ -280,7 +280,8 @@ class Stages:
                     return self._left_out(state, scale, buffers, counted)
                 found = None  # a step like any other
         overwrites = donation is not None and optimizer.overwrite is not None
-        if found is not None and not _leaves_out_itself(optimizer, state):
+        if overwrites and found is not None and not _leaves_out_itself(optimizer, state):
+            donation.forget()  # type: ignore[union-attr]
             overwrites = False
         taken = None
         if overwrites:
@@ -304,7 +305,7 @@ class Stages:
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            wrong = self._nonfinite(state, optimizer, fresh, seen=found is not None)
+            wrong = self._nonfinite(state, optimizer, fresh, found)
             if type(wrong) is not bool and not wrong.is_cpu:
                 self._note_on_device(draft, state, found, wrong, buffers)
             elif wrong:
@@ -323,8 +324,8 @@ class Stages:
         assert state._grads is not None
         with GradMode(False):
             grads = self.engine.local(state._grads.values())
-            loss = total_loss(state.loss)
-            return self.engine.anywhere(gradients_nonfinite(loss.to(grads[0].device) if grads else loss, grads))
+            loss = total_loss(state.loss).to(device_of(state))
+            return self.engine.anywhere(gradients_nonfinite(loss, grads))
 
     def _left_out(self, state: State, scale: Any, buffers: Any, counted: dict[str, Any]) -> State:
         """The State after a step that is skipped."""
@@ -338,21 +339,23 @@ class Stages:
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], *, seen: bool) -> Any:
+    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], found: Tensor | None) -> Any:
         """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.
 
-        ``seen`` says that the loss and the gradients were looked at before: the new parameters alone are left to be.
+        ``found``, if given, says so of the loss and the gradients already, on a device that isn't waited for.
         """
         loss, engine = total_loss(state.loss), self.engine
+        if found is not None:
+            return engine.anywhere(find_nonfinite(torch.zeros_like(found), engine.local(fresh)))
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
         if loss.is_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
             return is_nonfinite(loss, fresh)
-        found = find_nonfinite(torch.zeros_like(loss) if seen else loss, engine.local(fresh))
-        if not seen and not optimizer.spreads_nonfinite:
+        wrong = find_nonfinite(loss, engine.local(fresh))
+        if not optimizer.spreads_nonfinite:
             assert state._grads is not None
-            found = torch.maximum(found, gradients_nonfinite(loss, engine.local(state._grads.values())))
-        return engine.anywhere(found)
+            wrong = torch.maximum(wrong, gradients_nonfinite(loss, engine.local(state._grads.values())))
+        return engine.anywhere(wrong)
 
     def _note_on_device(
         self, draft: Any, state: State, found: Tensor | None, wrong: Tensor, buffers: FrozenDict[str, Tensor] | None

@@ -74,7 +74,7 @@ class State(Record):
         event: the event at which this State was yielded.
         position: the last boundary passed, from which ``fit`` goes on.
         skipped: steps skipped because of a loss or gradient that was not finite; int64, shape ().
-        nonfinite: the first batch with such a loss or gradient, -1 if none; int64, shape (), on the
+        nonfinite: the first batch with such a loss, gradient or new parameter, -1 if none; int64, shape (), on the
             parameters' device, so that noticing it needs no synchronisation.
 
     Of the batch under way, None outside it:
@@ -244,8 +244,8 @@ class State(Record):
         batch = int(self.nonfinite)
         if batch >= 0:
             raise NonFiniteError(
-                f"the loss or a gradient of batch {batch} was NaN or infinite (noticed at batch "
-                f"{self.timestamp.batch}). {NON_FINITE_ADVICE}"
+                f"the loss, a gradient or a parameter after the step of batch {batch} was NaN or infinite "
+                f"(noticed at batch {self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event, donation, engine
 from pure_loop._finite import gradients_nonfinite
-from tests.donating import Count, assert_same, fit, partition
+from tests.donating import DATA, Count, assert_same, fit, partition
 from tests.test_memory import live_tensors, without_collector
 
 pytestmark = [
@@ -163,12 +163,46 @@ def test_a_parameter_without_a_gradient(optimizer: str, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_loss_on_the_host() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), pl.optim.from_torch(torch.optim.RAdam, lr=0.1)], ids=repr)
+def test_a_loss_on_the_host(optimizer: pl.optim.Optimizer, precision: str) -> None:
+    """Where what the optimizer counts on the host differs, too, whichever batch it is."""
+
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(outputs.cpu(), targets.cpu())
 
-    state = pl.run(fit(with_batch_norm(), loss=loss, algorithms=[infinite_gradients], nonfinite="skip", device="cuda"))
-    assert int(state.skipped) == len(BAD)
+    def last(model: nn.Module) -> pl.State:
+        return pl.run(
+            fit(
+                model,
+                loss=loss,
+                algorithms=[some_infinite_gradients],
+                optimizer=optimizer,
+                nonfinite="skip",
+                precision=precision,
+                device="cuda",
+            )
+        )
+
+    state = last(with_batch_norm())
+    assert int(state.skipped) >= len(BAD)
+    assert int(state.buffers["1.num_batches_tracked"]) == 15 - int(state.skipped)
+    assert int(last(HalfUsed()).skipped) >= len(BAD)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "dampening"])
+def test_where_steps_copy_nothing_of_the_start_is_kept(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    real = donation.Donation.forget
+
+    def forget(this: Any) -> None:
+        real(this)
+        kept.append((this._held, this._shown(), this._alone))
+
+    monkeypatch.setattr(donation.Donation, "forget", forget)
+    pl.run(fit(HalfUsed(), optimizer=OPTIMIZERS[optimizer], nonfinite="skip", device="cuda"))
+    assert kept == [(None, None, False)] * 16, "at each step, and at the end"
 
 
 @pytest.mark.parametrize("options", SETTINGS[:2], ids=str)
@@ -204,6 +238,43 @@ def test_an_update_that_overflows_by_itself_is_an_error(options: dict[str, Any],
 def test_on_a_device_it_is_noted(options: dict[str, Any], how: dict[str, Any]) -> None:
     with pytest.raises(pl.NonFiniteError, match=r"of batch \d+ was NaN or infinite"):
         pl.run(fit(optimizer=pl.optim.sgd(lr=1e39), device="cuda", **options, **how))
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
+    torch.manual_seed(0)
+    data = [(torch.tensor([1, 1]), torch.zeros(2))] * 2
+    options: dict[str, Any] = {
+        "loss": lambda outputs, _: (outputs * 2e38).sum(),
+        "optimizer": pl.optim.from_torch(torch.optim.SparseAdam, lr=0.1),
+        "data": data,
+    }
+
+    def embedding() -> nn.Module:
+        return nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))
+
+    assert int(pl.run(fit(embedding(), nonfinite="skip", max_duration="1ep", **options)).skipped) == 2
+    with pytest.raises(pl.NonFiniteError, match="gradient of 'weight'"):
+        pl.run(fit(embedding(), max_duration="1ep", **options))
+
+
+class Complex(nn.Module):
+    """Its gradient has the conjugate bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight.conj()).abs()
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+@pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.1), pl.optim.from_torch(torch.optim.Adam, lr=0.1)], ids=repr)
+def test_complex_gradients(optimizer: pl.optim.Optimizer, nonfinite: str) -> None:
+    data = [(x[:4], torch.ones(4, 3)) for x, _ in DATA]
+    loss = torch.nn.functional.mse_loss
+    state = pl.run(fit(Complex(), data=data, loss=loss, optimizer=optimizer, nonfinite=nonfinite))
+    assert int(state.skipped) == 0
 
 
 # What an optimizer does with `found_inf`. -----------------------------------------------------------------------------
@@ -268,4 +339,12 @@ def test_large_numbers_and_sparse_ones(many: int, monkeypatch: pytest.MonkeyPatc
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([math.nan]), (3,), check_invariants=True)
     look = partial(gradients_nonfinite, torch.tensor(1.0))
     assert not look([large, torch.ones(2)]).item()
+    conjugate, both = torch.tensor([1j, complex(0, math.inf)]).conj(), sparse.to(torch.complex64)
+    assert look([conjugate]).item()
+    assert not look([conjugate[:1]]).item()
+    assert look([both]).item()
+    assert not look([torch.tensor([2**40]), torch.tensor([True])]).item()
+    # Twice the same place: each is finite, and what they add up to is not.
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([3e38, 3e38]), (3,), check_invariants=True)
+    assert look([twice]).item()
     assert look([torch.ones(2), sparse]).item()

@@ -125,7 +125,7 @@ def nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     """
     total = zero
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         total = total + (real * zero.to(real.dtype)).sum().to(torch.float32)
     return torch.isnan(total)
 
