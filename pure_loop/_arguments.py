@@ -116,7 +116,27 @@ class _Clip:
             raise ArgumentError(
                 f"clip_grad={name} returned gradients of other names: missing {missing}, unknown {unknown}."
             )
+        for key in grads:
+            self._refuse_misfit(key, clipped[key], params[key])
         return FrozenDict((key, clipped[key]) for key in grads)
+
+    def _refuse_misfit(self, key: str, gradient: Any, param: Tensor) -> None:
+        """Here, because an update in place has taken the old parameters when the optimizer notices, if it does."""
+        if gradient is None:
+            return
+        name = name_of(self.function)
+        if not isinstance(gradient, Tensor):
+            raise ArgumentTypeError(
+                f"clip_grad={name} returned {type(gradient).__name__} for {key!r}; a gradient is a tensor, or None."
+            )
+        for what in ("shape", "dtype", "device"):
+            given, needed = getattr(gradient, what), getattr(param, what)
+            if given != needed:
+                given, needed = (tuple(each) if what == "shape" else each for each in (given, needed))
+                raise ArgumentError(
+                    f"clip_grad={name} returned a gradient of {what} {given} for {key!r}, whose {what} is {needed}; "
+                    "shapes, dtypes and devices stay as they are."
+                )
 
 
 def refuse_no_optimizer(given: Any) -> None:

@@ -125,6 +125,27 @@ CLIPPING = [
     (lambda grads, params: list(grads.values()), TYPE, ["returned list"]),
     (lambda grads, params: {}, VALUE, ["other names", "missing ['0.bias'"]),
     (lambda grads, params: {**grads, "x": X}, VALUE, ["unknown ['x']"]),
+    (lambda grads, params: {**grads, "0.bias": 0.5}, TYPE, ["clip_grad=<lambda>", "float for '0.bias'"]),
+    (
+        lambda grads, params: {**grads, "0.bias": grads["0.bias"].double()},
+        VALUE,
+        ["clip_grad=<lambda>", "dtype torch.float64", "'0.bias'"],
+    ),
+    (
+        lambda grads, params: {**grads, "0.bias": grads["0.bias"] * 1j},
+        VALUE,
+        ["clip_grad=<lambda>", "dtype torch.complex64", "'0.bias'"],
+    ),
+    (
+        lambda grads, params: {**grads, "0.bias": grads["0.bias"][None]},
+        VALUE,
+        ["clip_grad=<lambda>", "shape (1, ", "'0.bias'"],
+    ),
+    (
+        lambda grads, params: {**grads, "0.bias": grads["0.bias"].to("meta")},
+        VALUE,
+        ["clip_grad=<lambda>", "device meta", "'0.bias'"],
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import record
-from pure_loop.errors import AlgorithmStructureError, CompileError, LossError
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, CompileError, LossError
 from tests.compiling import BATCHES, INSIDE, Pair, assert_close, fit
 from tests.models import CLASSES, FEATURES, plain
 from tests.tiers import tiers
@@ -57,6 +57,15 @@ def test_parameters_replaced_inside_a_graph_are_refused_as_they_are_in_eager_ste
 
     with pytest.raises(AlgorithmStructureError, match="replaced params at AFTER_FORWARD, between"):
         fit(plain, compile=compile, algorithms=[replaces], watch={Event.AFTER_LOSS})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_clipped_gradients_of_another_dtype_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
+    def imaginary(grads: Any, _: Any) -> Any:
+        return {name: 1j * grad for name, grad in grads.items()}
+
+    with pytest.raises(ArgumentError, match=r"clip_grad=.*imaginary returned a gradient of dtype torch.complex64"):
+        fit(plain, compile=compile, clip_grad=imaginary)
 
 
 @pytest.mark.parametrize("compile", [False, True])

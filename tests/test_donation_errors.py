@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,39 @@ def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(watch: Any) -> None:
     with pytest.raises(pl.errors.DonatedStateError):
         state.params["0.weight"]
     assert "overwritten" in repr(state)
+
+
+def of_parameters(state: pl.State) -> list[Tensor]:
+    return [*tensors_of(state.params), *tensors_of(state.opt_state)]
+
+
+@pytest.mark.parametrize("change", [Tensor.double, lambda each: each[None]], ids=["dtype", "shape"])
+@pytest.mark.parametrize("clips", [False, True], ids=["an algorithm", "clip_grad"])
+def test_gradients_that_do_not_fit_cost_no_state(clips: bool, change: Callable[[Tensor], Tensor]) -> None:
+    """They are refused before the optimizer has what it would have overwritten."""
+
+    def changed(grads: Any) -> FrozenDict[str, Tensor]:
+        return FrozenDict((name, change(grad)) for name, grad in grads.items())
+
+    def clip(grads: Any, _: Any) -> Any:
+        return changed(grads) if now.batch == 6 else grads
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def put_in(state: pl.State) -> pl.State:
+        return state.replace(grads=changed(state.grads)) if state.timestamp.batch == 6 else state
+
+    options: dict[str, Any] = {"clip_grad": clip} if clips else {"algorithms": [put_in]}
+    now, before, failed = pl.Timestamp(), [], None
+    try:
+        for event, state in fit(**options):
+            now = state.timestamp
+            if event is Event.BATCH_START:
+                before = [tensor.clone() for tensor in of_parameters(state)]
+    except (pl.ArgumentError, pl.errors.AlgorithmStructureError) as error:
+        failed = error
+    assert "0.weight" in str(failed)
+    assert now.batch == 6
+    assert all(torch.equal(a, b) for a, b in zip(of_parameters(state), before, strict=True))
 
 
 @pytest.mark.parametrize("donate", ["yes", None, 1, "True"])
