@@ -117,6 +117,21 @@ def test_what_the_forward_of_a_step_that_is_left_out_counted_is_undone(donate: A
     assert int(state.buffers["1.num_batches_tracked"]) == 15 - len(BAD)
 
 
+def test_what_was_noted_for_a_step_that_is_left_out_holds_for_no_later_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small ones, of which nobody notes anew who has them."""
+    monkeypatch.setattr(engine, "_LARGE", 2**18)
+    kept = []
+    for event, state in fit(algorithms=[infinite_gradients], nonfinite="skip", clip_grad=1.0):
+        if event is Event.AFTER_BACKWARD:  # clipping comes next
+            assert state.grads is not None
+            kept.append((state, [each.clone() for each in state.grads.values()]))
+    for state, numbers in kept:
+        assert state.grads is not None
+        assert all(map(torch.equal, state.grads.values(), numbers))
+
+
 class HalfUsed(nn.Module):
     """One of its parameters has no gradient, of which the optimizer keeps count on the host."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest.mock import patch
 
 import attrs
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event, testing
+from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.joint import JointEngine
 from pure_loop.order import EvaluatorPlan, Plan, expected
@@ -19,7 +21,7 @@ from pure_loop.testing import LawViolation, laws
 from pure_loop.testing.laws.world import compare, on_ranks, whole, witness
 from tests.conftest import THOROUGH
 from tests.tiers import examples, tiers
-from tests.worlds import ALGORITHMS, KINDS, A, pool
+from tests.worlds import ALGORITHMS, KINDS, A, an_epoch, pool
 
 
 def rank_of_world():
@@ -146,6 +148,42 @@ def test_a_loss_scale_is_the_same_on_all_ranks_and_backs_off_together(kind):
     assert one == other
     assert one[-1][1] >= 1
     assert one[1][0] < one[0][0]
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}], ids=["eager", "compiled"])
+def test_sharded_ranks_leave_a_step_out_together(options):
+    """Whatever an algorithm does to the part of one rank, of which the others know nothing."""
+    data = [(torch.ones(4, 3), torch.zeros(4, 4))] * 3
+
+    def program(rank):
+        @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+        def spoils_its_part(state):
+            factor = math.inf if rank and state.timestamp.batch == 1 else 1.0
+            return state.replace(grads={name: factor * each for name, each in state.grads.items()})
+
+        torch.manual_seed(0)
+        settings = {"algorithms": [spoils_its_part], "nonfinite": "skip", "parallel": "shard"}
+        with interpreted():
+            stream = an_epoch(torch.nn.Linear(3, 4), data, **settings, **options)
+            return [int(state.skipped) for event, state in stream if event is Event.BATCH_END]
+
+    assert pool(kind="shard").run(program) == [[0, 1, 1]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"compile": True, "watch": {Event.BATCH_END}}], ids=["eager", "compiled"])
+def test_an_update_that_overflows_by_itself_is_an_error(kind, options):
+    data = [(torch.ones(4, 3), torch.zeros(4, 4))] * 3
+
+    def program(rank):
+        torch.manual_seed(0)
+        settings = {"optimizer": pl.optim.sgd(lr=1e39), "nonfinite": "skip", "parallel": kind}
+        stream = an_epoch(torch.nn.Linear(3, 4), data, **settings, **options)
+        with interpreted(), pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the optimizer's step made"):
+            pl.run(stream)
+
+    pool(kind=kind).run(program)
 
 
 # Every law can fail.
