@@ -247,7 +247,8 @@ class Stages:
         return _frozen(draft, state)
 
     def update(self, state: State, *, buffers: FrozenDict[str, Tensor] | None = None, **counted: Any) -> State:
-        """One step of the optimizer; skipped (and counted) where a gradient overflowed its loss scale.
+        """One step of the optimizer; skipped, and counted in ``state.skipped``, where a gradient overflowed its loss
+        scale, or with ``nonfinite="skip"`` the loss or a gradient isn't finite.
 
         The new parameters are looked at for NaN and infinity: they show those of the gradients, whatever
         an algorithm did to them, and they are memory of ours, in which the cheapest kernel may write. Where a step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from pure_loop.optim.optimizer import rate_at
 from tests.compiling import BATCHES, EPOCHS, MICROBATCHES, SHORT, fit, stream
 from tests.models import batches, plain
 from tests.sameness import assert_same, frozen_copy, leaves
-from tests.tiers import tiers
+from tests.tiers import pairwise, tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -67,17 +68,31 @@ def test_a_number_of_the_step_as_an_output_stays_what_it_was(way: Callable[[Any]
 ALGORITHMS: tuple[Any, ...] = (ema(half_life="3ba"), gradient_clipping("norm", 1.0))
 
 
+WATCHED: dict[str, Any] = {
+    "all": None,
+    "batches": BATCHES,
+    "epochs": EPOCHS,
+    "after backward": {Event.AFTER_BACKWARD},
+    "after forward": {Event.AFTER_FORWARD, Event.EPOCH_END},
+    "after train batch": {Event.AFTER_TRAIN_BATCH},
+    "before forward": {Event.BEFORE_FORWARD, Event.EPOCH_END},
+}
+
+
+REST = [
+    *itertools.product(WATCHED.values(), [False], [False, True]),
+    *itertools.product(WATCHED.values(), [False, "auto", True], ["where possible"]),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "watch",
+    ("watch", "donate", "compile"),
     [
-        *(None, BATCHES, EPOCHS, {Event.AFTER_BACKWARD}, {Event.AFTER_FORWARD, Event.EPOCH_END}),
-        *({Event.AFTER_TRAIN_BATCH}, {Event.BEFORE_FORWARD, Event.EPOCH_END}),
+        *pairwise(WATCHED, {"auto": "auto", "donated": True}, {"eager": False, "compiled": True}),
+        *[pytest.param(*each, marks=pytest.mark.thorough) for each in REST],
     ],
-    ids=["all", "batches", "epochs", "after backward", "after forward", "after train batch", "before forward"],
 )
-@pytest.mark.parametrize("donate", tiers([False, "auto", True], ["auto", True]), ids=str)
-@pytest.mark.parametrize("compile", [False, True, pytest.param("where possible", marks=pytest.mark.thorough)], ids=str)
 def test_every_combination_of_fast_paths_gives_the_same_states(watch: Any, donate: Any, compile: Any) -> None:
     """Law 9. Copies are compared, so that memory may be reused; and what was kept stays what it was."""
     settings: dict[str, Any] = {"watch": watch, "algorithms": ALGORITHMS, **MICROBATCHES}

@@ -24,7 +24,7 @@ SQUARE, WHOLE, NOTHING = torch.arange(9.0).reshape(3, 3), torch.arange(8), torch
 
 
 def remembered(function: Callable[[Any], Any], batches: int = 5, **options: Any) -> list[Any]:
-    """What a function of the timestamp gives at AFTER_LOSS of each batch, as a tensor."""
+    """What a function of the timestamp gives at AFTER_LOSS of each batch, as a tensor, or as a dict of such."""
 
     def init(state: pl.State) -> Any:
         return as_tensor(function(state.timestamp))
@@ -32,7 +32,9 @@ def remembered(function: Callable[[Any], Any], batches: int = 5, **options: Any)
     def remember(state: pl.State) -> pl.State:
         return state.remember("found", as_tensor(function(state.timestamp)))
 
-    def as_tensor(found: Any) -> Tensor:
+    def as_tensor(found: Any) -> Any:
+        if isinstance(found, dict):
+            return {name: as_tensor(each) for name, each in found.items()}
         return found if isinstance(found, Tensor) else torch.zeros((), dtype=torch.float64) + found
 
     data = [(torch.ones(4, 2), torch.zeros(4, 1))] * batches
@@ -99,11 +101,23 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", CASES.values(), ids=CASES)
-def test_a_number_is_what_it_is_in_eager_steps(function: Callable[[Any], Any]) -> None:
-    compiled, eager = remembered(function, compile=True), remembered(function)
+def test_numbers_are_what_they_are_in_eager_steps() -> None:
+    def all_of_them(t: Any) -> dict[str, Any]:
+        return {name: function(t) for name, function in CASES.items()}
+
+    compiled, eager = remembered(all_of_them, compile=True), remembered(all_of_them)
     assert len(eager) == 5
     for one, other in zip(compiled, eager, strict=True):
+        for name, wanted in other.items():
+            assert one[name].dtype is wanted.dtype, name
+            assert torch.equal(one[name], wanted), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("function", CASES.values(), ids=CASES)
+def test_a_number_is_what_it_is_in_eager_steps(function: Callable[[Any], Any]) -> None:
+    """Each in a graph of its own."""
+    for one, other in zip(remembered(function, compile=True), remembered(function), strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
 

@@ -26,7 +26,7 @@ from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, whole, witness
 from pure_loop.testing.ranks import RankError
-from tests.tiers import examples, tiers
+from tests.tiers import examples, pairwise, tiers
 from tests.worlds import ALGORITHMS, KINDS, an_epoch, pool, two_halves
 
 EPOCHS = {Event.EPOCH_END, Event.FIT_END}
@@ -51,7 +51,7 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate"
     st.sampled_from([2, 2, 3]),
     st.sampled_from(KINDS),
 )
-@examples(8, 300)
+@examples(5, 300)
 def test_ranks_are_one_rank(case, watch, ranks, kind):
     alone = witness(whole(case, ranks).stream(watch=watch))
     for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch, kind=kind)):
@@ -91,9 +91,7 @@ def test_states_that_were_kept_stay_what_they_were(watch, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize("uneven", ["stop", "pad"])
+@pytest.mark.parametrize(("uneven", "precision", "kind"), pairwise(["stop", "pad"], ["fp32", "amp_bf16"], KINDS))
 def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven, precision, kind):
     def stream(rank, **options):
         generator = torch.Generator().manual_seed(rank)

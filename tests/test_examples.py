@@ -52,6 +52,7 @@ def percentages(text: str, label: str) -> list[float]:
     return [float(value) for value in found]
 
 
+@pytest.mark.slow
 def test_digits_as_a_script(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--quick"]

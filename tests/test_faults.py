@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
 from pure_loop.testing.ranks import Pool, RankError, processes
+from tests.tiers import tiers
 
 torch.set_num_threads(1)
 
@@ -69,7 +71,16 @@ def says(text, *parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.EPOCH_END])
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    tiers(
+        itertools.product(KINDS, [Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.EPOCH_END]),
+        [
+            *(("replicate", Event.AFTER_DATALOADER), ("replicate", Event.AFTER_TRAIN_BATCH)),
+            *(("shard", Event.BEFORE_LOSS), ("shard", Event.EPOCH_END)),
+        ],
+    ),
+)
 def test_a_rank_that_raises(pool, kind, event):
     def program(rank):
         @pl.algorithm(event)

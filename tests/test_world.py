@@ -32,7 +32,7 @@ def rank_of_world():
 
 
 @given(testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]), rank_of_world())
-@examples(fast=8, thorough=1500)
+@examples(fast=6, thorough=1500)
 def test_ranks_are_one_rank(case, chosen):
     kind, ranks = chosen
     alone = witness(whole(case, ranks).stream())

@@ -23,7 +23,7 @@ from pure_loop.distributed.shard import ShardEngine
 from pure_loop.donation import Donation
 from pure_loop.errors import DonatedStateError
 from tests.sameness import leaves
-from tests.tiers import examples
+from tests.tiers import examples, pairwise
 from tests.worlds import ALGORITHMS, KINDS
 from tests.worlds import pool as pool_of
 
@@ -144,7 +144,7 @@ def differing(one, other):
     frozen=st.booleans(),
     compile=st.booleans(),
 )
-@examples(4, 400)
+@examples(3, 400)
 def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, ranks, what, **options):
     copying = seen(donate=False, **options)
     for (found, _, changed), (wanted, _, _) in zip(seen(keeps, ranks, what, **options), copying, strict=True):
@@ -153,15 +153,20 @@ def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", [None, BATCHES])
-@pytest.mark.parametrize("microbatch_size", [None, 2])
 @pytest.mark.parametrize(
-    "options",
-    [
-        *({}, {"frozen": True}, {"compile": True}, {"kind": "shard"}, {"kind": "shard", "frozen": True}),
-        {"kind": "shard", "compile": True},
-    ],
-    ids=["eager", "frozen", "compiled", "sharded", "sharded and frozen", "sharded and compiled"],
+    ("options", "watch", "microbatch_size"),
+    pairwise(
+        {
+            "eager": {},
+            "frozen": {"frozen": True},
+            "compiled": {"compile": True},
+            "sharded": {"kind": "shard"},
+            "sharded and frozen": {"kind": "shard", "frozen": True},
+            "sharded and compiled": {"kind": "shard", "compile": True},
+        },
+        {"all": None, "batches": BATCHES},
+        [None, 2],
+    ),
 )
 def test_every_step_writes_in_place_where_nothing_was_kept(watch, microbatch_size, options):
     def program(rank):

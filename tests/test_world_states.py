@@ -12,7 +12,7 @@ from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.world import compare, witness
 from pure_loop.testing.ranks import RankError
-from tests.tiers import tiers
+from tests.tiers import pairwise, tiers
 from tests.worlds import ALGORITHMS, KINDS, A, pool
 
 # What ranks start from, and what differs between them.
@@ -164,9 +164,7 @@ def test_leaving_the_loop_on_all_ranks_leaves_a_state_that_goes_on(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-@pytest.mark.parametrize("then", KINDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "then", "where"), pairwise(KINDS, KINDS, ["everywhere", "on rank 1"]))
 def test_a_state_goes_on_after_an_error_in_the_stream_that_it_was_kept_of(kind, then, where, tmp_path):
     case = testing.Case(plan=Plan(batches=(6, 4), max_duration="2ep"), problem="linear", optimizer="adamw")
 

@@ -89,6 +89,7 @@ def test_every_law_of_algorithms_catches_an_algorithm() -> None:
     assert set(WRONG_LOOPS.values()) >= FOLLOWING
 
 
+@pytest.mark.slow
 def test_nothing_catches_the_loop() -> None:
     assert failing(check_loop, pl.fit) == []
 
