@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ import torch
 
 from tests.benchmarks import limits, tables
 from tests.benchmarks.loops import BASE, HAND, OURS
+from tests.benchmarks.malloc import KEPT
 from tests.benchmarks.memory import peaks
+from tests.benchmarks.startup import output
 from tests.benchmarks.steps import in_turns, measure, paired
 from tests.benchmarks.turns import InThread, OfGenerator
 from tests.benchmarks.workloads import WORKLOADS, Workload
 
 W1 = WORKLOADS[0]
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_a_trainer_in_a_thread_makes_the_steps_that_it_is_asked_for() -> None:
@@ -80,6 +85,15 @@ def test_every_workload_trains_in_our_loop_and_by_hand(workload: Workload) -> No
     found = measure(workload, [HAND[0], OURS[0]], turns=1, seconds=0.0)
     assert set(found) == {BASE, OURS[0].name}
     assert found[BASE]["ratio"] == 1
+
+
+@pytest.mark.slow
+def test_a_process_has_one_loop_and_the_variables_that_it_is_given() -> None:
+    shown = output("-c", f"import os; print([os.environ[name] for name in {list(KEPT)}])", **KEPT)
+    assert shown == str(list(KEPT.values()))
+    found = json.loads(output("-m", "tests.benchmarks.alone", "ours", "4", "W2", **KEPT))
+    assert found["us"] > 0
+    assert " ".join(f"{name}={value}" for name, value in KEPT.items()) in (DOCS / "performance.md").read_text()
 
 
 def test_the_peak_of_the_loop_by_hand_is_what_adamw_needs() -> None:

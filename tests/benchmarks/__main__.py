@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import events, growth, length, limits, memory, saving, startup, tables
+from tests.benchmarks import events, growth, length, limits, malloc, memory, saving, startup, tables
 from tests.benchmarks.loops import HAND, OURS, Loop
 from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.steps import measure
 from tests.benchmarks.workloads import WORKLOADS
 
-MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length", "saving")
+MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc")
 
 
 def main() -> int:
@@ -113,6 +113,8 @@ def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: 
             return length.measure(options.longest)
         case "saving":
             return saving.measure(max(options.turns // 5, 3))
+        case "malloc":
+            return malloc.measure(max(options.turns // 5, 3))
     raise AssertionError(name)
 
 

@@ -1,4 +1,4 @@
-"""A process with one loop in it: ``python -m tests.benchmarks.alone WHAT STEPS``, started by :mod:`startup`.
+"""A process with one loop in it: ``python -m tests.benchmarks.alone WHAT STEPS [WORKLOAD]``.
 
 ``WHAT`` is ``hand``, ``ours`` or a module of :mod:`peers`. Nothing is imported that the loop doesn't need.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import sys
 import time
 from typing import Any
@@ -28,14 +29,14 @@ def _kilobytes(name: str) -> int:
         return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:")) * 1024 // 1000
 
 
-def _turns(what: str) -> Any:
+def _turns(what: str, name: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
     from tests.benchmarks.turns import InThread, OfGenerator
     from tests.benchmarks.workloads import WORKLOADS
 
-    workload = WORKLOADS[0]
+    workload = next(each for each in WORKLOADS if each.name == name)
     if what == "hand":
         from tests.benchmarks.hand import hand_written
 
@@ -51,13 +52,13 @@ def _turns(what: str) -> Any:
 
 
 def main() -> None:
-    turns = _turns(sys.argv[1])
+    turns = _turns(sys.argv[1], *sys.argv[3:] or ["W1"])
     turns.run(1)
-    first = time.process_time()
-    more = int(sys.argv[2]) - 1
-    if more:
-        turns.run(more)
-    print(json.dumps({"first_step_cpu_seconds": first, "peak_mb": peak_megabytes()}))
+    found = {"first_step_cpu_seconds": time.process_time()}
+    later = [seconds / steps for seconds, steps in (turns.run(1) for _ in range(int(sys.argv[2]) - 1))]
+    if later:
+        found["us"] = 1e6 * statistics.median(later)
+    print(json.dumps(found | {"peak_mb": peak_megabytes()}))
     turns.close()
 
 

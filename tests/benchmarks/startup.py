@@ -68,10 +68,11 @@ def processes(peers: Sequence[Peer], steps: int = 200, runs: int = 3) -> dict[st
     }
 
 
-def output(*arguments: str) -> str:
-    """The last line that a new Python prints."""
+def output(*arguments: str, **variables: str) -> str:
+    """The last line that a new Python prints, with these variables in its environment."""
     command = [sys.executable, "-W", "ignore", *arguments]
     # What is installed has its bytecode beside it; our checkout is to have it, too.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= variables
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     return done.stdout.decode().strip().splitlines()[-1]

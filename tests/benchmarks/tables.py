@@ -127,6 +127,12 @@ def _saving(results: Results) -> Table:
     return rows
 
 
+def _malloc(results: Results) -> Table:
+    found = results["malloc"]
+    workloads = list(next(iter(found.values())))
+    return [["", *workloads], *([name, *(f"{cell[each]:.2f}" for each in workloads)] for name, cell in found.items())]
+
+
 def _versions(results: Results) -> Table:
     return [["package", "version"], *([name, version] for name, version in results["versions"].items())]
 
@@ -169,5 +175,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "growth": _growth,
     "length": _length,
     "saving": _saving,
+    "malloc": _malloc,
     "versions": _versions,
 }
