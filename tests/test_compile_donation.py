@@ -298,7 +298,7 @@ def test_each_way_of_keeping_keeps(settings: Any) -> None:
 
 
 @pytest.mark.slow
-@examples(10, 200)
+@examples(7, 200)
 @given(
     keepings=st.lists(
         st.tuples(

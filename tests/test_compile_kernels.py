@@ -12,20 +12,29 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
-from pure_loop.compile import record, trace
+from pure_loop.compile import kernels, record, trace
 from pure_loop.compile.pieces import cut, origin
 from pure_loop.errors import NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from tests.models import CLASSES, FEATURES, batches
 from tests.sameness import leaves
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("interpreted", "many_are_few")
 
 EPOCHS = {Event.EPOCH_END}
 DATA = batches((8, 8, 8), 1)
 
 
-def deep(layers: int = 18) -> nn.Module:
+MANY = kernels.TENSORS
+
+
+@pytest.fixture
+def many_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 tensors are many, parameters and two averages of each: more take longer to trace, and show no more."""
+    monkeypatch.setattr(kernels, "TENSORS", 24)
+
+
+def deep(layers: int = 5) -> nn.Module:
     with pl.random.seeded(3):
         hidden = [part for _ in range(layers - 2) for part in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
         return nn.Sequential(nn.Linear(FEATURES, FEATURES), *hidden, nn.Linear(FEATURES, CLASSES))
@@ -87,7 +96,7 @@ PARTS = pl.optim.partition(
 def test_a_list_of_many_tensors_is_one_call(settings: dict[str, Any]) -> None:
     name = settings["optimizer"].name if "optimizer" in settings else "adamw"
     *_, (_, kernels) = same_but_for_rounding(settings)
-    assert kernels == (f"{name} of 36 tensors",)
+    assert kernels == (f"{name} of 10 tensors",)
 
 
 @pytest.mark.slow
@@ -108,9 +117,16 @@ def test_nothing_is_copied_that_the_kernel_writes_to(settings: dict[str, Any], m
 
 @pytest.mark.slow
 def test_two_parts_are_two_calls() -> None:
-    assert same_but_for_rounding({"model": lambda: deep(34), "optimizer": PARTS}) == [
-        ("step", ("adamw of 34 tensors", "adam of 34 tensors"))
+    assert same_but_for_rounding({"model": lambda: deep(9), "optimizer": PARTS}) == [
+        ("step", ("adamw of 9 tensors", "adam of 9 tensors"))
     ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("layers", "found"), [(6, ("adamw of 12 tensors",)), (5, ())])
+def test_how_many_are_many(layers: int, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TENSORS", MANY)
+    assert same_but_for_rounding({"model": lambda: deep(layers)}) == [("step", found)]
 
 
 @pl.algorithm(Event.AFTER_TRAIN_BATCH, init=lambda state: state.params)
@@ -143,7 +159,7 @@ def test_elsewhere_it_is_taken_to_pieces(settings: dict[str, Any]) -> None:
 
 
 def test_what_is_computed_from_old_parameters_before_the_step_is_no_hindrance() -> None:
-    assert same_but_for_rounding({"algorithms": [distance]}) == [("step", ("adamw of 36 tensors",))]
+    assert same_but_for_rounding({"algorithms": [distance]}) == [("step", ("adamw of 10 tensors",))]
 
 
 @pl.algorithm(
@@ -161,7 +177,7 @@ def both(state: pl.State) -> pl.State:
 
 @pytest.mark.slow
 def test_a_copy_of_what_is_written_in_the_end_shows_what_was_there_before() -> None:
-    assert same_but_for_rounding({"algorithms": [both]}) == [("step", ("adamw of 36 tensors",))]
+    assert same_but_for_rounding({"algorithms": [both]}) == [("step", ("adamw of 10 tensors",))]
 
 
 @pytest.mark.slow

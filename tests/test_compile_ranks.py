@@ -51,7 +51,7 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate"
     st.sampled_from([2, 2, 3]),
     st.sampled_from(KINDS),
 )
-@examples(5, 300)
+@examples(4, 300)
 def test_ranks_are_one_rank(case, watch, ranks, kind):
     alone = witness(whole(case, ranks).stream(watch=watch))
     for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch, kind=kind)):
@@ -60,7 +60,7 @@ def test_ranks_are_one_rank(case, watch, ranks, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["label_smoothing", "asam", "composed"]))
+@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["asam", "composed"]))
 def test_algorithms_of_the_library_keep_the_law(name, kind):
     plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
     case = testing.Case(plan=plan, problem="tied")

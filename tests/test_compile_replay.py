@@ -164,7 +164,7 @@ def launched(setting: str) -> pl.State:
 
 @pytest.mark.slow
 @given(when=st.sets(st.integers(0, STEPS - 1)), seen=st.sampled_from(["plain", "gradients seen", "all seen"]))
-@examples(12, 200)
+@examples(8, 200)
 def test_what_was_kept_never_changes(when: set[int], seen: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         double = Double()

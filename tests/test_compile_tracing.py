@@ -33,6 +33,7 @@ from tests.compiling import (
     stream,
 )
 from tests.models import CLASSES, FEATURES, batches, plain
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -287,7 +288,9 @@ def test_threads_that_compile_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_BACKWARD, *BATCHES}], ids=["a step", "pieces"])
+@pytest.mark.parametrize(
+    "watch", tiers([BATCHES, {Event.AFTER_BACKWARD, *BATCHES}], [BATCHES]), ids=["a step", "pieces"]
+)
 def test_what_each_batch_holds_besides_tensors_is_refused_after_a_few_graphs(watch: Any) -> None:
     data = [{**batch, "name": [f"{i}", "b"], "index": i} for i, batch in enumerate(named_batches() * 4)]
     settings: dict[str, Any] = {"model": Named, "data": data, "loss": None, "watch": watch, "max_duration": "1ep"}

@@ -38,7 +38,7 @@ tensors = st.lists(st.tuples(shapes, st.sampled_from([torch.float32, torch.float
     capacity=st.sampled_from([1, 100, 25 << 20]),
     ranks=st.sampled_from([2, 2, 3]),
 )
-@examples(10, 200)
+@examples(6, 200)
 def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks):
     def program(rank):
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")

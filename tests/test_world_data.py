@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.testing.ranks import RankError
+from tests.tiers import tiers
 from tests.worlds import KINDS, pool, samples_seen
 
 
@@ -35,8 +38,10 @@ LOADERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    tiers(itertools.product(LOADERS, [2, 3]), [*((name, 2) for name in LOADERS), ("table", 3), ("iterable", 3)]),
+)
 def test_every_sample_is_seen_exactly_once(name, ranks):
     make = LOADERS[name]
     n = 12 if name == "list" else 13
