@@ -97,7 +97,7 @@ def test_it_leaves_no_thread_and_the_standard_streams_as_they_were(terminal, mon
     monkeypatch.setattr(sys, "stdout", terminal)
     streams, threads = (sys.stdout, sys.stderr), threading.enumerate()
     for _ in progress(fit(), file=terminal, refresh_seconds=0):
-        assert threading.enumerate() == threads
+        assert set(threading.enumerate()) <= set(threads)  # one that another test left may end
     assert (sys.stdout, sys.stderr) == streams
 
 
