@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -38,6 +39,9 @@ collect_ignore_glob = ["benchmarks/peers/*.py", "simulated_gpu/*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    written = [item.nodeid for item in items if re.search(r"\{Event\.\w+, ", item.name)]
+    if written:
+        raise pytest.UsageError(f"a set is written in another order in each process; give it an id: {written[0]}")
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
         for item in items:

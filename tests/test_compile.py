@@ -68,7 +68,7 @@ TWO_LAYERS = {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_fir
     ),
     ids=str,
 )
-@pytest.mark.parametrize("watch", tiers([{Event.EPOCH_END, Event.EVAL_END}, None], [None]), ids=str)
+@pytest.mark.parametrize("watch", tiers([{Event.EPOCH_END, Event.EVAL_END}, None], [None]), ids=["epochs", "all"])
 def test_recurrent_layers(layer: type[nn.RNNBase], options: Any, watch: Any) -> None:
     settings: dict[str, Any] = {"data": batches((8, 5), 1), "evaluators": batches((8,), 2), "watch": watch}
     model = partial(Recurrent, layer, **options)
