@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, dra
 test: $(STAMP)  ## the fast tier: five to seven minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
 
-test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; eight to twelve minutes
+test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; ten to fourteen minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
