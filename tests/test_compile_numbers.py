@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -59,7 +60,49 @@ def into_a_half(t: Any) -> Tensor:
     return x
 
 
+def counted_on(t: Any) -> Tensor:
+    x = torch.tensor(t.batch)
+    x += 1
+    return x + torch.tensor(t.batch)
+
+
+# Of which no graph is another one in another step.
+LIVE: dict[str, Callable[[Any], Any]] = {
+    # A new tensor of it.
+    "a tensor": lambda t: torch.tensor(t.batch),
+    "a tensor of a fraction": lambda t: torch.tensor(t.batch / 7),
+    "a tensor of an outcome": lambda t: torch.tensor(numpy.greater(t.batch, 2)),
+    "a tensor of a list": lambda t: torch.as_tensor([[t.batch, 1], (2, t.elapsed)]),
+    "a tensor of NumPy's": lambda t: torch.asarray(numpy.cos(t.elapsed)),
+    "a narrow tensor": lambda t: torch.tensor(t.batch / 7, dtype=torch.bfloat16),
+    "a tensor of whole numbers": lambda t: torch.tensor(-1.7 * t.batch, dtype=torch.int64),
+    "a tensor of truths": lambda t: torch.tensor(data=t.elapsed, dtype=torch.bool),
+    "a tensor like another": lambda t: SQUARE.double().new_tensor([t.batch, 1]),
+    "a tensor that is written to": counted_on,
+    "a filled tensor": lambda t: torch.full((2, 1), t.elapsed),
+    "a filled tensor of whole numbers": lambda t: torch.full((), fill_value=t.batch),
+    "a tensor filled like another": lambda t: (
+        torch.full_like(WHOLE, 3.3 * t.batch) + SQUARE.half().new_full((8,), t.batch)
+    ),
+    "a scalar tensor": lambda t: torch.scalar_tensor(t.batch, dtype=torch.float64),
+    "a tensor of a comparison": lambda t: torch.tensor(numpy.float64(2.0) < t.batch),
+    # Another number.
+    "a cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t.elapsed)),
+    "Python's functions": lambda t: (
+        math.exp(-t.batch) + math.sqrt(t.sample) + math.pow(0.9, t.batch) + math.hypot(t.batch, 3)
+    ),
+    "whole numbers of Python's": lambda t: math.comb(8, t.batch) + math.isqrt(t.sample) + math.floor(4 * t.elapsed),
+    "an option": lambda t: torch.tensor(math.isclose(t.batch, 2.1, rel_tol=0.1)),
+    "NumPy's functions": lambda t: numpy.sin(t.batch) + numpy.minimum(t.batch, 2) + numpy.power(0.9, t.batch),
+    "one of NumPy's": lambda t: numpy.float32(2) * t.batch + numpy.float64(0.5) ** t.batch,
+}
+
 CASES: dict[str, Callable[[Any], Any]] = {
+    "a filled tensor, of whole numbers or not": lambda t: torch.full((2,), 2 ** (2 - t.batch)),
+    "functions of NumPy's that give two": lambda t: sum(numpy.modf(t.batch / 3)) + numpy.divmod(t.batch, 2)[1],
+    "a function along an array": lambda t: float(
+        numpy.add(t.batch, numpy.ones(2)).sum() + numpy.add.reduce([t.batch, 1])
+    ),
     # A dimension, an index, a size: no tensor.
     "max over a dimension": lambda t: SQUARE.max(t.batch % 2)[0],
     "min over a dimension": lambda t: torch.min(SQUARE, t.batch % 2)[0],
@@ -101,9 +144,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_numbers_are_what_they_are_in_eager_steps() -> None:
+def assert_as_in_eager_steps(functions: dict[str, Callable[[Any], Any]]) -> None:
     def all_of_them(t: Any) -> dict[str, Any]:
-        return {name: function(t) for name, function in CASES.items()}
+        return {name: function(t) for name, function in functions.items()}
 
     compiled, eager = remembered(all_of_them, compile=True), remembered(all_of_them)
     assert len(eager) == 5
@@ -113,8 +156,18 @@ def test_numbers_are_what_they_are_in_eager_steps() -> None:
             assert torch.equal(one[name], wanted), name
 
 
+def test_numbers_are_what_they_are_in_eager_steps() -> None:
+    assert_as_in_eager_steps(CASES)
+
+
+def test_what_is_computed_from_a_number_needs_no_other_graph() -> None:
+    with record() as graphs:
+        assert_as_in_eager_steps(LIVE)
+    assert len([each for each in graphs if each.stretch == "step"]) == 1
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("function", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("function", [*CASES.values(), *LIVE.values()], ids=[*CASES, *LIVE])
 def test_a_number_is_what_it_is_in_eager_steps(function: Callable[[Any], Any]) -> None:
     """Each in a graph of its own."""
     for one, other in zip(remembered(function, compile=True), remembered(function), strict=True):
@@ -126,6 +179,22 @@ def test_a_number_that_stands_for_a_tensor_needs_no_other_graph() -> None:
     with record() as graphs:
         remembered(lambda t: torch.ones(2).half() * t.sample + torch.ones(2).clamp(max=t.batch), 12, compile=True)
     assert len([each for each in graphs if each.stretch == "step"]) == 1
+
+
+def test_other_threads_compute_as_ever_while_a_step_is_traced() -> None:
+    found: list[Any] = []
+
+    def elsewhere(t: Any) -> Any:
+        thread = threading.Thread(target=lambda: found.append((math.cos(0.0), torch.tensor(3), torch.full((1,), 2.0))))
+        thread.start()
+        thread.join()
+        return math.cos(t.elapsed)
+
+    before = dict(vars(math))
+    remembered(elsewhere, 2, compile=True)
+    assert dict(vars(math)) == before
+    assert all(each == (1.0, torch.tensor(3), torch.full((1,), 2.0)) for each in found)
+    assert len(found) == 2  # the State before it all, and the trace
 
 
 def test_what_takes_no_stand_in_runs_eagerly_where_possible() -> None:

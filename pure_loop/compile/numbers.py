@@ -23,7 +23,7 @@ from torch import Tensor
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.time import Timestamp
 
-__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp"]
+__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp", "decided"]
 
 
 @attrs.define
@@ -102,7 +102,7 @@ class Host:
 
 def _is_array(value: Any) -> bool:
     """Whether it is an array of NumPy's, or a table of such; one number of NumPy's is none."""
-    return hasattr(type(value), "__array_ufunc__")
+    return not isinstance(value, Number) and hasattr(type(value), "__array_ufunc__")
 
 
 def _computed(function: Callable[..., Any], host: Host, *given: Any) -> Any:
@@ -204,11 +204,11 @@ class Number:
         kwargs, name = kwargs or {}, function.__name__.strip("_")
         tensors = [tensor for each in (*args, *kwargs.values()) for tensor in _tensors_in(each)]
         if name not in _OF_ELEMENTS or any(map(torch.is_complex, tensors)):
-            return function(*_decided(args), **_decided(kwargs))
+            return function(*decided(args), **decided(kwargs))
         if name in ("rdiv", "rtruediv"):
             return args[0].reciprocal() * args[1]  # torch's own way, which rounds twice
         if name == "setitem":
-            args = (args[0], _decided(args[1]), *args[2:])
+            args = (args[0], decided(args[1]), *args[2:])
         # Beside a half a number keeps its precision, and its range, until the result is rounded.
         narrow = _narrow(name, tensors)
         wide = {id(each): each.float() for each in tensors} if narrow is not None else {}
@@ -219,7 +219,7 @@ class Number:
                 return each.tensor(dtype, _device_beside(tensors))
             return wide.get(id(each), each)
 
-        given = {key: lift(each) if key in _OPERANDS else _decided(each) for key, each in kwargs.items()}
+        given = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
         found = function(*map(lift, args), **given)
         if narrow is None:
             return found
@@ -272,6 +272,13 @@ class Number:
         import numpy  # who asks has it
 
         return numpy.asarray(self.decide()).__array__(*args, **kwargs)
+
+    def __array_ufunc__(self, function: Any, method: str, *given: Any, **options: Any) -> Any:
+        # What NumPy makes of one number of its own on the way is one again.
+        given = tuple([each[()] if _is_array(each) and not each.ndim else each for each in given])
+        if method != "__call__" or function.nout != 1 or options or any(map(_is_array, given)):
+            return getattr(function, method)(*decided(given), **decided(options))
+        return Number.of(self.host, function, *given)
 
     def __repr__(self) -> str:
         return repr(self.decide())
@@ -329,16 +336,16 @@ def _is_in_place(function: Callable[..., Any]) -> bool:
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
-def _decided(value: Any) -> Any:
+def decided(value: Any) -> Any:
     """An argument, in which numbers are what they are in this step."""
     if isinstance(value, Number):
         return value.decide()
     if type(value) in (tuple, list):
-        return type(value)(map(_decided, value))
+        return type(value)(map(decided, value))
     if type(value) is dict:
-        return {key: _decided(each) for key, each in value.items()}
+        return {key: decided(each) for key, each in value.items()}
     if type(value) is slice:
-        return slice(_decided(value.start), _decided(value.stop), _decided(value.step))
+        return slice(decided(value.start), decided(value.stop), decided(value.step))
     return value
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from pure_loop.compile.replaced import replaced
 from pure_loop.random import seeds_hosts, tracer
 
 __all__ = ["OutOfReachError", "out_of_reach"]
@@ -36,13 +37,13 @@ def out_of_reach() -> Iterator[None]:
             refusing = _refusing(f"torch.{name}", getattr(torch.random, name), _called_by_torch)
             for module in (torch.random, torch):
                 if hasattr(module, name):
-                    stack.enter_context(_replaced(module, name, refusing))
+                    stack.enter_context(replaced(module, name, refusing))
         for module, state in _hosts():
             for name, function in list(vars(module).items()):
                 if callable(function) and getattr(function, "__self__", None) is state:
                     refusing = _refusing(f"{module.__name__}.{name}", function, seeds_hosts.get)
-                    stack.enter_context(_replaced(module, name, refusing))
-        stack.enter_context(_replaced(Distribution, "_validate_args", _WhereNothingIsTraced(Distribution)))
+                    stack.enter_context(replaced(module, name, refusing))
+        stack.enter_context(replaced(Distribution, "_validate_args", _WhereNothingIsTraced(Distribution)))
         yield
 
 
@@ -57,17 +58,6 @@ def _hosts() -> Iterator[tuple[Any, Any]]:
 def _called_by_torch() -> bool:
     """Whether it is torch's own that calls: a checkpointed segment goes on with the state that it began with."""
     return sys._getframe(2).f_globals.get("__name__") in ("torch.random", "torch.utils.checkpoint")
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if vars(owner)[name] is value:  # nobody else has replaced it meanwhile
-            setattr(owner, name, before)
 
 
 def _refusing(name: str, function: Callable[..., Any], allowed: Callable[[], bool]) -> Callable[..., Any]:

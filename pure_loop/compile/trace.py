@@ -20,6 +20,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from pure_loop.compile.arithmetic import arithmetic
 from pure_loop.compile.connected import Connection, connect
 from pure_loop.compile.draws import Draw, Group, RecordedDraw, is_draw
 from pure_loop.compile.generators import DrawnFromDataError, traced_generators
@@ -281,7 +282,7 @@ def _compile(
         return outputs
 
     with enable_python_dispatcher(), tracing.mode:
-        with mended_rnns(), out_of_reach(), traced_generators(tracing.host, tracing.drawing):
+        with mended_rnns(), out_of_reach(), arithmetic(), traced_generators(tracing.host, tracing.drawing):
             raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
