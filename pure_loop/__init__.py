@@ -99,7 +99,7 @@ _LAZY: dict[str, str | None] = {
     "progress": "pure_loop.progress",
     "save": "pure_loop.checkpoint",
     **dict.fromkeys(
-        ("algorithms", "callbacks", "checkpoint", "distributed", "loggers", "order", "schedules", "testing")
+        ("algorithms", "callbacks", "checkpoint", "compile", "distributed", "loggers", "order", "schedules", "testing")
     ),
 }
 __getattr__ = _lazily(__name__, _LAZY)

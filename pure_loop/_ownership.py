@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from sys import getrefcount
 from typing import Any, TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 
 from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
 from pure_loop._parts import part_of
+from pure_loop._pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
@@ -84,6 +86,18 @@ class Held:
         self._counts += [_OURS + 1] * len(parts)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
+
+    def has_others(self, memory: Any) -> bool:
+        """Whether the memory holds tensors that aren't in its mappings."""
+        leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
+        return sum(isinstance(leaf, Tensor) for leaf in leaves) > sum(len(mapping) for _, mapping in self._mappings)
+
+    def is_foreign(self) -> bool:
+        """Whether others than torch may know the memory, which then doesn't count them.
+
+        It is an array's, a file's, or shared by processes.
+        """
+        return not all(map(torch.UntypedStorage.resizable, self._storages))
 
     def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
         if not hasattr(mapping, "_tensors"):  # which an update reads, and would make anew at each step

@@ -19,7 +19,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
-from pure_loop.state import State, refuse_misfit
+from pure_loop.state import State, in_order, refuse_misfit
 
 __all__ = [
     "any_state",
@@ -43,6 +43,7 @@ def first_state(model_or_state: Any, seed: Any, device: Any) -> tuple[State, boo
     state = model_or_state
     refuse_no_boundary(state)
     refuse_misfit(state)
+    state = in_order(state)
     if seed not in (0, state.seed):
         raise ArgumentError(
             f"seed={seed}, and the State given has seed {state.seed}, with which it goes on. To fork it with other "
@@ -61,6 +62,7 @@ def any_state(model_or_state: Any, seed: Any, device: Any) -> State:
     if isinstance(model_or_state, State):
         state = model_or_state
         refuse_misfit(state)
+        state = in_order(state)
         wanted = read_device(device)
         return state if wanted is None else _moved(state, wanted)
     refuse_untrainable(model_or_state)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import is_
 from sys import getrefcount
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 from torch import Tensor
@@ -24,7 +24,11 @@ from pure_loop._cloning import clone_all
 from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
+from pure_loop.model import are_marked
 from pure_loop.state import State
+
+if TYPE_CHECKING:
+    from pure_loop.optim import Optimizer
 
 __all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "drop_gradients", "protect"]
 
@@ -111,7 +115,9 @@ class Donation:
         if leaves is None:
             leaves = engine.leaves(state, index=index, last=last)
             held.lend(leaves)
-        elif leaves.holder is not None:  # a graph goes through them still
+        elif leaves.holder is not None or are_marked(
+            leaves
+        ):  # a graph goes through them still, or they stay somebody's
             return engine.leaves(state, index=index, last=last)
         leaves.origin = params
         return leaves
@@ -195,7 +201,7 @@ class Donation:
             _set_grads(shown, OVERWRITTEN)
         return grads  # type: ignore[no-any-return]
 
-    def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any]) -> None:
+    def keep(self, draft: Any, trained: FrozenDict[str, Tensor], before: tuple[Any, Any], optimizer: Optimizer) -> None:
         """Note what an update has just made as the loop's own.
 
         Args:
@@ -203,6 +209,7 @@ class Donation:
             trained: its parameters that are trained, as the optimizer gave them.
             before: the parameters and the memory before, with which these may share tensors (of a parameter that had
                 no gradient): they are copied. None: they are nobody's.
+            optimizer: whose update it was.
         """
         held = self._held
         if (held is not None and held.params is draft.params) or type(draft.opt_state) is not FrozenDict:
@@ -212,13 +219,20 @@ class Donation:
         if fresh is not trained:
             draft.params = fresh if whole else FrozenDict({**draft.params, **fresh})
         draft.opt_state = _fresh_memory(draft.opt_state, before[1])
-        self._held = Held(draft.params, fresh, draft.opt_state)
+        self._hold(draft.params, fresh, draft.opt_state, optimizer)
 
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: State, optimizer: Optimizer) -> None:
         """A fresh start: its parameters were copied from the module, and its memory was made, for this stream alone."""
         params = state.params
         if type(params) is FrozenDict and type(state.opt_state) is FrozenDict and not self.compiled:
-            self._held = Held(params, state.model.trained(params), state.opt_state)
+            self._hold(params, state.model.trained(params), state.opt_state, optimizer)
+
+    def _hold(
+        self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any, optimizer: Optimizer
+    ) -> None:
+        held = Held(params, trained, memory)
+        counted = optimizer.overwrites_mappings_only or not held.has_others(memory)
+        self._held = held if counted and not held.is_foreign() else None
 
     def forget(self) -> None:
         """What the stream has made is anybody's: it is over, or it copies."""

@@ -343,7 +343,7 @@ def run_script(
                     yield event, given
                     if event not in writing:
                         if unsure and event in _OF_THE_FIRST_BATCH:
-                            followed = followed and gives_up(_getframe(1), given)
+                            followed = followed and gives_up(_getframe().f_back, given)
                         continue
                     if event is Event.AFTER_TRAIN_BATCH:
                         unsure, swift = False, known
@@ -355,7 +355,7 @@ def run_script(
                     yield event, given
                     shown = ref(given)
                     if unsure and event is Event.BATCH_END:
-                        followed, unsure = followed and gives_up(_getframe(1), given), False
+                        followed, unsure = followed and gives_up(_getframe().f_back, given), False
                         if marking and given._grads is not None and are_large(given._grads.values()):
                             large, writing = True, writing | ({Event.BATCH_START} & ignored)
                     if strict is not None:
@@ -373,7 +373,7 @@ def run_script(
                 else:
                     alone = getrefcount(last_shown) == 3
                 in_turn = alone and followed and not unsure
-                in_turn = in_turn and gives_up(_getframe(1), given if last_shown is None else last_shown)
+                in_turn = in_turn and gives_up(_getframe().f_back, given if last_shown is None else last_shown)
                 if event is not Event.BATCH_START:
                     donation.look(others, last_shown, replaced=in_turn)
                 if event in _BEFORE_GRADIENTS and large and in_turn and last_shown is not None:

@@ -248,7 +248,8 @@ def begin(state: State, fit: Fit) -> State:
     if fit.load is not None:
         state = fit.load(state)
     if fit.stages.donation is not None:
-        fit.stages.donation.adopt(state)
+        assert fit.stages.optimizer is not None
+        fit.stages.donation.adopt(state, fit.stages.optimizer)
     return state
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from pure_loop._parts import whole_of
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["ModelDef", "refuse_untrainable"]
+__all__ = ["ModelDef", "are_marked", "refuse_untrainable"]
 
 T = TypeVar("T")
 
@@ -145,12 +146,12 @@ class ModelDef:
         ``leaves.origin`` is ``params``. Leaves are returned as they are, unless a graph goes through them still.
         """
         if hasattr(params, "origin"):
-            if getattr(params, "holder", None) is None:
+            if getattr(params, "holder", None) is None and not are_marked(params):
                 return params
             params = params.origin
         for instance in self._idle:
             bound = instance.params
-            if bound is not None and getattr(bound, "origin", None) is params:
+            if bound is not None and getattr(bound, "origin", None) is params and not are_marked(bound):
                 return bound
         trainable = self.trainable
         if len(trainable) == len(params):
@@ -232,6 +233,15 @@ class ModelDef:
     def __repr__(self) -> str:
         name = type(self._skeleton).__name__
         return f"ModelDef({name}: {len(self.parameter_names)} parameters, {len(self.buffer_names)} buffers)"
+
+
+_hooks_of, _grad_of = attrgetter("_backward_hooks"), attrgetter("grad")
+
+
+def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
+    """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient."""
+    tensors = leaves.values()
+    return any(map(_hooks_of, tensors)) or set(map(_grad_of, tensors)) != {None}
 
 
 class _Instance:

@@ -315,7 +315,7 @@ class Stages:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
         if overwrites:
-            donation.keep(draft, new, (trained, memory) if taken is None else (None, None))  # type: ignore[union-attr]
+            donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
         for name, value in counted.items():
             setattr(draft, name, value)
         return _frozen(draft, state)
@@ -384,6 +384,7 @@ class Stages:
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
+        self._forget_casts()
         if self.donation is not None:
             self.donation.seen = True
         draft = fresh_draft_of(state)
@@ -414,8 +415,11 @@ class Stages:
                     return call()
                 finally:
                     torch._C._set_grad_enabled(True)  # whatever the user's code has left
-            with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
-                return call()
+            try:
+                with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
+                    return call()
+            finally:
+                self._forget_casts()
         except Exception as error:
             error.add_note(f"raised in the {stage} of batch {state.timestamp.batch}, microbatch {index}")
             raise
@@ -429,6 +433,11 @@ class Stages:
             context: AbstractContextManager[Any] = self.precision.autocast(device_of(state))
             return context
         return self._without_autocast(state)
+
+    def _forget_casts(self) -> None:
+        """Inside somebody's own autocast torch keeps casts of this step's leaves until that ends: after training."""
+        if self.precision.dtype is not None and _any_autocast():
+            torch.clear_autocast_cache()
 
     def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
         if not _any_autocast():

@@ -182,6 +182,8 @@ class State(Record):
             elif name not in _names(self.__class__):
                 raise ArgumentError(_no_field(type(self), name))
             setattr(draft, name, value)
+        if "params" in changes or "buffers" in changes:
+            _put_in_order(draft)
         draft.__class__ = self.__class__
         return draft  # type: ignore[no-any-return]
 
@@ -309,6 +311,23 @@ def _as_mapping(name: str, value: Any) -> Any:
         f"{name} is a mapping of names, and state.replace was given {type(value).__name__}: "
         f"state.replace({name}={{**state.{name}, name: value}})."
     )
+
+
+def _put_in_order(draft: Any) -> None:
+    """Bring parameters and buffers, which are known by their names, into the order of the model's."""
+    model = draft.model
+    for field, names in (("params", model.parameter_names), ("buffers", model.buffer_names)):
+        mapping = getattr(draft, field)
+        if len(mapping) == len(names) and tuple(mapping) != names and mapping.keys() == set(names):
+            setattr(draft, field, FrozenDict((name, mapping[name]) for name in names))
+
+
+def in_order(state: S) -> S:
+    """The State with parameters and buffers in the order of its model's, in which gradients come."""
+    draft = draft_of(state)
+    _put_in_order(draft)
+    draft.__class__ = state.__class__
+    return draft  # type: ignore[no-any-return]
 
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})

@@ -29,6 +29,7 @@ from tests.compiling import (
     Named,
     Parts,
     Recurrent,
+    Sometimes,
     Unused,
     assert_close,
     every_third,
@@ -112,6 +113,11 @@ CASES: dict[str, dict[str, Any]] = {
     "a partition": {"optimizer": PARTITION},
     "an optimizer of one's own": {"model": plain, "optimizer": SIGNS},
     "a parameter without a gradient": {"model": Unused, "watch": BATCHES},
+    "parameters with a gradient now and then": {
+        "model": Sometimes,
+        "data": batches((8, 5, 5, 8, 5), 1),
+        "optimizer": pl.optim.adam(lr=1e-2, amsgrad=True),
+    },
     "attention": {"model": Attention, "optimizer": pl.optim.sgd(lr=0.1), "watch": BATCHES},
     "results of evaluations": {
         "model": plain,
@@ -124,7 +130,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("AFTER_BACKWARD", "algorithms inside", "tied and frozen", "skipping")
+QUICK = (
+    "AFTER_BACKWARD",
+    "algorithms inside",
+    "parameters with a gradient now and then",
+    "tied and frozen",
+    "skipping",
+)
 
 
 @pytest.mark.parametrize("name", tiers(CASES, QUICK))

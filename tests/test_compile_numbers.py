@@ -86,12 +86,14 @@ LIVE: dict[str, Callable[[Any], Any]] = {
     ),
     "a scalar tensor": lambda t: torch.scalar_tensor(t.batch, dtype=torch.float64),
     "a tensor of a comparison": lambda t: torch.tensor(numpy.float64(2.0) < t.batch),
+    "a tensor in a transform": lambda t: torch.vmap(lambda x: x * torch.tensor(1 + t.elapsed))(SQUARE),
     # Another number.
     "a cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t.elapsed)),
     "Python's functions": lambda t: (
         math.exp(-t.batch) + math.sqrt(t.sample) + math.pow(0.9, t.batch) + math.hypot(t.batch, 3)
     ),
     "whole numbers of Python's": lambda t: math.comb(8, t.batch) + math.isqrt(t.sample) + math.floor(4 * t.elapsed),
+    "two of Python's": lambda t: math.modf(t.batch / 3)[0] + math.frexp(t.batch + 1)[1],
     "an option": lambda t: torch.tensor(math.isclose(t.batch, 2.1, rel_tol=0.1)),
     "NumPy's functions": lambda t: numpy.sin(t.batch) + numpy.minimum(t.batch, 2) + numpy.power(0.9, t.batch),
     "one of NumPy's": lambda t: numpy.float32(2) * t.batch + numpy.float64(0.5) ** t.batch,
@@ -100,6 +102,8 @@ LIVE: dict[str, Callable[[Any], Any]] = {
 CASES: dict[str, Callable[[Any], Any]] = {
     "a filled tensor, of whole numbers or not": lambda t: torch.full((2,), 2 ** (2 - t.batch)),
     "functions of NumPy's that give two": lambda t: sum(numpy.modf(t.batch / 3)) + numpy.divmod(t.batch, 2)[1],
+    "a tensor of a list with NumPy's": lambda t: torch.tensor([numpy.add(t.batch, 1), 2]),
+    "a complex tensor": lambda t: torch.tensor((1 + 1j) * t.batch).real,
     "a function along an array": lambda t: float(
         numpy.add(t.batch, numpy.ones(2)).sum() + numpy.add.reduce([t.batch, 1])
     ),
@@ -179,6 +183,23 @@ def test_a_number_that_stands_for_a_tensor_needs_no_other_graph() -> None:
     with record() as graphs:
         remembered(lambda t: torch.ones(2).half() * t.sample + torch.ones(2).clamp(max=t.batch), 12, compile=True)
     assert len([each for each in graphs if each.stretch == "step"]) == 1
+
+
+def test_numbers_of_numpy_that_are_remembered_need_no_other_graph() -> None:
+    @pl.algorithm(Event.AFTER_LOSS)
+    def remembers(state: pl.State) -> pl.State:
+        n = state.timestamp.batch
+        return state.remember("n", [numpy.exp(-0.1 * n), numpy.maximum(n, 2), numpy.float32(2) * n])
+
+    def kept(**options: Any) -> Any:
+        data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 12
+        settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+        return pl.run(pl.fit(nn.Linear(2, 1), data, algorithms=[remembers], **settings, **options)).algorithm_state["n"]
+
+    with record() as graphs:
+        found = kept(compile=True, watch={Event.EPOCH_END})
+    assert len([each for each in graphs if each.stretch == "step"]) <= 2  # the first has nothing to remember
+    assert [(type(each), each) for each in found] == [(type(each), each) for each in kept()]
 
 
 def test_other_threads_compute_as_ever_while_a_step_is_traced() -> None:

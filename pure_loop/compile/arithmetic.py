@@ -36,12 +36,21 @@ def arithmetic() -> Iterator[None]:
 def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for each in args:
-            if isinstance(each, Number):
-                return Number.of(each.host, partial(function, **decided(kwargs)), *args)
-        return function(*args, **kwargs)
+        number = next((each for each in args if isinstance(each, Number)), None)
+        if number is None:
+            return function(*args, **kwargs)
+        if function in _OF_TWO:
+            return tuple(Number.of(number.host, _nth(function, place), *args) for place in range(2))
+        return Number.of(number.host, partial(function, **decided(kwargs)), *args)
 
     return call
+
+
+_OF_TWO = frozenset({math.modf, math.frexp})
+
+
+def _nth(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    return lambda *args: function(*args)[place]
 
 
 class _Constructors(TorchFunctionMode):
@@ -86,7 +95,7 @@ def _filled(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor | 
     held[key] = number.value
     requires_grad = kwargs.pop("requires_grad", False)
     made = function(*decided(args), **decided(kwargs))
-    return made.fill_(_converted(number, made.dtype, made.device)).requires_grad_(requires_grad)  # type: ignore[no-any-return]
+    return _leaf(made.fill_(_converted(number, made.dtype, made.device)), requires_grad)
 
 
 def _of_data(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -101,13 +110,17 @@ def _of_data(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor |
     if dtype is None:
         dtype = _inferred(leaves) if like is None else like.dtype
     if dtype is None:
-        return None
+        return function(*decided(args), **decided(kwargs))  # type: ignore[no-any-return]
     if device is None:
         device = torch.get_default_device() if like is None else like.device
     made = torch.empty(len(leaves), dtype=dtype, device=device)
     for i, each in enumerate(leaves):
         made[i] = _converted(each, dtype, made.device) if isinstance(each, Number) else each
-    return made.reshape(shape).requires_grad_(kwargs.get("requires_grad", False))
+    return _leaf(made.reshape(shape), kwargs.get("requires_grad", False))
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.requires_grad_() if requires_grad else tensor  # inside torch.func's transforms nothing may ask
 
 
 def _leaves(data: Any) -> tuple[list[Any], tuple[int, ...]] | None:

@@ -7,6 +7,7 @@ nothing changed is never built again. What belongs to the batch may be of any ki
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import attrs
@@ -115,7 +116,8 @@ class Durable:
 
 
 def is_number(leaf: Any) -> bool:
-    return type(leaf) is int or type(leaf) is float
+    """Whether it is a number of Python's or NumPy's, and no truth value."""
+    return type(leaf) is int or type(leaf) is float or (isinstance(leaf, Real) and type(leaf).__module__ == "numpy")
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -161,6 +161,7 @@ class _Adam:
             init=rule.init,
             update=rule.update,
             overwrite=partial(rule.update, overwrite=True),
+            overwrites_mappings_only=True,
             takes_found_inf=True,
             lr=rule.lr,
             options=options,
@@ -324,8 +325,9 @@ class _Adam:
         from pure_loop.compile.kernels import ADAM  # torch's compiler takes seconds to import; here it is running
 
         counts = list(dict.fromkeys(steps))
+        place_of = {step: place for place, step in enumerate(counts)}  # to compare tensors would ask for their numbers
         lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
         options = (self.name, self.beta1, self.beta2, self.weight_decay, self.eps, self.maximize)
-        new = ADAM(*lists, counts, lr, list(map(counts.index, steps)), *options)
+        new = ADAM(*lists, counts, lr, [place_of[step] for step in steps], *options)
         for tensor, value in zip((*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs), new, strict=True):
             tensor.copy_(value)

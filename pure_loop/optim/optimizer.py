@@ -60,6 +60,8 @@ class Optimizer:
         lr: the learning rate at a timestamp, for whoever wants to log it.
         overwrite: the same as ``update``, for params and an opt_state that nobody else sees: it may write to their
             tensors. It gives the mapping of params itself where it did. None: such memory is copied as any other.
+        overwrites_mappings_only: whether all that ``overwrite`` writes to in an opt_state are tensors in mappings by
+            parameter. If not, an opt_state that holds others (a list, a number of steps) is copied as any other.
         takes_found_inf: whether ``overwrite`` takes ``found_inf=``, too: a float32 tensor of shape (1,) on the
             parameters' device, where each of them has a gradient. Where it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
@@ -87,6 +89,7 @@ class Optimizer:
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
     overwrite: Callable[..., tuple[Params, OptState]] | None = None
+    overwrites_mappings_only: bool = False
     takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False

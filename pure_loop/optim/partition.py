@@ -63,6 +63,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         init=rule.init,
         update=rule.update,
         overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
+        overwrites_mappings_only=all(part.overwrites_mappings_only for part in rule.parts.values()),
         takes_found_inf=all(part.takes_found_inf for part in rule.parts.values()),
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,

@@ -109,6 +109,7 @@ def sgd(
         init=rule.init,
         update=rule.update,
         overwrite=partial(rule.update, overwrite=True),
+        overwrites_mappings_only=True,
         takes_found_inf=not rule.dampening,  # else it notes on the host which averages have begun
         lr=rule.lr,
         options=options,
