@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("the pictures of the examples need matplotlib: pip install '.[plot]'") from error
 
 Series = Sequence[tuple[float, float]]
 

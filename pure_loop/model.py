@@ -235,13 +235,13 @@ class ModelDef:
         return f"ModelDef({name}: {len(self.parameter_names)} parameters, {len(self.buffer_names)} buffers)"
 
 
-_hooks_of, _grad_of = attrgetter("_backward_hooks"), attrgetter("grad")
+_marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
 
 
 def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
     """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient."""
-    tensors = leaves.values()
-    return any(map(_hooks_of, tensors)) or set(map(_grad_of, tensors)) != {None}
+    marks = list(map(_marks_of, leaves.values()))
+    return marks.count(_UNMARKED) != len(marks)
 
 
 class _Instance:

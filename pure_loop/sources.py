@@ -140,7 +140,8 @@ def _kind(loader: Any) -> type[Source]:
         return Iterated
     raise ArgumentTypeError(
         f"{name} is no dataloader: it can't be iterated over; give a DataLoader, a list of batches or an iterable of"
-        " batches (call a generator function: batches(), not batches)"
+        " batches (call a generator function: batches(), not batches, which makes those of one epoch; an object whose"
+        " __iter__ it is makes those of each)"
     )
 
 

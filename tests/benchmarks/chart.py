@@ -53,7 +53,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         ha="left",
     )
     figure.tight_layout(rect=(0, 0, 1, 0.99))
-    figure.savefig(path, dpi=110, facecolor="white")
+    figure.savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
     plt.close(figure)
 
 
