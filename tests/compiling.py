@@ -128,6 +128,23 @@ class Recurrent(nn.Module):
         return out
 
 
+class Steps(nn.Module):
+    """A recurrent layer over seven steps, an odd number."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer(2, 3)
+        out = (self.layer.proj_size or 3) * (1 + self.layer.bidirectional)
+        self.before, self.head = nn.Linear(4, 14), nn.Linear(out, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.layer.parameters()).dtype
+        sequence = self.before(x).reshape(len(x), 7, 2).to(dtype)
+        states, _ = self.layer(sequence if self.layer.batch_first else sequence.transpose(0, 1))
+        out: Tensor = self.head(states.mean(1 if self.layer.batch_first else 0).to(x.dtype))
+        return out
+
+
 def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tuple[Event, pl.State]]:
     with pl.random.seeded(3):
         module = model()

@@ -12,10 +12,11 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import record, trace
+from pure_loop.compile import record, recurrent, trace
 from pure_loop.errors import NonFiniteError
-from tests.compiling import assert_close, fit, several
+from tests.compiling import Steps, assert_close, fit, several
 from tests.models import CLASSES, FEATURES, batches, plain
+from tests.tiers import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,19 @@ def test_a_compiler_that_forgets_factors() -> None:
         "watch": {Event.FIT_END},
     }
     assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", tiers([nn.GRU, nn.LSTM], [nn.GRU]))
+def test_code_that_graphs_call(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "WRITTEN_OUT", 1)
+    monkeypatch.setattr(recurrent, "AT_ONCE", range(2, 3))
+
+    def steps() -> nn.Module:
+        return Steps(layer)
+
+    settings: dict[str, Any] = {"data": batches((8,), 1), "evaluators": batches((8,), 2)}
+    assert_close(fit(steps, compile=True, **settings), fit(steps, **settings), 1e-5)
 
 
 class Images(nn.Module):

@@ -32,7 +32,7 @@ except ImportError as error:
         f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
     ) from error
 
-__all__ = ["Connection", "connect", "differentiate"]
+__all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
 
 
 @attrs.frozen
@@ -211,21 +211,9 @@ def connect(
     Returns:
         What calls the forward and keeps the backward, the inputs that it takes, and the number of operations.
     """
-    placeholders = _inputs(joint)
-    count = len(placeholders) - len(connection.outputs)
-    for position, node in enumerate(placeholders):
-        # By their names the partitioner knows them.
-        name = f"primals_{position}" if position < count else f"tangents_{position - count}"
-        node.target = name
-        node._rename(name)
-    first, second = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=connection.results)
-    output = next(iter(reversed(first.graph.nodes)))
-    names = [node.name for node in _inputs(first)]
-    kept_nodes = list(output.args[0])[connection.results :]
-    from_inputs = [node for node in kept_nodes if node.op == "placeholder"]
-    computed = [node for node in kept_nodes if node.op != "placeholder"]
-    kept = [names.index(node.name) for node in from_inputs]
-    output.args = ([*list(output.args[0])[: connection.results], *computed],)
+    count = len(_inputs(joint)) - len(connection.outputs)
+    first, second, kept, order = halved(joint, count, connection.results)
+    names = [f"primals_{position}" for position in range(count)]
     taken = sorted({*drop_unused(first), *kept, *connection.inputs})
     first.recompile()
     before = {position: place for place, position in enumerate(taken)}
@@ -233,7 +221,6 @@ def connect(
     forward, strides = lower(first, False)
 
     # The order of what the second half takes is its partitioner's; ours is that of `save_for_backward`.
-    order = [node.name for node in [*from_inputs, *computed]]
     wanted = _inputs(second)
     if strides is not None:
         laid_out = dict(zip(order[len(kept) :], strides[connection.results :], strict=True))
@@ -252,8 +239,8 @@ def connect(
     backward, _ = lower(second, True)
     gradients = {place: number for number, place in enumerate(connection.inputs)}
     halves = _Halves(
-        forward=_choosing(forward, forward_takes),
-        backward=_choosing(backward, takes),
+        forward=choosing(forward, forward_takes),
+        backward=choosing(backward, takes),
         results=connection.results,
         plain=tuple(place for place in range(connection.results) if place not in connection.outputs),
         kept=tuple(before[place] for place in kept),
@@ -269,6 +256,34 @@ def connect(
     return halves, taken, operations
 
 
+def halved(joint: GraphModule, count: int, results: int) -> tuple[GraphModule, GraphModule, list[int], list[str]]:
+    """Cut a graph of forward and backward in two.
+
+    Args:
+        joint: takes inputs, and after them gradients by results; gives results, and after them gradients.
+        count: how many inputs there are; in the halves they are called ``primals_0`` and so on, the gradients by
+            results ``tangents_0`` and so on.
+        results: how many there are.
+
+    Returns:
+        The forward, which gives the results, and what it computes for the backward; the backward; which inputs that
+        takes; and the names of these, and of what is computed for it, in this order.
+    """
+    for position, node in enumerate(_inputs(joint)):
+        # By their names the partitioner knows them.
+        name = f"primals_{position}" if position < count else f"tangents_{position - count}"
+        node.target = name
+        node._rename(name)
+    first, second = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=results)
+    output = next(iter(reversed(first.graph.nodes)))
+    kept = list(output.args[0])[results:]
+    from_inputs = [node for node in kept if node.op == "placeholder"]
+    computed = [node for node in kept if node.op != "placeholder"]
+    output.args = ([*list(output.args[0])[:results], *computed],)
+    positions = [int(node.name.removeprefix("primals_")) for node in from_inputs]
+    return first, second, positions, [node.name for node in (*from_inputs, *computed)]
+
+
 def _inputs(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
@@ -279,7 +294,7 @@ def _restrided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
         return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
 
 
-def _choosing(
+def choosing(
     call: Callable[[list[Tensor]], Sequence[Any]], places: list[int]
 ) -> Callable[[list[Tensor]], Sequence[Any]]:
     """The call with these of the tensors that it is given."""

@@ -7,22 +7,18 @@ own, because torch's compiler (2.13) forgets the factor where it merges an addit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
-import torch._decomp.decompositions
 from torch import Tensor
 
 from pure_loop.compile.kernels import ADAM, NONFINITE
 
-__all__ = ["decompositions", "mended_rnns", "taken_apart"]
+__all__ = ["decompositions", "taken_apart"]
 
 _aten: Any = torch.ops.aten
-_torchs: Any = torch._decomp.decompositions
 _PREFIX = "aten::_foreach_"
 
 
@@ -139,50 +135,3 @@ def _corrections(step: Tensor, beta1: float, beta2: float, lr: Tensor) -> tuple[
     one = 1 - torch.exp(n * math.log(beta1)) if beta1 else torch.ones_like(n)
     two = 1 - torch.exp(n * math.log(beta2)) if beta2 else torch.ones_like(n)
     return lr / one, two.sqrt()
-
-
-@contextmanager
-def mended_rnns() -> Iterator[None]:
-    """Inside, recurrent layers are traced as they are trained: step by step of the sequence, and with their dropout.
-
-    What torch (2.11 to 2.13) takes them apart into has no dropout between the layers; and an LSTM of float32 on a CPU
-    becomes a kernel for inference, which keeps nothing for a backward, wherever its *input* needs no gradient.
-    """
-    stacked, select = _torchs._rnn_helper, _torchs.select_one_layer_lstm_function
-
-    def with_dropout(
-        sequence: Tensor,
-        hidden: Any,
-        parameters: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-        one_layer: Any,
-    ) -> Any:
-        directions, last = 1 + bidirectional, []
-        hidden, parameters = list(hidden), list(parameters)
-        if batch_first:
-            sequence = sequence.transpose(0, 1)
-        for layer in range(num_layers):
-            mine = slice(layer * directions, (layer + 1) * directions)
-            sequence, ends = stacked(
-                *(sequence, hidden[mine], parameters[mine], has_biases, 1, 0.0, train, bidirectional, False, one_layer)
-            )
-            last += ends
-            if train and dropout and layer < num_layers - 1:
-                sequence = torch.dropout(sequence, dropout, train)
-        return sequence.transpose(0, 1) if batch_first else sequence, last
-
-    def with_gradients(sequence: Tensor, hidden: Any, parameters: Any) -> Any:
-        if torch.is_grad_enabled() and any(each.requires_grad for each in chain(hidden, *parameters)):
-            return _torchs.one_layer_lstm
-        return select(sequence, hidden, parameters)
-
-    _torchs._rnn_helper, _torchs.select_one_layer_lstm_function = with_dropout, with_gradients
-    try:
-        yield
-    finally:
-        _torchs._rnn_helper, _torchs.select_one_layer_lstm_function = stacked, select

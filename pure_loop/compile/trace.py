@@ -28,9 +28,11 @@ from pure_loop.compile.interpreter import interpret, is_on
 from pure_loop.compile.layouts import channels_last, laid_out_like
 from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
 from pure_loop.compile.numbers import Env, Evaluate, Host
-from pure_loop.compile.operations import decompositions, mended_rnns, taken_apart
+from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.out_of_reach import out_of_reach
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
+from pure_loop.compile.recurrent import recurrent_layers
+from pure_loop.compile.repeated import Maker, Repeated
 from pure_loop.compile.replay import Recorders, Replaying
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
@@ -205,6 +207,7 @@ class Compiled:
         seconds: how long compiling took, in CPU time of this process and in wall-clock time.
         operations: how many there are in the graph.
         kernels: which of them are calls of an optimizer's kernel.
+        repeated: what it calls that was compiled apart; held here.
     """
 
     call: Callable[[list[Tensor]], Sequence[Any]]
@@ -217,6 +220,7 @@ class Compiled:
     seconds: float
     operations: int
     kernels: tuple[str, ...] = ()
+    repeated: Sequence[Repeated] = ()
 
 
 class _Scalar:
@@ -281,14 +285,16 @@ def _compile(
         outputs, places, connection = function(list(given))
         return outputs
 
+    steps = Maker(tracing.mode, lambda graph: _functional(graph, decompositions()))
     with enable_python_dispatcher(), tracing.mode:
-        with mended_rnns(), out_of_reach(), arithmetic(), traced_generators(tracing.host, tracing.drawing):
+        with recurrent_layers(steps), out_of_reach(), arithmetic(), traced_generators(tracing.host, tracing.drawing):
             raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
             whole = _functional(raw, {**decompositions(), **taken_apart()})
+    repeated = steps.compile(lambda graph, backward: _half(graph, backward)[0])
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
         call, taken, operations = connect(whole, connection, numbers, _half)
@@ -318,6 +324,7 @@ def _compile(
         seconds=time.perf_counter() - begin,
         operations=code.operations,
         kernels=() if pieces is None else pieces.described(),
+        repeated=repeated,
     )
 
 
