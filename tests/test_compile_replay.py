@@ -80,7 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# In the thorough tier alone: parts of what others do.
+# In the thorough tier alone: parts of what others do, or (a step that is left out) what a loss scale does, too.
 PARTS = {"plain", "several steps a call", "gradients seen", "skipping"}
 
 
