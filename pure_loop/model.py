@@ -241,7 +241,10 @@ _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
 def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
     """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient."""
     marks = list(map(_marks_of, leaves.values()))
-    return marks.count(_UNMARKED) != len(marks)
+    if marks.count(_UNMARKED) == len(marks):
+        return False
+    # A hook that was taken off again leaves an empty dict.
+    return any(hooks or gradient is not None for hooks, gradient in marks)
 
 
 class _Instance:

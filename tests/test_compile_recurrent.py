@@ -79,6 +79,25 @@ def test_code_is_let_go_of_with_the_stream() -> None:
     assert set(repeated._halves) == before
 
 
+def test_a_graph_that_was_kept_outlives_its_stream() -> None:
+    def kept(**options: Any) -> Any:
+        running = stream(partial(Steps, nn.GRU), watch={Event.AFTER_LOSS}, **options)
+        _, state = next(running)
+        running.close()
+        return state
+
+    compiled, eager = kept(compile=True), kept()
+    gc.collect()
+    fit(partial(Steps, nn.LSTM), compile=True, max_duration="1ba")  # in the place of what was let go of
+    other = stream(partial(Steps, nn.RNN), compile=True, watch={Event.BATCH_END})
+    next(other)
+    for state in (compiled, eager):
+        state.loss.backward()
+    for name, leaf in compiled.params.items():
+        torch.testing.assert_close(leaf.grad, eager.params[name].grad)
+    other.close()
+
+
 def test_a_second_derivative_is_refused_by_name() -> None:
     @pl.algorithm(Event.AFTER_LOSS)
     def penalty(state: pl.State) -> pl.State:

@@ -131,6 +131,7 @@ class _Halves:
         tangents: which gradients by outputs the backward takes, with the layout that it takes for granted.
         inputs: for each input, which gradient of the backward's is its own; None where there is none.
         reached: for each result that is differentiated, the inputs that its graph leads to.
+        held: what the machine code calls: it lasts as long as a graph of autograd that somebody has kept.
     """
 
     forward: Callable[[list[Tensor]], Sequence[Any]]
@@ -142,6 +143,7 @@ class _Halves:
     tangents: tuple[tuple[int, _Layout], ...]
     inputs: tuple[int | None, ...]
     reached: dict[int, frozenset[int]]
+    held: Sequence[Any]
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
         given = tuple(tensors)
@@ -197,7 +199,7 @@ def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 def connect(
-    joint: GraphModule, connection: Connection, numbers: range, lower: Lower
+    joint: GraphModule, connection: Connection, numbers: range, lower: Lower, held: Sequence[Any]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Any]], list[int], int]:
     """Cut a graph of forward and backward in two, and compile both.
 
@@ -207,6 +209,7 @@ def connect(
         connection: which of these are which.
         numbers: which inputs are numbers of the step.
         lower: compiles a graph.
+        held: what the graph calls.
 
     Returns:
         What calls the forward and keeps the backward, the inputs that it takes, and the number of operations.
@@ -251,6 +254,7 @@ def connect(
             output: frozenset(before[place] for place in found if place in before)
             for output, found in zip(connection.outputs, connection.reached, strict=True)
         },
+        held=held,
     )
     operations = sum(node.op == "call_function" for half in (first, second) for node in half.graph.nodes)
     return halves, taken, operations

@@ -297,7 +297,7 @@ def _compile(
     repeated = steps.compile(lambda graph, backward: _half(graph, backward)[0])
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
-        call, taken, operations = connect(whole, connection, numbers, _half)
+        call, taken, operations = connect(whole, connection, numbers, _half, repeated)
         code = _Code(call, taken, [], operations)
     else:
         code = _code(whole, places) if pieces is None else _joined(pieces)
