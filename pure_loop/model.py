@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,8 @@ class ModelDef:
         # While it is held, a recomputation may write to its buffers again, and never to those of a State.
         after = instance.read_buffers(buffers, copy=hold or held is not None)
         if hold:
-            params.holder = instance
+            # Not each in the other: a stream that is left meanwhile would keep its parameters until a collection.
+            params.holder, instance.params = instance, None
         elif held is None:
             self._idle.append(instance)
         return result, after
@@ -137,7 +139,7 @@ class ModelDef:
         """The graph of these leaves is gone: their instance is free for other calls."""
         instance = getattr(leaves, "holder", None)
         if instance is not None:
-            leaves.holder = None
+            leaves.holder, instance.params = None, instance.bound()
             self._idle.append(instance)
 
     def leaves(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
@@ -247,14 +249,20 @@ def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
     return any(hooks or gradient is not None for hooks, gradient in marks)
 
 
+def _nothing() -> None:
+    """Stands for a reference to the mapping that is bound, before there is one."""
+
+
 class _Instance:
     """A private module and the places where tensors go, found once.
 
     Attributes:
         places: how many references the module has to each parameter.
+        bound: gives the mapping whose tensors stand in the module, if it is alive.
+        params: that mapping, while no leaves hold this instance.
     """
 
-    __slots__ = ("_buffers", "_parameters", "module", "params", "places", "training")
+    __slots__ = ("_buffers", "_parameters", "bound", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
@@ -266,16 +274,17 @@ class _Instance:
             self.places[name] += 1 + stands_twice(tensors, key)
         self._buffers = list(_places(self.module, model.buffer_names, "_buffers"))
         self.params: FrozenDict[str, Tensor] | None = None
+        self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self.training: bool | None = None
 
     def bind(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], training: bool) -> None:
         if self.training is not training:
             self.module.train(training)
             self.training = training
-        if self.params is not params:
+        if self.bound() is not params:
             for name, tensors, key in self._parameters:
                 tensors[key] = params[name]
-            self.params = params
+            self.params, self.bound = params, ref(params)
         if self._buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))
@@ -288,7 +297,7 @@ class _Instance:
             placeholders = dict(skeleton.named_parameters())
             for name, tensors, key in self._parameters:
                 tensors[key] = placeholders[name]
-            self.params = None
+            self.params, self.bound = None, _nothing
 
     def read_buffers(self, before: FrozenDict[str, Tensor], *, copy: bool) -> FrozenDict[str, Tensor]:
         if not self._buffers:

@@ -98,6 +98,53 @@ def test_no_step_needs_the_garbage_collector() -> None:
     assert sum(found[1:]) == 0, f"objects in cycles, at every fifth batch: {found}"
 
 
+def constants_are_made() -> None:
+    """Small tensors that a first step makes, and that every later one uses."""
+    for _ in fit(max_duration="1ep"):
+        pass
+
+
+INSIDE_A_BATCH = [
+    *(Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+    *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+]
+
+
+@pytest.mark.parametrize("donate", ["auto", False])
+@pytest.mark.parametrize("last", INSIDE_A_BATCH, ids=lambda event: event.name)
+def test_a_stream_that_is_left_keeps_nothing(last: Event, donate: Any) -> None:
+    """Whoever breaks out of the loop, inside of a batch too, has the memory back at once."""
+    constants_are_made()
+    with without_collector():
+        for event, state in fit(donate=donate):
+            if event is last and state.timestamp.batch == 3:
+                break
+        del event, state
+        assert live_tensors()[0] == 0
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+def test_a_stream_that_an_error_ends_keeps_nothing(watch: Any) -> None:
+    constants_are_made()
+    calls: list[None] = []
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) == 7:
+            raise ArithmeticError
+        return functional.cross_entropy(outputs, batch)
+
+    with without_collector():
+        last = None
+        try:  # pytest.raises would keep the error, and with it the frames
+            for last in fit(loss=loss, watch=watch):  # noqa: B007 - the State is let go of afterwards
+                pass
+        except ArithmeticError:
+            del last
+        assert len(calls) == 7
+        assert live_tensors()[0] == 0
+
+
 WITH_A_GRAPH = {
     *(Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
 }
