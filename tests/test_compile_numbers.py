@@ -147,6 +147,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "copies": lambda t: copy.copy(t).batch + copy.deepcopy(t).batch,
 }
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+    del CASES["classes"]  # torch 2.11 reads the largest one out of the tensor, and that is refused
+
 
 def assert_as_in_eager_steps(functions: dict[str, Callable[[Any], Any]]) -> None:
     def all_of_them(t: Any) -> dict[str, Any]:
