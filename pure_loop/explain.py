@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from pure_loop import _words
+from pure_loop._calls import refuse_misfit
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.callback import Observer, observers
 from pure_loop.event import Event
@@ -39,7 +40,7 @@ def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
         file: where to; None: standard output.
 
     Raises:
-        TypeError: an argument that ``fit`` doesn't have, or that it lacks.
+        ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
         ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: as the call of ``fit`` would.
 
     >>> import torch, pure_loop as pl
@@ -60,6 +61,7 @@ def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
             AFTER_LOSS                    algorithm  penalty  (every 10 batches)
       ...
     """
+    refuse_misfit(fit, args, kwargs)
     bound = inspect.signature(fit).bind(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)

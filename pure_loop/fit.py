@@ -25,6 +25,7 @@ from pure_loop._arguments import (
     refuse_auto,
     refuse_no_optimizer,
 )
+from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
 from pure_loop._loading import loading, read_start, refuse_savers, saving, seed_of
 from pure_loop._start import (
@@ -79,6 +80,7 @@ class Prepared:
         return (loop.fit_2021 if self.order == "2021" else loop.fit)(self.state, self.fit)
 
 
+@teaching
 def fit(
     model_or_state: nn.Module | State,
     train_dataloader: Iterable[Any],

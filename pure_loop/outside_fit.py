@@ -10,6 +10,7 @@ from torch import nn
 
 from pure_loop import loop
 from pure_loop._arguments import read_watch
+from pure_loop._calls import teaching
 from pure_loop._compiling import evaluating
 from pure_loop._loading import refuse_idle_savers
 from pure_loop._start import any_state
@@ -33,6 +34,7 @@ from pure_loop.task import Task, has_loss_method, make_task
 __all__ = ["evaluate", "predict"]
 
 
+@teaching
 def evaluate(
     model_or_state: nn.Module | State,
     evaluators: Any,
@@ -93,6 +95,7 @@ def evaluate(
     )
 
 
+@teaching
 def predict(
     model_or_state: nn.Module | State,
     dataloader: Iterable[Any],

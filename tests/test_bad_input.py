@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, _calls
 from tests.refusals import DATA, SGD, TYPE, VALUE, Watched, fit, net, refused
 from tests.sameness import assert_same
 
@@ -70,6 +71,69 @@ def test_arguments_that_can_not_be_read_are_refused_before_any_data_is_drawn(
     data, held_out = Watched(DATA), Watched(DATA)
     refused(lambda: fit(data=data, **{"evaluators": held_out, name: value}), *kind, *says)
     assert data.drawn == held_out.drawn == 0
+
+
+CALLS = [
+    (lambda: fit(epochs=3), ["fit has no argument 'epochs'", 'write max_duration="3ep"']),
+    (lambda: fit(max_steps=500), ["fit has no argument 'max_steps'", 'write max_duration="500ba"']),
+    (lambda: fit(lr=1e-3), ["fit has no argument 'lr'", "write optimizer=pl.optim.adamw(lr=0.001)"]),
+    (
+        lambda: fit(batch_size=64),
+        ["no argument 'batch_size'", "DataLoader(dataset, batch_size=64)", "microbatch_size="],
+    ),
+    (lambda: fit(val_loader=DATA), ["no argument 'val_loader'", 'write evaluators={"val": dataloader}']),
+    (lambda: fit(microbatchsize=4), ["no argument 'microbatchsize'", "did you mean microbatch_size=?"]),
+    (lambda: fit(zork=4), ["no argument 'zork'", "it has model_or_state, train_dataloader, loss,"]),
+    (lambda: fit(train_dataloader=DATA), ["given train_dataloader twice", "leave one of them out"]),
+    (
+        lambda: pl.fit(net(), DATA, epochs=3),  # type: ignore[call-arg]
+        [
+            "fit has no argument 'epochs'",
+            "fit also needs optimizer: pl.fit(model, train_dataloader, optimizer=pl.optim",
+        ],
+    ),
+    (
+        lambda: pl.fit(net(), DATA),  # type: ignore[call-arg]
+        ["fit needs optimizer and max_duration", 'optimizer=pl.optim.adamw(lr=3e-4), max_duration="3ep", ...)'],
+    ),
+    (
+        lambda: pl.fit(net()),  # type: ignore[call-arg]
+        ["fit needs train_dataloader and optimizer and max_duration", "pl.fit(model, train_dataloader, optimizer="],
+    ),
+    (
+        lambda: pl.fit(model=net(), data=DATA, optimizer=SGD, max_duration=1),  # type: ignore[call-arg]
+        ["no argument 'model'", "write it first and without a name: pl.fit(model, train_dataloader, ...)", "'data'"],
+    ),
+    (
+        lambda: pl.fit(net(), DATA, nn.functional.mse_loss),  # type: ignore[misc, call-arg]
+        ["takes 2 arguments without their names", "was given 3", "loss=torch.nn.functional.cross_entropy"],
+    ),
+    (lambda: pl.explain(net(), DATA, epochs=3), ["fit has no argument 'epochs'", 'write max_duration="3ep"']),
+    (lambda: pl.evaluate(net()), ["evaluate needs evaluators", 'evaluators={"val": dataloader})']),  # type: ignore[call-arg]
+    (
+        lambda: pl.evaluate(net(), DATA, metrics=[]),  # type: ignore[call-arg]
+        ["evaluate has no argument 'metrics'", "pl.Evaluator(dataloader, metrics=[...])"],
+    ),
+    (
+        lambda: pl.predict(net(), DATA, max_duration=1),  # type: ignore[call-arg]
+        ["predict has no argument 'max_duration'", "it has model_or_state, dataloader, task,"],
+    ),
+    (lambda: pl.predict(net()), ["predict needs dataloader: pl.predict(model, dataloader)."]),  # type: ignore[call-arg]
+]
+
+
+@pytest.mark.parametrize(("call", "says"), CALLS, ids=range(len(CALLS)))
+def test_calls_with_other_arguments_say_what_to_write(call: Any, says: list[str]) -> None:
+    refused(call, *TYPE, *says)
+
+
+def test_names_of_other_libraries_stand_for_arguments_that_there_are() -> None:
+    functions = (pl.fit, pl.evaluate, pl.predict)
+    parameters = {each for function in functions for each in inspect.signature(function).parameters}
+    for names, parameter, text in _calls._NAMES_ELSEWHERE:
+        assert parameter in parameters
+        assert "{{" not in text.format(3, name="fit", call="")
+        assert parameter not in names.split()
 
 
 OPTIMIZERS = [
