@@ -16,7 +16,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
-from pure_loop.time import Time, TimeUnit
+from pure_loop.time import Time, TimeUnit, read_time
 
 __all__ = [
     "read_clip",
@@ -29,11 +29,13 @@ __all__ = [
 ]
 
 
+# In what either may be written.
+_OF_A_DURATION = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
+_OF_AN_ITERATION = (TimeUnit.EPOCH, TimeUnit.TOKEN)
+
+
 def read_duration(given: Any) -> Time:
-    try:
-        duration = Time.parse(given)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise type(error)(f"max_duration={given!r}: {error}") from None
+    duration = read_time(given, "max_duration", _OF_A_DURATION)
     if duration.unit is TimeUnit.DURATION:
         raise ArgumentError(f'max_duration={given!r} is a fraction of itself; write "3ep", "1000ba" or "90m".')
     return duration
@@ -44,11 +46,8 @@ def read_iteration_length(given: Any, duration: Time) -> Time | None:
         if duration.unit is TimeUnit.ITERATION:
             raise ArgumentError(f"max_duration={str(duration)!r} counts iterations, and iteration_length is not given.")
         return None
-    try:
-        length = Time.parse(given)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise type(error)(f"iteration_length={given!r}: {error}") from None
-    if length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or not length:
+    length = read_time(given, "iteration_length", _OF_AN_ITERATION)
+    if length.unit not in _OF_AN_ITERATION or not length:
         raise ArgumentError(
             f'iteration_length={given!r}: an iteration lasts epochs or tokens, such as "2ep" or "1e6tok".'
         )

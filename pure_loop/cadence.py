@@ -6,16 +6,16 @@ pure predicate ``State -> bool`` of your own: evaluators, algorithms and loggers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import attrs
 
 from pure_loop._signature import accepts, name_of
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, due, passed
+from pure_loop.time import Time, TimeUnit, due, passed, read_time
 
 __all__ = ["Cadence", "CadenceLike", "as_predicate", "every"]
 
@@ -70,12 +70,13 @@ def every(interval: str | int | Time) -> Cadence:
     return Cadence(Time.parse(interval))
 
 
-def as_predicate(cadence: CadenceLike | None, name: str) -> Predicate | None:
+def as_predicate(cadence: CadenceLike | None, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Predicate | None:
     """What a user wrote as a cadence, as a predicate.
 
     Args:
         cadence: a text, an int of epochs, a Time or a predicate; None stays None.
         name: the argument's name, for the error.
+        units: what the error offers to write it in.
 
     Raises:
         ArgumentTypeError: it is none of these.
@@ -84,12 +85,7 @@ def as_predicate(cadence: CadenceLike | None, name: str) -> Predicate | None:
     if cadence is None or isinstance(cadence, Cadence):
         return cadence
     if isinstance(cadence, str | int | Time):
-        try:
-            return every(cadence)
-        except ArgumentError as error:
-            raise type(error)(f"{name}={cadence!r}: {error}") from None
-        except ArgumentTypeError as error:
-            raise ArgumentTypeError(f"{name}={cadence!r}: {error}") from None
+        return Cadence(read_time(cadence, name, units))
     if callable(cadence):
         if not accepts(cadence, 1):
             raise ArgumentTypeError(

@@ -19,6 +19,9 @@ from pure_loop.time import Time, TimeUnit
 __all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators", "measure_loss", "refuse_empty"]
 
 
+_OF_AN_INTERVAL = tuple(unit for unit in TimeUnit if unit is not TimeUnit.ITERATION)
+
+
 def _positive(value: Any, name: str) -> int | None:
     if value is None:
         return None
@@ -63,7 +66,7 @@ class Evaluator:
         self.__attrs_init__(
             dataloader,
             metrics,
-            as_predicate(interval, "Evaluator interval"),
+            as_predicate(interval, "Evaluator interval", _OF_AN_INTERVAL),
             _positive(batches, "Evaluator batches"),
             _positive(microbatch_size, "Evaluator microbatch_size"),
         )
@@ -112,7 +115,7 @@ def bind_evaluators(
     """
     if eval_interval is None:
         raise ArgumentTypeError('eval_interval=None: write an interval such as "1ep"; 0 means never.')
-    default = as_predicate(eval_interval, "eval_interval")
+    default = as_predicate(eval_interval, "eval_interval", _OF_AN_INTERVAL)
     if evaluators is None:
         return ()
     if type(evaluators) in (list, tuple) and any(_is_data(each) for each in evaluators):

@@ -28,7 +28,7 @@ from pure_loop.event import Event
 if TYPE_CHECKING:
     from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed"]
+__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed", "read_time"]
 
 
 class TimeUnit(StrEnum):
@@ -49,11 +49,36 @@ _NUMBER = r"(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?
 _COUNT = rf"({_NUMBER})(ep|ba|sp|tok|iter|dur)"
 _CLOCK = rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?"
 _CLOCK_SECONDS = (86400, 3600, 60, 1)
-_FORMS = (
-    'write "2ep" (epochs), "10ba" (batches), "5000sp" (samples), "1e6tok" (tokens), "3iter" (iterations), '
-    '"0.5dur" (half of max_duration), or wall-clock time: "90s", "1.5s", "30m", "1h30m", "1d2h"; '
-    "an int counts epochs"
-)
+_EXAMPLES = {
+    TimeUnit.EPOCH: '"2ep" (epochs)',
+    TimeUnit.BATCH: '"10ba" (batches)',
+    TimeUnit.SAMPLE: '"5000sp" (samples)',
+    TimeUnit.TOKEN: '"1e6tok" (tokens)',
+    TimeUnit.ITERATION: '"3iter" (iterations)',
+    TimeUnit.DURATION: '"0.5dur" (half of max_duration)',
+    TimeUnit.SECOND: 'wall-clock time: "90s", "1.5s", "30m", "1h30m", "1d2h"',
+}
+
+
+def _forms(units: Iterable[TimeUnit]) -> str:
+    *others, last = (_EXAMPLES[unit] for unit in units)
+    return f"write {', '.join(others)}, or {last}; an int counts epochs"
+
+
+_FORMS = _forms(TimeUnit)
+
+# Words for units, as other programs and people write them; a plural's "s" is left out.
+_WORDS = {
+    **dict.fromkeys(("e", "epoch", "epoche"), "ep"),
+    **dict.fromkeys(("b", "batch", "batche", "step"), "ba"),
+    **dict.fromkeys(("sample", "example"), "sp"),
+    **dict.fromkeys(("t", "token"), "tok"),
+    "duration": "dur",
+    **dict.fromkeys(("d", "day"), "d"),
+    **dict.fromkeys(("h", "hour", "hr"), "h"),
+    **dict.fromkeys(("m", "minute", "min"), "m"),
+    **dict.fromkeys(("s", "second", "sec"), "s"),
+}
 
 
 @attrs.frozen(init=False, repr=False, order=False)
@@ -195,7 +220,50 @@ def _from_text(text: str) -> tuple[int | float, TimeUnit]:
     except OverflowError:
         pass
     reason = " a time is not negative;" if stripped.startswith("-") else ""
-    raise TimeFormatError(f"can't read {text!r} as a time:{reason} {_FORMS}")
+    raise TimeFormatError(f"can't read {text!r} as a time{_guess(text, TimeUnit)}:{reason} {_FORMS}")
+
+
+def _guess(text: str, units: Iterable[TimeUnit]) -> str:
+    meant = _meant(text.strip())
+    return "" if meant is None or Time(meant).unit not in units else f' (did you mean "{meant}"?)'
+
+
+def _meant(text: str) -> str | None:
+    """The time that was probably meant, such as "3ep" by "3 epochs"."""
+    close = re.sub(r"\s+", "", text.lower())
+    if re.fullmatch(_NUMBER, close):
+        close += "ep"
+    close = re.sub(rf"({_NUMBER})([a-z]+)", _in_our_units, close)
+    if re.fullmatch(_COUNT, close) is None and re.fullmatch(_CLOCK, close) is None:
+        return None
+    if not close or close == text:
+        return None
+    try:
+        Time(close)
+    except TimeFormatError:
+        return None
+    return close
+
+
+def _in_our_units(found: re.Match[str]) -> str:
+    number, word = found.groups()
+    one = word.removesuffix("s") if len(word) > 2 else word
+    return number + _WORDS.get(one, one)
+
+
+def read_time(given: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
+    """The time that the argument ``name`` means.
+
+    Raises:
+        TimeFormatError, ArgumentTypeError: it is none; names the argument, and offers these units alone.
+    """
+    try:
+        return Time.parse(given)
+    except (ArgumentError, ArgumentTypeError) as error:
+        said = str(error).replace(_FORMS, _forms(units))
+        if isinstance(given, str):
+            said = said.replace(_guess(given, TimeUnit), _guess(given, units))
+        raise type(error)(f"{name}={given!r}: {said}") from None
 
 
 def _whole_only(unit: TimeUnit) -> str:

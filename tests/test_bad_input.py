@@ -27,8 +27,17 @@ def arguments() -> Iterator[Any]:
         yield "precision", precision, VALUE, [f"precision={precision!r}", "'amp_bf16'", "'amp_fp16'", "'fp32'"]
     unreadable = (pl.TimeFormatError, ValueError)
     for text in ("", " ", "3", "3 epochs", "1.5ep", "ep", "-1ep", "1ba2ep", "nanep", "2weeks"):
-        for name in ("max_duration", "eval_interval", "iteration_length"):
+        for name in ("max_duration", "eval_interval"):
             yield name, text, unreadable, [f"{name}={text!r}", '"2ep"', '"10ba"', '"1h30m"']
+        yield "iteration_length", text, unreadable, [f"iteration_length={text!r}", '"2ep" (epochs), or "1e6tok"']
+    for text, meant in (
+        ("3 epochs", "3ep"),
+        ("100 steps", "100ba"),
+        ("5 min", "5m"),
+        ("1 hour 30 min", "1h30m"),
+        ("0.5 dur", "0.5dur"),
+    ):
+        yield "eval_interval", text, unreadable, [f'can\'t read {text!r} as a time (did you mean "{meant}"?)']
     yield "max_duration", -1, unreadable, ["max_duration=-1", "not negative"]
     for other in (1.5, True, None, [1]):
         yield "max_duration", other, TYPE, [f"max_duration={other!r}", '"2ep"']
@@ -71,6 +80,23 @@ def test_arguments_that_can_not_be_read_are_refused_before_any_data_is_drawn(
     data, held_out = Watched(DATA), Watched(DATA)
     refused(lambda: fit(data=data, **{"evaluators": held_out, name: value}), *kind, *says)
     assert data.drawn == held_out.drawn == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "refused_there"),
+    [
+        ("max_duration", "soon", ['"0.5dur"']),
+        ("max_duration", "0.5 dur", ["dur"]),
+        ("eval_interval", "often", ["iter"]),
+        ("iteration_length", "long", ["dur", "ba", "sp", "iter", "90s"]),
+        ("iteration_length", "10 batches", ["10ba"]),
+    ],
+)
+def test_what_would_be_refused_is_not_offered(name: str, text: str, refused_there: list[str]) -> None:
+    with pytest.raises(pl.TimeFormatError) as caught:
+        fit(**{name: text})
+    said = str(caught.value).replace(name, "").replace(text, "").replace("half of max_duration", "")
+    assert not [each for each in refused_there if f'"{each}' in said or f'{each}"' in said], said
 
 
 CALLS = [
