@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from itertools import count
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from pure_loop._batches import next_batch
+from pure_loop._notes import noting
 from pure_loop.data import map_tensors
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
@@ -38,8 +40,9 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
     branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
     metrics = evaluator.metrics
     accumulated: dict[str, Any] = {}
-    batches = evaluator.source.epoch(0)
-    try:
+    number = 0
+    about = noting(lambda: f"raised in evaluator {label!r}, batch {number}")
+    with closing(evaluator.source.epoch(0)) as batches, about:
         for number in count():
             ready = next_batch(branch, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
             if ready is None:
@@ -58,8 +61,6 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
                 if not (engine.padding or index >= len(pieces)):
                     accumulated = _measure(accumulated, metrics, branch, stages)
             branch = yield Event.EVAL_BATCH_END, branch
-    finally:
-        batches.close()
     accumulated = engine.measured(metrics or (), accumulated, branch)
     values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
     measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
@@ -95,8 +96,8 @@ def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator])
 def predict(state: State, stages: Stages, source: Source) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
     state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=state.position is None)
-    batches = source.epoch(0)
-    try:
+    number = 0
+    with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):
         for number in count():
             ready = next_batch(state, stages, source, next(batches, END), _untimed, Event.PREDICT_BATCH_START)
             if ready is None:
@@ -109,7 +110,5 @@ def predict(state: State, stages: Stages, source: Source) -> Script:
                 state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
             state = yield Event.PREDICT_AFTER_FORWARD, state
             state = yield Event.PREDICT_BATCH_END, state
-    finally:
-        batches.close()
     stages.engine.meet(state, Event.PREDICT_END)
     return (yield Event.PREDICT_END, outside_batch(state))

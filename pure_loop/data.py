@@ -57,15 +57,15 @@ def num_samples(batch: Any) -> int:
     if not sizes:
         raise DataError(
             f"can't count the samples of a batch of type {type(batch).__name__}: it holds no tensor or array of at "
-            "least one dimension in a tuple, list, mapping or registered class; give batches such as (inputs, targets)"
-            " or {'input_ids': ..., 'labels': ...}, or register your class with optree.register_pytree_node("
-            f"..., namespace={NAMESPACE!r})"
+            f"least one dimension in a tuple, list, mapping or registered class, but {describe(batch)}; give batches "
+            "such as (inputs, targets) or {'input_ids': ..., 'labels': ...}, or register your class with "
+            f"optree.register_pytree_node(..., namespace={NAMESPACE!r})"
         )
     raise DataError(
         "can't count the samples of a batch: its tensors have different first dimensions, "
         + ", ".join(f"{path}: {rows}" for path, rows in sizes)
-        + "; the first dimension of each must be the samples (what belongs to the batch as a whole goes in as a number,"
-        " a 0-d tensor, or with a first dimension of its own: x.expand(n, *x.shape))"
+        + f", in {describe(batch)}; the first dimension of each must be the samples (what belongs to the batch as a "
+        "whole goes in as a number, a 0-d tensor, or with a first dimension of its own: x.expand(n, *x.shape))"
     )
 
 
@@ -172,6 +172,34 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     children, _, build = node
     new = [map_tensors(function, child) for child in children]
     return value if all(a is b for a, b in zip(new, children, strict=True)) else build(new)
+
+
+def describe(value: Any) -> str:
+    """What a batch holds, for errors: shapes and types, no numbers.
+
+    >>> describe((torch.zeros(8, 3), {"label": torch.arange(8), "name": ["a"] * 8}))
+    "(tensor (8, 3) float32, {'label': tensor (8,) int64, 'name': 8 texts})"
+    """
+    if isinstance(value, Tensor) or _is_array(value):
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        return f"{kind} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if _is_strings(value):
+        return f"{len(value)} texts"
+    if isinstance(value, Mapping):
+        return (
+            f"{{{_some([f'{key!r}: {describe(child)}' for key, child in list(value.items())[:_SHOWN]], len(value))}}}"
+        )
+    if type(value) in (tuple, list):
+        inside = _some([describe(child) for child in value[:_SHOWN]], len(value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return "None" if value is None else type(value).__name__
+
+
+_SHOWN = 6
+
+
+def _some(shown: list[str], count: int) -> str:
+    return ", ".join(shown) + (f", ... {count - len(shown)} more" if count > len(shown) else "")
 
 
 def _flat_size(batch: Any) -> int:

@@ -393,7 +393,11 @@ def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
 
 def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[State, int, int] | None:
     """The State with the batch that was loaded, its samples and its tokens; None if there is none."""
-    ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+    try:
+        ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+    except DataError as error:
+        error.add_note(f"raised by batch {state.timestamp.batch} of train_dataloader")
+        raise
     if ready is None:
         return None
     whole, samples, tokens = ready

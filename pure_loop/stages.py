@@ -25,10 +25,11 @@ from pure_loop._finite import (
     nonfinite_error,
     total_loss,
 )
+from pure_loop._notes import noting
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import is_number
-from pure_loop.data import map_tensors
+from pure_loop.data import describe, map_tensors
 from pure_loop.donation import Donation
 from pure_loop.engine import ONE_RANK, Engine, writable
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
@@ -380,7 +381,8 @@ class Stages:
         seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
         params = self.engine.leaves(state, index=index, last=False)
-        with seeded(seed, state.device), GradMode(False), self._autocast(state):
+        about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
+        with about, seeded(seed, state.device), GradMode(False), self._autocast(state):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -421,7 +423,8 @@ class Stages:
             finally:
                 self._forget_casts()
         except Exception as error:
-            error.add_note(f"raised in the {stage} of batch {state.timestamp.batch}, microbatch {index}")
+            where = f"batch {state.timestamp.batch}, microbatch {index}"
+            error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
             raise
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:

@@ -7,14 +7,14 @@ By default a batch is ``(inputs, targets)``, the forward is ``model(inputs)`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 from torch import Tensor, nn
 
 from pure_loop._signature import accepts, name_of
-from pure_loop.data import num_samples, num_tokens, split
+from pure_loop.data import describe, num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
 __all__ = ["Task", "has_loss_method", "make_task"]
@@ -25,10 +25,17 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
     raise DataError(
-        f"a batch is a {type(batch).__name__}{size}, and by default a batch is (inputs, targets), to the forward "
-        "and to a function given as loss=. Say what to do with yours: task=pl.Task(forward=lambda model, batch: "
-        "model(batch['x']), loss=lambda outputs, batch: ...); to predict, the forward is enough."
+        f"a batch is a {type(batch).__name__}{size}, {describe(batch)}, and by default a batch is (inputs, targets), "
+        "to the forward and to a function given as loss=. Say what to do with yours: task=pl.Task(forward=lambda "
+        f"model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to predict, the forward is enough."
     )
+
+
+def _first_of(batch: Any) -> str:
+    """How the inputs of such a batch might be written."""
+    if isinstance(batch, Mapping) and batch:
+        return f"batch[{next(iter(batch))!r}]"
+    return "batch[0]" if isinstance(batch, tuple | list) and batch else "batch"
 
 
 _TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})

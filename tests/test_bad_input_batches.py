@@ -90,18 +90,60 @@ X = torch.randn(4, 4)
 Y = torch.zeros(4, dtype=torch.int64)
 
 BATCHES = [
-    (X, ["a batch is a Tensor of 4", "(inputs, targets)", "pl.Task(forward="]),
-    ((X, Y, Y), ["a batch is a tuple of 3", "(inputs, targets)", "pl.Task(forward="]),
-    ({"x": X}, ["a batch is a dict of 1", "pl.Task(forward="]),
-    ("text", ["can't count the samples", "type str"]),
+    (X, ["a batch is a Tensor of 4, tensor (4, 4) float32", "(inputs, targets)", "pl.Task(forward=", "model(batch)"]),
+    (
+        (X, Y, Y),
+        ["a batch is a tuple of 3", "tensor (4,) int64, tensor (4,) int64)", "pl.Task(forward=", "model(batch[0])"],
+    ),
+    ({"ids": X}, ["a batch is a dict of 1, {'ids': tensor (4, 4) float32}", "pl.Task(forward=", "model(batch['ids'])"]),
+    ("text", ["can't count the samples", "type str", "raised by batch 0 of train_dataloader"]),
+    (
+        (X[0, 0], 3),
+        ["can't count the samples", "type tuple", "but (tensor () float32, int)", "batch 0 of train_dataloader"],
+    ),
     ((X[:0], Y[:0]), ["batch 0"]),
-    ((X, Y[:3]), ["batch[0]: 4", "batch[1]: 3", "first dimension"]),
+    ((X, Y[:3]), ["batch[0]: 4", "batch[1]: 3, in (tensor (4, 4) float32, tensor (3,) int64)", "first dimension"]),
 ]
 
 
 @pytest.mark.parametrize(("batch", "says"), BATCHES)
 def test_batches_that_can_not_be_used(batch: Any, says: list[str]) -> None:
     breaks(fit(data=[batch]), pl.DataError, ValueError, *says)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["fit", "evaluate"])
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ((X, Y[:3]), ["batch[1]: 3, in (tensor (4, 4) float32, tensor (3,) int64)"]),
+        ({"x": X}, ["a batch is a dict of 1", "raised in the forward of microbatch 0, which is {'x': tensor (4, 4)"]),
+    ],
+)
+def test_a_batch_of_an_evaluator_that_can_not_be_used_names_it(alone: bool, bad: Any, says: list[str]) -> None:
+    evaluators = {"good": [(X, Y)], "held out": [(X, Y), bad]}
+    stream = (
+        pl.evaluate(net(), evaluators, loss=functional.cross_entropy)
+        if alone
+        else fit(evaluators=evaluators, max_duration="1ep")
+    )
+    breaks(stream, pl.DataError, ValueError, "raised in evaluator 'held out', batch 1", *says)
+
+
+def test_what_data_of_an_evaluator_raises_names_it() -> None:
+    def broken() -> Any:
+        yield X, Y
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError) as caught:
+        pl.run(fit(evaluators={"val": broken()}))
+    assert caught.value.__notes__ == ["raised in evaluator 'val', batch 1"]
+    with pytest.raises(RuntimeError) as stopped:
+        pl.run(pl.predict(net(), [(X, Y), (X[:, :3], Y)]))
+    which = "which is (tensor (4, 3) float32, tensor (4,) int64)"
+    assert stopped.value.__notes__ == [
+        f"raised in the forward of microbatch 0, {which}",
+        "raised in prediction, batch 1",
+    ]
 
 
 def test_a_batch_that_can_not_be_split_says_why() -> None:
@@ -173,4 +215,5 @@ def test_an_error_in_a_forward_or_a_loss_says_of_which_batch(stage: str) -> None
     options: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
     with pytest.raises(RuntimeError) as caught:
         pl.run(pl.fit(nn.Linear(2, 2), batches, max_duration="1ep", microbatch_size=2, **options))
-    assert caught.value.__notes__ == [f"raised in the {stage} of batch 2, microbatch 0"]
+    shapes = "(2, 3) float32, tensor (2,) int64" if stage == "forward" else "(2, 2) float32, tensor (2, 7) float32"
+    assert caught.value.__notes__ == [f"raised in the {stage} of batch 2, microbatch 0, which is (tensor {shapes})"]

@@ -1,0 +1,34 @@
+"""Notes on errors: who raised them, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["noting"]
+
+
+class noting:  # noqa: N801
+    """Where what is inside raises, the error is noted to say this of itself.
+
+    >>> try:
+    ...     with noting(lambda: "raised by batch 3"):
+    ...         raise ValueError("odd")
+    ... except ValueError as error:
+    ...     print(error.__notes__)
+    ['raised by batch 3']
+    """
+
+    __slots__ = ("_say",)
+
+    def __init__(self, say: Callable[[], str]) -> None:
+        self._say = say
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):  # not where a generator is closed, or somebody presses Ctrl-C
+            error.add_note(self._say())
