@@ -25,6 +25,7 @@ from pure_loop._finite import (
     nonfinite_error,
     total_loss,
 )
+from pure_loop._losses import check_loss, measured_loss
 from pure_loop._notes import noting
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
@@ -128,7 +129,7 @@ class Stages:
             return self._loss(state, training=True)
 
         loss, buffers = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
-        _check_loss(loss, state, "AFTER_LOSS")
+        check_loss(loss, state, "AFTER_LOSS", self.task)
         state.loss, state.buffers = loss, buffers
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
@@ -140,7 +141,7 @@ class Stages:
             LossError: the loss doesn't depend on any parameter.
             AlgorithmStructureError: the parameters are not those of the forward.
         """
-        _check_loss(state.loss, state, "BEFORE_BACKWARD")
+        check_loss(state.loss, state, "BEFORE_BACKWARD")
         taken = None
         if state._grads is not None and self.donation is not None:
             taken = self.donation.take_gradients(state)
@@ -396,7 +397,7 @@ class Stages:
     def validation_loss(self, state: State) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape ()."""
         with seeded(derive(state.seed, "validation loss"), state.device), GradMode(False), self._autocast(state):
-            return total_loss(self._loss(state, training=False)[0])
+            return measured_loss(self._loss(state, training=False)[0], self.task)
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor]]:
         """The loss, and the buffers after it: a module's own loss may write to them."""
@@ -454,31 +455,6 @@ def _frozen(draft: Any, state: State) -> State:
     """A State again; nobody else has seen the draft."""
     draft.__class__ = state.__class__
     return draft  # type: ignore[no-any-return]
-
-
-def _check_loss(loss: Any, state: State, event: str) -> None:
-    if type(loss) is Tensor and not loss.ndim and loss.is_floating_point():
-        return
-    where = f"at {event} of batch {state.timestamp.batch}"
-    if isinstance(loss, dict):
-        if "total" not in loss:
-            raise LossError(f"the loss {where} is a dict with keys {sorted(map(str, loss))}; it needs the key 'total'.")
-        for key, part in loss.items():
-            if not isinstance(part, Tensor | int | float) or (isinstance(part, Tensor) and part.ndim):
-                what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                raise LossError(f"the part {key!r} of the loss {where} is {what}; write numbers or scalar tensors.")
-        loss = loss["total"]
-    if not isinstance(loss, Tensor):
-        raise LossError(
-            f"the loss {where} is {loss!r} of type {type(loss).__name__}; return a tensor of shape (), computed "
-            "from the outputs, or a dict of such with the key 'total'."
-        )
-    if loss.ndim != 0:
-        raise LossError(
-            f"the loss {where} has shape {tuple(loss.shape)}; a loss is one number: return its mean, loss.mean()."
-        )
-    if not loss.is_floating_point():
-        raise LossError(f"the loss {where} has dtype {loss.dtype}, which can't be differentiated.")
 
 
 def _leaves_out_itself(optimizer: Optimizer, state: State) -> bool:

@@ -98,6 +98,15 @@ class Task:
         owner = type(self.loss.loss) if isinstance(self.loss.loss, nn.Module) else self.loss.loss
         return getattr(owner, "__module__", None) not in _TORCH_LOSSES
 
+    @property
+    def loss_in_words(self) -> str:
+        """Whose the loss is, for errors."""
+        if self.loss is None:
+            return "the model's loss(outputs, batch)"
+        if isinstance(self.loss, _OnTargets):
+            return f"{name_of(self.loss.loss)}(outputs, targets)"
+        return f"{name_of(self.loss)}(outputs, batch)"
+
     def weigh(self, batch: Any) -> float | Tensor:
         """How much a microbatch counts."""
         return self.samples(batch) if self.weight is None else self.weight(batch)

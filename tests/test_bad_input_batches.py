@@ -31,8 +31,8 @@ RUNNING_LOSSES = [
     (lambda loss, o, t: functional.cross_entropy(o, t, reduction="none"), ["shape (4,)", "loss.mean()"]),
     (lambda loss, o, t: loss[None], ["shape (1,)", "one number"]),
     (lambda loss, o, t: (o.argmax(1) == t).sum(), ["dtype torch.int64", "can't be differentiated"]),
-    (lambda loss, o, t: loss.item(), ["of type float", "return a tensor of shape ()"]),
-    (lambda loss, o, t: None, ["None of type NoneType"]),
+    (lambda loss, o, t: loss.item(), ["of type float", "return a tensor of shape ()", "without .item() or float()"]),
+    (lambda loss, o, t: None, ["None of type NoneType", "is a `return` missing?"]),
     (lambda loss, o, t: (loss, o), ["of type tuple", "a dict of such with the key 'total'"]),
     (lambda loss, o, t: {"main": loss}, ["keys ['main']", "needs the key 'total'"]),
     (lambda loss, o, t: {"total": loss[None]}, ["shape (1,)"]),
@@ -41,8 +41,48 @@ RUNNING_LOSSES = [
 
 @pytest.mark.parametrize(("make", "says"), RUNNING_LOSSES)
 def test_a_loss_is_one_number(make: Any, says: list[str]) -> None:
-    events = breaks(fit(loss=bad_loss(make)), pl.LossError, ValueError, "the loss at AFTER_LOSS of batch 1", *says)
+    first = "the loss at AFTER_LOSS of batch 1, which loss(outputs, targets) returned,"
+    events = breaks(fit(loss=bad_loss(make)), pl.LossError, ValueError, first, *says)
     assert events[-1] is Event.BEFORE_LOSS
+
+
+class NoLoss(nn.Linear):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch[0])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return None
+
+
+def nothing(outputs: Any, batch: Any) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "who"),
+    [
+        ({"loss": pl.Task(loss=nothing)}, "nothing(outputs, batch)"),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, "CrossEntropyLoss(outputs, targets)"),
+        ({"loss": None, "model": NoLoss(4, 3)}, "the model's loss(outputs, batch)"),
+    ],
+)
+def test_a_loss_that_is_none_says_whose_it_is(changes: dict[str, Any], who: str) -> None:
+    breaks(fit(**changes), pl.LossError, ValueError, f"the loss at AFTER_LOSS of batch 0, which {who} returned,")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda o, t: None, "is None of type NoneType"),
+        (lambda o, t: 0.5, "is 0.5 of type float"),
+        (lambda o, t: o.sum(1), "has shape (4,)"),
+        (lambda o, t: {"main": o.sum()}, "needs the key 'total'"),
+    ],
+)
+def test_a_loss_in_evaluation_is_one_number(make: Any, says: str) -> None:
+    stream = pl.evaluate(net(), {"val": [(X, Y)]}, loss=make)
+    who = "the loss in evaluation, which <lambda>(outputs, targets) returned,"
+    breaks(stream, pl.LossError, ValueError, who, says, "raised in evaluator 'val', batch 0")
 
 
 @pytest.mark.parametrize("make", [lambda loss, o, t: loss.detach(), lambda loss, o, t: torch.tensor(1.0)])

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loop._autograd import GradMode
 from pure_loop._finite import total_loss
+from pure_loop._losses import measured_loss
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group
@@ -270,7 +271,7 @@ class TracedStages(LoopStages):
 
     def validation_loss(self, state: State) -> Tensor:
         with GradMode(False), self._autocast(state), naming(self.tracing, "the loss in evaluation", ("forward", None)):
-            return total_loss(self._loss(state, training=False)[0])
+            return measured_loss(self._loss(state, training=False)[0], self.task)
 
     def _seeded(self, state: State, stage: str, index: int) -> Any:
         return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]

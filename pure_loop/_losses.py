@@ -1,0 +1,84 @@
+"""What a loss may be: a tensor of shape (), or a dict of such with the key ``total``; and errors about what is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pure_loop._finite import total_loss
+from pure_loop.errors import LossError
+from pure_loop.state import State
+from pure_loop.task import Task
+
+__all__ = ["check_loss", "loss_problem", "measured_loss"]
+
+
+def check_loss(loss: Any, state: State, event: str, task: Task | None = None) -> None:
+    """
+    Args:
+        loss: what is to be differentiated.
+        state: the one that has it.
+        event: when.
+        task: where it is the one that gave it.
+
+    Raises:
+        LossError: it is not a scalar tensor, nor a dict of scalars with the key ``total``.
+    """
+    if type(loss) is Tensor and not loss.ndim and loss.is_floating_point():
+        return
+    problem = loss_problem(loss)
+    if problem is not None:
+        by = "" if task is None else f", which {task.loss_in_words} returned,"
+        raise LossError(f"the loss at {event} of batch {state.timestamp.batch}{by} {problem}")
+
+
+def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
+    """What is wrong with a loss, and what to write instead; None where nothing is."""
+    if isinstance(loss, dict):
+        problem = _dict_problem(loss)
+        if problem is not None:
+            return problem
+        loss = loss["total"]
+    if loss is None:
+        return (
+            "is None of type NoneType; is a `return` missing? Return a tensor of shape (), computed from the outputs."
+        )
+    if isinstance(loss, int | float):
+        return (
+            f"is {loss!r} of type {type(loss).__name__}, which can't be differentiated; return a tensor of shape (), "
+            "computed from the outputs without .item() or float()."
+        )
+    if not isinstance(loss, Tensor):
+        return (
+            f"is of type {type(loss).__name__}; return a tensor of shape (), computed from the outputs, or a dict of "
+            "such with the key 'total'."
+        )
+    if loss.ndim != 0:
+        return f"has shape {tuple(loss.shape)}; a loss is one number: return its mean, loss.mean()."
+    if differentiated and not loss.is_floating_point():
+        return f"has dtype {loss.dtype}, which can't be differentiated."
+    return None
+
+
+def _dict_problem(losses: dict[Any, Any]) -> str | None:
+    if "total" not in losses:
+        return f"is a dict with keys {sorted(map(str, losses))}; it needs the key 'total'."
+    for key, part in losses.items():
+        if key != "total" and (not isinstance(part, Tensor | int | float) or (isinstance(part, Tensor) and part.ndim)):
+            what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
+    return None
+
+
+def measured_loss(loss: Any, task: Task) -> Tensor:
+    """The loss of an evaluation, which nobody differentiates.
+
+    Raises:
+        LossError: it is not one number.
+    """
+    if type(loss) is not Tensor or loss.ndim:
+        problem = loss_problem(loss, differentiated=False)
+        if problem is not None:
+            raise LossError(f"the loss in evaluation, which {task.loss_in_words} returned, {problem}")
+    return total_loss(loss)
