@@ -12,15 +12,19 @@ import optree
 import torch
 
 from pure_loop._consumer import gives_up
+from pure_loop._finite import total_loss
+from pure_loop._losses import loss_problem
 from pure_loop._parts import is_part, same_parts, shard_like
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
 from pure_loop.donation import ABOUT_TO_WRITE, Donation, drop_gradients
 from pure_loop.engine import are_large
-from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, PureLoopError
+from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model import ModelDef
+from pure_loop.precision import LossScale
 from pure_loop.state import NOT_READY, State, at_event, at_position, refuse_misfit
 from pure_loop.strict import Strict
 
@@ -92,7 +96,9 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
             if new is not state:
                 new = _check(new, state, handler.algorithm, event)
                 state = new
-    except PureLoopError:
+    except PureLoopError as error:
+        if f"algorithm {handler.algorithm!r}" not in str(error):
+            error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
         raise
     except Exception as error:
         error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
@@ -116,8 +122,9 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
         _refuse_type(new, cls, name, event)
     if new.event is not event:
         if new.event is not None:
+            other = new.event.name if isinstance(new.event, Event) else repr(new.event)
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} returned a State of {new.event.name}: it returned a State that it "
+                f"algorithm {name!r} at {event.name} returned a State of {other}: it returned a State that it "
                 "had kept, or changed state.event. Return state.replace(...) of the State it is given."
             )
         new = new.replace(event=event)
@@ -130,8 +137,12 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
     if new.model is not old.model:
         if event is not Event.INIT:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
+        if not isinstance(new.model, ModelDef):
+            what = f"to a {type(new.model).__name__}"
+            _refuse_field(f"model {what}", name, event, "it is the structure alone; write state.with_module(module)")
         refuse_misfit(new)
         return new  # type: ignore[no-any-return]
+    _refuse_ill_typed(new, old, name, event)
     if new.params is not old.params:
         if hasattr(old.params, "origin"):
             raise AlgorithmStructureError(
@@ -151,6 +162,48 @@ def _check(new: Any, old: State, name: str, event: Event) -> State:
         reference = FrozenDict((key, old.params[key]) for key in old.model.trainable)
         new = _same_tensors("grads", new, grads, reference, name, event)
     return new  # type: ignore[no-any-return]
+
+
+# What is needed to go on from these events.
+_NEEDED = {
+    **dict.fromkeys((Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH), "batch"),
+    **dict.fromkeys((Event.EVAL_BATCH_START, Event.PREDICT_BATCH_START), "batch"),
+    **dict.fromkeys((Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD), "microbatch"),
+}
+_OF_THE_LOSS = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH})
+_DIFFERENTIATED = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+
+
+def _refuse_ill_typed(new: State, old: State, name: str, event: Event) -> None:
+    """Refuse here what would be noticed further on, when nobody knows any more whose it is."""
+    if new.loss is not old.loss and event in _OF_THE_LOSS:
+        _refuse_loss(new, old, name, event)
+    needed = _NEEDED.get(event)
+    if needed is not None and getattr(new, needed) is None and getattr(old, needed) is not None:
+        _refuse_field(f"{needed} to None", name, event, "the step needs it")
+    if new.loss_scale is not old.loss_scale and not isinstance(new.loss_scale, LossScale | None):
+        what = f"loss_scale to a {type(new.loss_scale).__name__}"
+        _refuse_field(what, name, event, "precision='amp_fp16' brings a LossScale, and others None")
+    for field in ("skipped", "nonfinite"):
+        before, after = getattr(old, field), getattr(new, field)
+        if after is not before and before is not None and not isinstance(after, torch.Tensor):
+            _refuse_field(
+                f"{field} to a {type(after).__name__}", name, event, "it is a tensor, which the loop counts in"
+            )
+
+
+def _refuse_loss(new: State, old: State, name: str, event: Event) -> None:
+    if loss_problem(old.loss) is not None:  # that of a script which means something else by it
+        return
+    where = f"the loss that algorithm {name!r} returned at {event.name}, batch {old.timestamp.batch},"
+    problem = loss_problem(new.loss)
+    if problem is not None:
+        raise LossError(f"{where} {problem}")
+    if event in _DIFFERENTIATED and total_loss(old.loss).requires_grad and not total_loss(new.loss).requires_grad:
+        raise LossError(
+            f"{where} has no graph, so that nothing can be differentiated: compute it from state.loss without "
+            ".detach(), .item() or torch.no_grad(). To leave a step out, multiply grads by 0 at AFTER_TRAIN_BATCH."
+        )
 
 
 def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:

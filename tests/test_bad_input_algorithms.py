@@ -118,6 +118,13 @@ STRUCTURES = [
     (Event.BATCH_END, lambda s: s.replace(seed=9), ["changed seed", "pl.random.derive"]),
     (Event.BATCH_END, lambda s: s.replace(position=Event.INIT), ["position", "only the loop"]),
     (Event.BATCH_END, lambda s: s.replace(event=Event.INIT), ["returned a State of INIT"]),
+    (Event.BATCH_END, lambda s: s.replace(event="lunch"), ["returned a State of 'lunch'", "changed state.event"]),
+    (Event.INIT, lambda s: s.replace(model=net()), ["changed model to a Sequential", "state.with_module(module)"]),
+    (Event.BATCH_START, lambda s: s.replace(batch=None), ["changed batch to None", "the step needs it"]),
+    (Event.BEFORE_FORWARD, lambda s: s.replace(microbatch=None), ["changed microbatch to None"]),
+    (Event.BATCH_START, lambda s: s.replace(loss_scale=2.0), ["changed loss_scale to a float", "'amp_fp16'"]),
+    (Event.BATCH_END, lambda s: s.replace(skipped=1), ["changed skipped to a int", "a tensor"]),
+    (Event.BATCH_END, lambda s: s.replace(nonfinite=None), ["changed nonfinite to a NoneType", "a tensor"]),
     (Event.BATCH_END, lambda s: s.with_module(nn.Linear(4, 3)), ["changed model", "at INIT, with state.with_module"]),
 ]
 
@@ -198,3 +205,34 @@ def test_exceptions_of_algorithms_say_whose_they_are() -> None:
     with pytest.raises(KeyError) as caught:
         pl.run(fit(algorithms=[pl.Algorithm("mine", {Event.BATCH_END: identity}, init=broken)]))
     assert caught.value.__notes__ == ["raised by init of algorithm 'mine'"]
+
+
+def write_to_a_field(state: pl.State) -> pl.State:
+    state.loss = torch.tensor(1.0)  # type: ignore[misc]
+    return state
+
+
+def write_to_a_mapping(state: pl.State) -> pl.State:
+    state.params["more"] = torch.tensor(1.0)
+    return state
+
+
+OURS = [
+    (write_to_a_field, pl.FrozenStateError, AttributeError),
+    (write_to_a_mapping, pl.FrozenDictError, TypeError),
+    (lambda state: state.replace(metrics=3), pl.ArgumentTypeError, TypeError),
+    (lambda state: state.replace(losss=3), pl.ArgumentError, ValueError),
+    (lambda state: state.grads and state, pl.GradientsNotReadyError, RuntimeError),
+]
+
+
+@pytest.mark.parametrize(("handler", "error", "builtin"), OURS)
+def test_errors_of_ours_inside_algorithms_say_whose_they_are(handler: Any, error: Any, builtin: Any) -> None:
+    stream = fit(algorithms=[at(Event.BATCH_START, handler)])
+    breaks(stream, error, builtin, "raised by algorithm 'mine' at BATCH_START, batch 0")
+
+
+def test_errors_that_name_the_algorithm_say_it_once() -> None:
+    with pytest.raises(pl.AlgorithmReturnError) as caught:
+        pl.run(fit(algorithms=[at(Event.BATCH_START, lambda state: None)]))
+    assert not hasattr(caught.value, "__notes__")

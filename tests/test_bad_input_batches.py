@@ -113,11 +113,26 @@ def test_a_loss_that_reaches_no_parameter_is_an_error(changes: dict[str, Any], e
 
 @pytest.mark.parametrize("event", [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
 @pytest.mark.parametrize(
-    "make", [lambda loss: loss.expand(2), lambda loss: 3.0, lambda loss: None, lambda loss: {"main": loss}]
+    "make",
+    [
+        *(lambda loss: loss.expand(2), lambda loss: 3.0, lambda loss: None, lambda loss: {"main": loss}),
+        *(lambda loss: loss.detach(), lambda loss: loss.long(), lambda loss: {"total": loss.item()}),
+    ],
 )
 def test_a_loss_that_an_algorithm_spoils_is_an_error(event: Event, make: Any) -> None:
     spoil = at(event, lambda state: state.replace(loss=make(state.loss)))
-    breaks(fit(algorithms=[spoil]), pl.LossError, ValueError, "batch 0")
+    who = f"the loss that algorithm 'mine' returned at {event.name}, batch 0, "
+    events = breaks(fit(algorithms=[spoil]), pl.LossError, ValueError, who)
+    assert event not in events
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH])
+def test_a_loss_that_an_algorithm_spoils_after_the_backward_is_an_error(event: Event) -> None:
+    spoil = at(event, lambda state: state.replace(loss=1.0))
+    who = f"the loss that algorithm 'mine' returned at {event.name}, batch 0, is 1.0 of type float"
+    breaks(fit(algorithms=[spoil]), pl.LossError, ValueError, who)
+    kept = at(event, lambda state: state.replace(loss=state.loss.detach() + 1))
+    pl.run(fit(algorithms=[kept]))
 
 
 @pytest.mark.parametrize("make", [lambda grads: None])
