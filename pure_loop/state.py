@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop import _pytree
+from pure_loop._fields_elsewhere import Elsewhere, hint, places
 from pure_loop._records import Record, copier, drafter
 from pure_loop.errors import (
     ArgumentError,
@@ -145,6 +146,9 @@ class State(Record):
                 "are complete, unscaled and clipped are those of AFTER_TRAIN_BATCH."
             )
         return cast("FrozenDict[str, Tensor] | None", grads)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in object.__dir__(self) if name not in _ELSEWHERE or name in _names(type(self))]
 
     @classmethod
     def create(
@@ -406,8 +410,8 @@ def _names(cls: type) -> frozenset[str]:
 def _no_field(cls: type, name: str) -> str:
     names = ", ".join(public for _, public in _fields(cls))
     return (
-        f"{cls.__name__} has no field {name!r}; it has {names}. An algorithm's own memory goes into algorithm_state "
-        "(state.remember(name, memory)); more fields come by subclassing State."
+        f"{cls.__name__} has no field {name!r}{hint(name, _names(cls), _COUNTED)}; it has {names}. An algorithm's own "
+        "memory goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
     )
 
 
@@ -434,6 +438,11 @@ def _register(cls: type) -> None:
 
 
 _register(State)
+
+_COUNTED = tuple(field.name for field in attrs.fields(Timestamp))
+_ELSEWHERE = places((*_names(State), *vars(State)), _COUNTED)
+for _name, _place in _ELSEWHERE.items():
+    setattr(State, _name, Elsewhere(_name, _place))
 
 
 def refuse_misfit(state: State) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from torch import nn
 from torch.nn import functional
@@ -132,7 +134,48 @@ def test_mappings_of_a_state_are_not_written_to() -> None:
 def test_replace_knows_its_fields() -> None:
     state = pl.State.create(net())
     says = ("State has no field 'paramz'", "it has model, params,", "state.remember(name, memory)", "subclassing")
-    refused(lambda: state.replace(paramz=1), *VALUE, *says)
+    refused(lambda: state.replace(paramz=1), *VALUE, *says, "(did you mean 'params'?)")
+    refused(lambda: state.replace(losss=1), *VALUE, "no field 'losss' (did you mean 'loss'?)")
+    refused(lambda: state.replace(gradients={}), *VALUE, "no field 'gradients' (gradients are state.grads")
+    refused(lambda: state.replace(zork={}), *VALUE, "no field 'zork'; it has model")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("gradients", "gradients are state.grads"),
+        ("lr", "optimizer.lr(state.timestamp)"),
+        ("optimizer", "state.opt_state"),
+        ("epoch", "it is state.timestamp.epoch"),
+        ("global_step", "state.timestamp.batch"),
+        ("parameters", "state.params"),
+        ("accuracy", "state.metrics[label][name]"),
+    ],
+)
+def test_attributes_that_are_elsewhere_say_where(name: str, where: str) -> None:
+    state = pl.State.create(net())
+    with pytest.raises(AttributeError, match=re.escape(f"'State' object has no attribute '{name}': ")) as caught:
+        getattr(state, name)
+    assert where in str(caught.value)
+    assert not hasattr(state, name)
+    assert name not in dir(state)
+    refused(lambda: state.replace(**{name: 1}), *VALUE, f"no field {name!r} (", where)
+
+
+def test_fields_of_subclasses_may_have_these_names() -> None:
+    @attrs.frozen(eq=False, kw_only=True)
+    class Own(pl.State):
+        lr: float = 0.5
+
+    @attrs.frozen(eq=False, kw_only=True, slots=False)
+    class Loose(pl.State):
+        lr: float = 0.5
+
+    for cls in (Own, Loose):
+        state = cls.create(net())
+        assert state.lr == 0.5
+        assert state.replace(lr=0.25).lr == 0.25
+        assert "lr" in dir(state)
 
 
 def test_writing_in_place_is_found_by_strict() -> None:
