@@ -82,10 +82,16 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("checkpoint_dir save_dir save_folder output_dir", "autoresume", "autoresume=folder"),
     ("val_interval eval_every eval_steps val_check_interval", "eval_interval", 'eval_interval="1ep"'),
     ("verbose progress progress_bar", "model_or_state", "pl.progress(pl.{name}(...)) for a bar"),
+    ("learning_rate", "lr", "lr={}"),
+    ("beta1 beta2 b1 b2", "betas", "betas=(0.9, 0.999)"),
+    ("params parameters model", "lr", "nothing of it: fit gives an optimizer the parameters"),
     ("events", "watch", "watch={{pl.Event.BATCH_END}}"),
     ("torch_compile compiled", "compile", "compile=True"),
     ("hooks", "callbacks", "callbacks=[...]"),
 )
+
+# What is given at the place of an argument by who knows another library.
+_TWICE = {"lr": "; fit gives an optimizer the parameters: pl.optim.adamw(lr=3e-4)"}
 
 
 def teaching(function: Callable[P, T]) -> Callable[P, T]:
@@ -131,7 +137,7 @@ def _said(
             f"{len(args)}: write the names of the others, {_named_next(parameters)}."
         ]
     said = [
-        f"{name} was given {each} twice, at its place and by its name: leave one of them out."
+        f"{name} was given {each} twice, at its place and by its name: leave one of them out{_TWICE.get(each, '')}."
         for each in by_place[: len(args)]
         if each in kwargs
     ]

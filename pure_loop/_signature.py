@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["accepts", "name_of"]
+from pure_loop.errors import ArgumentTypeError
+
+__all__ = ["accepts", "name_of", "refuse_no_schedule"]
 
 
 def accepts(function: Callable[..., Any], count: int) -> bool:
@@ -31,3 +33,18 @@ def name_of(function: object) -> str:
     ('len', '<lambda>')
     """
     return getattr(function, "__name__", type(function).__name__)
+
+
+def refuse_no_schedule(where: str, given: Any) -> None:
+    """
+    Raises:
+        ArgumentTypeError: what was given can't be called with a timestamp, or is a class of schedules.
+    """
+    name = name_of(given)
+    if isinstance(given, type):
+        raise ArgumentTypeError(f"{where} is the class {name}; give a schedule: {name}(...).")
+    if not accepts(given, 1):
+        raise ArgumentTypeError(
+            f"{where} is the function {name}, which can't be called with one argument: it is asked as "
+            f"{name}(timestamp), and returns a number."
+        )

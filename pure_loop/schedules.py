@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pure_loop._signature import name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
@@ -93,7 +94,24 @@ def _length(value: str | int | Time) -> Time:
 
 
 def _as_schedule(value: Callable[[Timestamp], float] | float) -> Callable[[Timestamp], float]:
-    return value if callable(value) else constant(value)
+    if not callable(value):
+        return constant(value)
+    refuse_no_schedule("a schedule", value)
+    return value
+
+
+def _refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], Any]], timestamp: Timestamp) -> None:
+    """
+    Raises:
+        ArgumentTypeError: one of them gives no number; names it.
+    """
+    for schedule in schedules:
+        value = schedule(timestamp)
+        if not hasattr(value, "__float__"):
+            raise ArgumentTypeError(
+                f"the schedule {name_of(schedule)} gave {value!r} of type {type(value).__name__}: a schedule is a "
+                "function of the timestamp that returns a number"
+            )
 
 
 def _warmup(value: str | int | Time | None) -> Time | None:
@@ -220,7 +238,11 @@ class warmup(Schedule):
     schedule: Callable[[Timestamp], float] = attrs.field(default=constant(1.0), converter=_as_schedule)
 
     def __call__(self, timestamp: Timestamp) -> float:
-        return _tau(self.t, timestamp) * self.schedule(timestamp)
+        try:
+            return _tau(self.t, timestamp) * self.schedule(timestamp)
+        except TypeError:
+            _refuse_no_numbers((self.schedule,), timestamp)
+            raise
 
 
 @attrs.frozen
@@ -313,7 +335,7 @@ class step(Schedule):
 
 
 def _milestones(times: Iterable[str | int | Time]) -> tuple[Time, ...]:
-    if isinstance(times, str):
+    if isinstance(times, str) or not isinstance(times, Iterable):
         raise ArgumentTypeError(f"milestones must be several times, such as [{times!r}, ...], got {times!r}")
     return tuple(map(Time.parse, times))
 
@@ -365,7 +387,11 @@ class product(Schedule):
     factors: tuple[Callable[[Timestamp], float], ...] = attrs.field(converter=_factors)
 
     def __call__(self, timestamp: Timestamp) -> float:
-        return math.prod(factor(timestamp) for factor in self.factors)
+        try:
+            return math.prod(factor(timestamp) for factor in self.factors)
+        except TypeError:
+            _refuse_no_numbers(self.factors, timestamp)
+            raise
 
     def __repr__(self) -> str:
         return " * ".join(map(repr, self.factors))

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from pure_loop import schedules
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, adam, adamw, from_torch, optimizer, partition, sgd
@@ -43,6 +45,23 @@ def test_partition_teaches() -> None:
         (lambda: adamw(amsgrad=1), "amsgrad must be True or False"),  # type: ignore[arg-type]
         (lambda: adamw(lr="0.1"), "lr must be a number, got '0.1' of type str"),  # type: ignore[arg-type]
         (lambda: adamw(lr=True), "lr must be a number"),
+        (lambda: adamw(lr="1e-3"), r"write adamw\(lr=3e-4\), or a function of the timestamp"),  # type: ignore[arg-type]
+        (lambda: adamw(lr=None), "lr must be a number, got None of type NoneType"),  # type: ignore[arg-type]
+        (lambda: sgd(lr=torch.ones(2)), "lr must be a number, got .* of type Tensor"),  # type: ignore[arg-type]
+        (lambda: adamw(lr=schedules.cosine), r"lr is the class cosine; give a schedule: cosine\(\.\.\.\)"),  # type: ignore[arg-type]
+        (lambda: sgd(lr=lambda: 0.1), r"the function <lambda>, which can't .*: it is asked as <lambda>\(timestamp\)"),  # type: ignore[arg-type, misc]
+        (
+            lambda: adamw(torch.nn.Linear(1, 1).parameters()),  # type: ignore[arg-type]
+            r"adamw is given the parameters by fit: write adamw\(lr=3e-4\)",
+        ),
+        (lambda: sgd(torch.nn.Linear(1, 1)), "sgd is given the parameters by fit"),
+        (
+            lambda: adamw(torch.nn.Linear(1, 1).parameters(), lr=1e-3),  # type: ignore[misc, arg-type]
+            "adamw was given lr twice.*; fit gives an optimizer the parameters",
+        ),
+        (lambda: adamw(learning_rate=1e-3), "no argument 'learning_rate': write lr=0.001"),  # type: ignore[call-arg]
+        (lambda: adam(beta1=0.9), r"no argument 'beta1': write betas=\(0.9, 0.999\)"),  # type: ignore[call-arg]
+        (lambda: sgd(momentun=0.9), r"no argument 'momentun'; did you mean momentum=\?"),  # type: ignore[call-arg]
         (lambda: sgd(momentum=-0.5), "sgd: momentum must be"),
         (lambda: sgd(nesterov=True), "nesterov needs a momentum"),
         (lambda: sgd(momentum=0.9, dampening=0.1, nesterov=True), "no dampening"),
@@ -102,6 +121,27 @@ def test_a_schedule_that_gives_no_learning_rate_is_refused(opt: Optimizer) -> No
         ArgumentError, match=r"learning rate must be finite and at least 0; .* gave .* at Timestamp\(epoch=0"
     ):
         opt.update(params, opt.init(params), params, Timestamp())
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(2), "0.1", [0.1]])
+@pytest.mark.parametrize("make", [adamw, sgd, lambda lr: from_torch(torch.optim.Adagrad, lr=lr)])
+def test_a_schedule_that_gives_no_number_is_named(make: Any, value: Any) -> None:
+    def falling(timestamp: Timestamp) -> Any:
+        return value
+
+    opt = make(lr=falling)
+    params = FrozenDict(w=torch.zeros(2))
+    says = rf"(?s)the learning rate must be a number, and falling gave .* of type {type(value).__name__}"
+    with pytest.raises(ArgumentTypeError, match=says):
+        opt.update(params, opt.init(params), params, Timestamp())
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.1), np.float32(0.1), 1])
+def test_a_schedule_may_give_any_one_number(value: Any) -> None:
+    opt = sgd(lr=lambda timestamp: value)
+    params = FrozenDict(w=torch.ones(2))
+    new, _ = opt.update(params, opt.init(params), params, Timestamp())
+    torch.testing.assert_close(new["w"], torch.ones(2) * (1 - float(value)))
 
 
 @pytest.mark.parametrize("opt", [adamw(), sgd(momentum=0.9)], ids=["adamw", "sgd"])

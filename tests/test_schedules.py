@@ -235,6 +235,15 @@ def test_a_duration_of_nothing_is_over() -> None:
         (lambda: s.exponential("5ba", gamma=0.0), ArgumentError, "gamma"),
         (lambda: s.cosine_restarts("5ba", growth=0), ArgumentError, "growth"),
         (lambda: s.cosine_restarts("5ba", growth=1.5), ArgumentTypeError, "growth"),
+        (lambda: s.multistep(5), ArgumentTypeError, r"several times, such as \[5, ...\]"),
+        (lambda: s.warmup("1ba", s.linear), ArgumentTypeError, r"the class linear; give a schedule: linear\(...\)"),
+        (lambda: 0.5 * s.constant(1) * (lambda: 1.0), ArgumentTypeError, r"asked as <lambda>\(timestamp\)"),
+        (
+            lambda: (s.constant(1.0) * (lambda timestamp: None))(Timestamp()),
+            ArgumentTypeError,
+            "the schedule <lambda> gave None of type NoneType",
+        ),
+        (lambda: s.warmup("1ba", lambda t: None)(Timestamp()), ArgumentTypeError, "schedule <lambda> gave None"),
         (lambda: s.multistep("5ba"), ArgumentTypeError, r"several times, such as \['5ba', ...\]"),
     ],
 )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._autograd import GradMode
+from pure_loop._calls import teaching
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["adam", "adamw"]
 
 
+@teaching
 def adamw(
     lr: LearningRate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -93,6 +95,7 @@ def adamw(
     return _Adam.make("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
 
 
+@teaching
 def adam(
     lr: LearningRate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._cloning import clone_all
+from pure_loop._signature import name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 
@@ -122,8 +123,17 @@ def check_flag(where: str, name: str, value: object) -> bool:
 
 def as_schedule(where: str, lr: LearningRate) -> RateFunction:
     """A learning rate as a function of the timestamp."""
+    if isinstance(lr, torch.nn.Module | Iterable) and not isinstance(lr, str | Tensor):
+        raise ArgumentTypeError(f"{where} is given the parameters by fit: write {where}(lr=3e-4), without them.")
     if callable(lr):
+        refuse_no_schedule(f"{where}: lr", lr)
         return lr
+    if isinstance(lr, bool) or not isinstance(lr, int | float):
+        shown = repr(lr) if lr is None or isinstance(lr, str | bool | Tensor) else "an object"
+        raise ArgumentTypeError(
+            f"{where}: lr must be a number, got {shown} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
+            f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'
+        )
     from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick
 
     return constant(check_number(where, "lr", lr))
@@ -136,12 +146,29 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
         return traced(where, lr)  # type: ignore[no-any-return]
     value = lr(timestamp)
     if type(value) is not float:
-        value = float(value)
+        value = _as_rate(where, lr, value)
     if not 0.0 <= value < math.inf:
         raise ArgumentError(
-            f"{where}: the learning rate must be finite and at least 0; {lr!r} gave {value} at {timestamp!r}"
+            f"{where}: the learning rate must be finite and at least 0; {_shown(lr)} gave {value} at {timestamp!r}"
         )
     return value
+
+
+def _as_rate(where: str, lr: RateFunction, value: Any) -> float:
+    if not isinstance(value, str | bytes):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it
+            pass
+    raise ArgumentTypeError(
+        f"{where}: the learning rate must be a number, and {_shown(lr)} gave {value!r:.60} of type "
+        f"{type(value).__name__}: a schedule is a function of the timestamp that returns one float"
+    )
+
+
+def _shown(lr: RateFunction) -> str:
+    """A schedule of ours by what it does, and a function by its name."""
+    return repr(lr) if attrs.has(type(lr)) else name_of(lr)
 
 
 # Lists of tensors in the order of the parameters.

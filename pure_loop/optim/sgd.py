@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._autograd import GradMode
+from pure_loop._calls import teaching
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["sgd"]
 
 
+@teaching
 def sgd(
     lr: LearningRate = 1e-3,
     momentum: float = 0.0,

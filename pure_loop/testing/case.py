@@ -27,10 +27,16 @@ Fit: TypeAlias = Callable[..., Any]
 
 Pairs: TypeAlias = list[tuple[Event, State]]
 
-OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
-    "sgd": lambda: pl.optim.sgd(lr=0.05, momentum=0.9),
-    "adamw": lambda: pl.optim.adamw(lr=pl.schedules.linear(0.05, 0.01, "12ba")),
-}
+
+def _sgd() -> Optimizer:
+    return pl.optim.sgd(lr=0.05, momentum=0.9)
+
+
+def _adamw() -> Optimizer:
+    return pl.optim.adamw(lr=pl.schedules.linear(0.05, 0.01, "12ba"))
+
+
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
 """Optimizers of cases: one with a memory, and one that also has a schedule."""
 
 
