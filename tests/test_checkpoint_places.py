@@ -44,8 +44,26 @@ class TestPlaces:
             sameness.assert_same(pl.load(path, model=small()), state, anywhere)
         assert pl.latest(f"{anywhere}/deep") == path
         assert places.place(f"{anywhere}/deep").names() == ["x.safetensors"]
+        with pytest.raises(
+            CheckpointNotFoundError, match=rf"deep/y\.safetensors; {anywhere}/deep holds x\.safetensors, and"
+        ):
+            pl.load(f"{anywhere}/deep/y.safetensors", model=small())
+        with pytest.raises(CheckpointNotFoundError, match=f"there is no folder {anywhere}/other either"):
+            pl.load(f"{anywhere}/other/x.safetensors", model=small())
         with pytest.raises(CheckpointError, match="folder"):
             pl.load(f"{anywhere}/deep", model=small())
+
+    def test_of_many_files_those_with_names_like_it_are_named(self, tmp_path: Path) -> None:
+        for name in (*(f"{letter}.txt" for letter in "abcdefg"), "epoch10.safetensors", ".hidden"):
+            (tmp_path / name).touch()
+        says = r"holds epoch10\.safetensors, a\.txt, b\.txt, c\.txt, d\.txt and 3 more, and pl\.latest\("
+        with pytest.raises(CheckpointNotFoundError, match=says):
+            pl.load(tmp_path / "epoch1.safetensors", model=small())
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(CheckpointNotFoundError, match="empty is empty"):
+            pl.load(tmp_path / "empty" / "x.safetensors", model=small())
+        with pytest.raises(CheckpointError, match="x"):
+            pl.load(tmp_path / "a.txt" / "x.safetensors", model=small())
 
     def test_what_is_kept(self, anywhere: str) -> None:
         saver = CheckpointSaver(

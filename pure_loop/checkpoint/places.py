@@ -169,6 +169,32 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
+def _not_found(where: Place) -> CheckpointNotFoundError:
+    folder, _, name = where.path.rpartition("/" if "://" in where.path else os.sep)
+    said = f"there is no checkpoint at {where.path}{_instead(folder or os.curdir, name)}"
+    return CheckpointNotFoundError(errno.ENOENT, said, where.path)
+
+
+def _instead(folder: str, name: str) -> str:
+    """What the folder holds in place of a file, the names that are most like it first."""
+    try:
+        beside = place(folder)
+        names = sorted(each for each in beside.names() if not each.startswith("."))
+        if not names:
+            return f"; {folder} is empty" if beside.exists() else f"; there is no folder {folder} either"
+    except (CheckpointError, OSError):  # it can't be listed, or is a file
+        return ""
+    import difflib
+
+    like = difflib.get_close_matches(name, names, n=_SHOWN)
+    shown = [*like, *(each for each in names if each not in like)][:_SHOWN]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"; {folder} holds {', '.join(shown)}{more}, and pl.latest({folder!r}) finds its newest checkpoint"
+
+
+_SHOWN = 5
+
+
 @attrs.frozen
 class _Local:
     path: str
@@ -180,7 +206,7 @@ class _Local:
                 raise CheckpointError(f"{self.path} can't be read: it is a pipe.")
             return open(self.path, "rb", buffering=0)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
+            raise _not_found(self) from error
         except OSError as error:
             raise not_read(self.path, error) from error
 
@@ -326,7 +352,7 @@ class _Remote:
         try:
             return self.system.open(self.inside, "rb")  # type: ignore[no-any-return]
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {self.path}", self.path) from error
+            raise _not_found(self) from error
         except OSError as error:
             raise not_read(self.path, error) from error
 
