@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -106,6 +107,40 @@ def _halves_run(parallel, size):
         parallel=parallel,
     )
     return dict(pl.run(stream).params)
+
+
+def _written_to_in_place(parallel, size=None):
+    """Outputs of three dimensions, which a Linear gives as a view on a CPU, and a loss that writes to them."""
+
+    def loss(outputs, targets):
+        outputs += 1
+        return (outputs - targets).square().mean()
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    data = [(torch.randn(4, 5, 2).double(), torch.randn(4, 5, 2).double()) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        end = pl.run(
+            pl.fit(
+                model,
+                data,
+                loss=loss,
+                optimizer=pl.optim.sgd(lr=0.1),
+                max_duration="2ep",
+                microbatch_size=size,
+                parallel=parallel,
+            )
+        )
+        return {name: whole_of(tensor) for name, tensor in end.params.items()}
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_outputs_that_are_views_may_be_written_to_where_ranks_are_sharded(size):
+    alone = _written_to_in_place(None, size)
+    for found in pool(kind="shard").run(lambda rank: _written_to_in_place("shard", size)):
+        for name in alone:
+            torch.testing.assert_close(found[name], alone[name])
 
 
 def test_a_last_microbatch_that_leaves_a_parameter_out_still_exchanges_it():

@@ -280,9 +280,9 @@ class ShardEngine(JointEngine):
             else list(repeated_layers(module))
         )
         # Inner ones first.
-        for each in reversed(chosen):
+        for each in (*reversed(chosen), module):
+            each.register_forward_hook(_without_views)
             fully_shard(each, mesh=self._mesh)
-        fully_shard(module, mesh=self._mesh)
         module.to_empty(device=self.talk.device)
         self._module, self._model = module, model
         self._groups = [each for each in module.modules() if isinstance(each, FSDPModule)]
@@ -368,6 +368,33 @@ class ShardEngine(JointEngine):
         self._copied = no_parameters
         self._held, self._buffers, self._groups = {}, [], ()
         self._penalties, self._added_up = {}, 0
+
+
+class _Unviewed(torch.autograd.Function):
+    """The same memory as a tensor that is a view of no other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """A forward hook: what fully_shard waits for in a backward it would lose where a view is written to in place.
+
+    On a CPU the outputs of a Linear are a view as soon as there are more than two dimensions.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    from pure_loop.data import map_tensors
+
+    def apart(tensor: Tensor) -> Tensor:
+        return _Unviewed.apply(tensor) if tensor.requires_grad and tensor._base is not None else tensor  # type: ignore[no-untyped-call]
+
+    return map_tensors(apart, outputs)
 
 
 def _refuse_gradients(state: State) -> None:
