@@ -347,7 +347,6 @@ def test_it_finds_what_is_not_finite(grads: list[torch.Tensor], loss: float, lar
     assert [each._version for each in grads] == versions
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11's, of coalescing
 @pytest.mark.parametrize("many", [0, 2**18])
 def test_large_numbers_and_sparse_ones(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_LARGE", many)

@@ -68,6 +68,8 @@ class ShardEngine(JointEngine):
         if held is not None:
             self._mesh = held._spec.mesh
             return state
+        # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
+        _refuse_scalars(state)
         self._mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
         return self._in_parts(state)
 
@@ -85,17 +87,7 @@ class ShardEngine(JointEngine):
         return (Shard(0),) if self._mesh.ndim == 1 else (Replicate(), Shard(0))
 
     def _in_parts(self, state: State) -> State:
-        """A State of whole tensors as one of parts: parameters, and what is kept of each of them.
-
-        Raises:
-            ModelError: a parameter has no first dimension.
-        """
-        scalars = [name for name, tensor in state.params.items() if not tensor.ndim]
-        if scalars:
-            raise ModelError(
-                f"{type(state.model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
-                "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
-            )
+        """A State of whole tensors as one of parts: parameters, and what is kept of each of them."""
         shapes = {name: tensor.shape for name, tensor in state.params.items()}
 
         def split(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -395,6 +387,19 @@ def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
         return _Unviewed.apply(tensor) if tensor.requires_grad and tensor._base is not None else tensor  # type: ignore[no-untyped-call]
 
     return map_tensors(apart, outputs)
+
+
+def _refuse_scalars(state: State) -> None:
+    """
+    Raises:
+        ModelError: a parameter has no first dimension.
+    """
+    scalars = [name for name, tensor in state.params.items() if not tensor.ndim]
+    if scalars:
+        raise ModelError(
+            f"{type(state.model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
+            "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
+        )
 
 
 def _refuse_gradients(state: State) -> None:
