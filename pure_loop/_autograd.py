@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from pure_loop._cells import KINDS, cell_of, is_of
 from pure_loop.errors import ModelError
 
 # Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
@@ -58,34 +59,45 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
-    keeps = type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss)
-    tensor = _take_seed(loss, seed) if keeps else scalar_like(loss, seed)  # type: ignore[arg-type]
+    plain = type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss)
+    kept = _take_seed(loss, seed) if plain and loss.dtype in KINDS else None  # type: ignore[arg-type]
+    tensor = scalar_like(loss, seed) if kept is None else kept[0]
     engine: Any = _run_engine
     if engine is None:
         return torch.autograd.grad(loss, inputs, tensor, allow_unused=True)
     found: tuple[Any, ...] = engine(
         (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
-    if keeps and type(tensor) is Tensor:
+    if kept is not None:
         if len(_seeds) >= _MOST_SEEDS:
             _seeds.clear()
-        _seeds[seed, tensor.dtype] = tensor  # type: ignore[index]
+        _seeds[seed, tensor.dtype] = kept  # type: ignore[index]
     return found
 
 
 # Inside torch.func's transforms tensors are of another kind, and are not kept.
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
+# A tensor, what reads its number, and what that was.
+Seed: TypeAlias = tuple[Tensor, Any, float]
+
 # To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number and
 # dtype; of one that does another thread, or a backward inside of it, makes its own.
-_seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+_seeds: dict[tuple[float, torch.dtype], Seed] = {}
 _MOST_SEEDS = 64
 
 
-def _take_seed(loss: Tensor, number: float) -> Tensor:
+def _take_seed(loss: Tensor, number: float) -> Seed | None:
+    """A seed to be put back afterwards; None where none are kept."""
     kept = _seeds.pop((number, loss.dtype), None)
     # A hook is given it, too, and may have written to it.
-    return torch.full_like(loss, number) if kept is None or kept.item() != number else kept
+    if kept is not None and is_of(kept[1], kept[0]) and kept[1].value == kept[2]:
+        return kept
+    made = torch.full_like(loss, number)
+    if type(made) is not Tensor:
+        return None
+    cell = cell_of(made)
+    return made, cell, cell.value
 
 
 def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._cells import cell_of
 from pure_loop._cloning import clone_all
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
@@ -38,8 +39,8 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
-# Zeros that the kernel has left alone; who uses one takes it out meanwhile.
-_zeros: list[Tensor] = []
+# Zeros that the kernel has left alone, and their cells; who uses one takes it out meanwhile.
+_zeros: list[tuple[Tensor, Any]] = []
 
 
 _one_on_cpu = _one(torch.device("cpu"))
@@ -62,13 +63,14 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
 def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
     """The same as a bool, at once; for the CPU."""
     try:
-        found = _zeros.pop()
+        found, number = _zeros.pop()
     except IndexError:
-        found = torch.zeros(1)
+        found = torch.zeros(1, dtype=torch.float32)
+        number = cell_of(found)
     _look(fresh, found)
-    if found.item():
+    if number.value:
         return True
-    _zeros.append(found)
+    _zeros.append((found, number))
     return not math.isfinite(loss.item())
 
 

@@ -25,12 +25,15 @@ class Record:
     __slots__ = ("__weakref__",)
 
 
-def drafter(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def drafter(
+    cls: type, *, without: tuple[str, ...] = (), otherwise: Callable[[Any], Any] | None = None
+) -> Callable[[Any], Any]:
     """A function that copies a ``cls`` into a draft: assign to its fields, then set ``draft.__class__ = cls``.
 
     Args:
         cls: a frozen attrs class that derives from :class:`Record`, with ``weakref_slot=False``.
         without: fields that are None in the draft, whatever they are in the record.
+        otherwise: what drafts a record of another class; None: there are none.
 
     >>> @attrs.frozen(weakref_slot=False)
     ... class Point(Record):
@@ -42,7 +45,7 @@ def drafter(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[Any], Any]
     >>> draft
     Point(x=1, y=5)
     """
-    return _written(cls, without, ())
+    return _written(cls, without, (), otherwise=otherwise)
 
 
 def copier(cls: type, *changed: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -58,14 +61,23 @@ def copier(cls: type, *changed: str, without: tuple[str, ...] = ()) -> Callable[
     return _written(cls, without, changed, "    draft.__class__ = cls")
 
 
-def _written(cls: type, without: tuple[str, ...], changed: tuple[str, ...], *last: str) -> Callable[..., Any]:
-    lines = [f"def copy({', '.join(('record', *changed))}):", "    draft = new()"]
+def _written(
+    cls: type,
+    without: tuple[str, ...],
+    changed: tuple[str, ...],
+    *last: str,
+    otherwise: Callable[[Any], Any] | None = None,
+) -> Callable[..., Any]:
+    lines = [f"def copy({', '.join(('record', *changed))}):"]
+    if otherwise is not None:
+        lines.append("    if record.__class__ is not cls: return otherwise(record)")
+    lines.append("    draft = new()")
     for field in attrs.fields(cls):
         name = field.name
         value = name if name in changed else "None" if name in without else f"record.{name}"
         lines.append(f"    draft.{name} = {value}")
     # Calling the class takes less than object.__new__ of it, which looks at what it is given.
-    scope: dict[str, Any] = {"new": _draft_class(cls), "cls": cls}
+    scope: dict[str, Any] = {"new": _draft_class(cls), "cls": cls, "otherwise": otherwise}
     exec("\n".join([*lines, *last, "    return draft"]), scope)
     copy: Callable[..., Any] = scope["copy"]
     return copy

@@ -372,9 +372,9 @@ def draft_of(state: State) -> Any:
     return _drafts[type(state)](state)
 
 
-def fresh_draft_of(state: State) -> Any:
-    """A draft without an event: the driver gives it the one at which it is yielded, and needs no further copy."""
-    return _fresh_drafts[type(state)](state)
+# A draft without an event: the driver gives it the one at which it is yielded, and needs no further copy. There are
+# several a step, nearly all of State itself, so that this is one call.
+fresh_draft_of = drafter(State, without=("event",), otherwise=lambda state: _fresh_drafts[type(state)](state))
 
 
 def holding(state: S, **fields: Any) -> S:

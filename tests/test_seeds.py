@@ -27,13 +27,16 @@ def test_the_gradient_is_that_of_torch(number: float, dtype: torch.dtype) -> Non
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "write", [lambda x: x.mul_(2.0), lambda x: x.data.mul_(2.0), lambda x: x.share_memory_().mul_(2)]
+)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_a_hook_that_writes_to_it_spoils_no_later_backward(microbatch_size: int | None) -> None:
+def test_a_hook_that_writes_to_it_spoils_no_later_backward(microbatch_size: int | None, write: Any) -> None:
     """In-place writes to a gradient are bad manners, and a loop by hand stands them."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         total = (outputs - targets).square().mean()
-        total.register_hook(lambda gradient: gradient.mul_(2.0) and None)
+        total.register_hook(lambda gradient: write(gradient) and None)
         return total
 
     model, data = nn.Linear(3, 1), [(torch.ones(4, 3), torch.zeros(4, 1))] * 4
