@@ -93,7 +93,7 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
             return find_nonfinite(loss, clone_all(looked_at))
         # Sums are quick on a CPU; one of large numbers may overflow, too.
         if all(math.isfinite(each.item()) for each in (loss, *[each.sum() for each in looked_at])):
-            return torch.zeros(1)
+            return torch.zeros(1, dtype=torch.float32)
     # The largest element of each: it is NaN where one is.
     filled = [each for each in looked_at if each.numel()]
     numbers = [loss.detach(), *(torch._foreach_norm(filled, math.inf) if filled else ())]

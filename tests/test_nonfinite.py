@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, _finite
 from pure_loop.strict import same
 from tests.models import batches, mlp, plain
 from tests.sameness import assert_same, assert_same_stream, leaves
@@ -218,6 +218,19 @@ def test_on_a_device_skipping_is_the_same(kind: str, precision: str) -> None:
     for field in ("params", "opt_state"):
         assert_same(leaves(getattr(ends[BAD], field)), leaves(getattr(ends[BAD - 1], field)), field)
     ends[-1].check_finite()
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+def test_under_another_default_dtype_a_loop_trains_as_ever(monkeypatch: pytest.MonkeyPatch, nonfinite: str) -> None:
+    wanted = list(fit(nonfinite=nonfinite))
+    monkeypatch.setattr(_finite, "_zeros", [])
+    start = module()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = list(fit(start, nonfinite=nonfinite))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_stream(found, wanted, nonfinite)
 
 
 @pytest.mark.gpu
