@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -13,7 +15,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import record
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, CompileError, LossError
-from tests.compiling import BATCHES, INSIDE, Pair, assert_close, fit
+from tests.compiling import BATCHES, INSIDE, SHORT, Pair, assert_close, fit
 from tests.models import CLASSES, FEATURES, plain
 from tests.tiers import tiers
 
@@ -219,3 +221,74 @@ def test_a_backward_that_cannot_be_traced(event: Event) -> None:
     with pytest.raises(CompileError, match=r"the backward can't be compiled: .*reads a number"):
         fit(compile=True, **settings)
     assert_close(fit(compile="where possible", **settings), fit(**settings))
+
+
+class InFloat64(nn.Module):
+    """Computes its features under another default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with default_dtype(torch.float64):
+            weights = torch.linspace(0, 1, FEATURES)
+        out: Tensor = self.layer((x * weights).float())
+        return out
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def thirds(state: pl.State) -> pl.State:
+    with default_dtype(torch.float64):
+        return state.replace(loss=state.loss * ((state.loss.detach() * 100).long() / 3))
+
+
+@pl.algorithm(Event.BATCH_END)
+def for_good(state: pl.State) -> pl.State:
+    torch.set_default_dtype(torch.float64)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("the forward of InFloat64", {"model": InFloat64}),
+        ("algorithm 'thirds' at AFTER_LOSS", {"algorithms": [thirds]}),
+        ("algorithm 'for_good' at BATCH_END", {"algorithms": [for_good], "watch": {Event.EPOCH_END}}),
+    ],
+    ids=["a model", "an algorithm", "for good"],
+)
+def test_another_default_dtype_inside_a_graph_is_refused_or_runs_eagerly(what: str, options: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"model": plain, "watch": BATCHES, **options}
+    with default_dtype(torch.float32):
+        with pytest.raises(CompileError, match=f"{what} can't be compiled: .*another default dtype"):
+            fit(compile=True, **settings)
+        assert torch.get_default_dtype() is torch.float32
+        found = fit(compile="where possible", **settings)
+    with default_dtype(torch.float32):
+        assert_close(found, fit(**settings))
+
+
+def test_a_graph_is_of_the_default_dtype_that_it_was_made_under() -> None:
+    def doubled() -> nn.Module:
+        return plain().double()
+
+    data = [(x.double(), y) for x, y in SHORT["data"]]
+    with default_dtype(torch.float64):
+        settings: dict[str, Any] = {"model": doubled, "data": data, "algorithms": [numbers_in_float64]}
+        assert_close(fit(compile=True, **settings), fit(**settings), 1e-12)
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def numbers_in_float64(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * torch.linspace(0.1, 1, 3).prod() / torch.tensor(3.0))

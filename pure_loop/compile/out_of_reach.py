@@ -1,8 +1,9 @@
 """What code may not do while it is traced, because a graph would hold what came of it, and nobody would be told.
 
 Python's and NumPy's global generators give numbers, which a graph has for ever. torch's can be seeded, and its state
-taken and put back: that moves what eager code draws next, and no draw of a graph. Distributions look at their
-parameters, which is to read numbers out of tensors, so inside a trace they don't.
+taken and put back: that moves what eager code draws next, and no draw of a graph. The default dtype is no part of an
+operation: it is another one when a graph runs. Distributions look at their parameters, which is to read numbers out of
+tensors, so inside a trace they don't.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 
 from pure_loop.compile.replaced import replaced
 from pure_loop.random import seeds_hosts, tracer
 
-__all__ = ["OutOfReachError", "out_of_reach"]
+__all__ = ["DefaultDtypeError", "OutOfReachError", "out_of_reach"]
 
 _OF_TORCH = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state", "fork_rng")
 
@@ -29,10 +31,15 @@ class OutOfReachError(RuntimeError):
     """A call of this name, which draws from, seeds or reads a global generator."""
 
 
+class DefaultDtypeError(RuntimeError):
+    """An operation under another default dtype than that of the loop."""
+
+
 @contextmanager
 def out_of_reach() -> Iterator[None]:
     """Inside, such calls of a thread that traces are errors; other threads notice nothing."""
     with ExitStack() as stack:
+        stack.enter_context(_OneDefaultDtype())
         for name in _OF_TORCH:
             refusing = _refusing(f"torch.{name}", getattr(torch.random, name), _called_by_torch)
             for module in (torch.random, torch):
@@ -45,6 +52,19 @@ def out_of_reach() -> Iterator[None]:
                     stack.enter_context(replaced(module, name, refusing))
         stack.enter_context(replaced(Distribution, "_validate_args", _WhereNothingIsTraced(Distribution)))
         yield
+
+
+class _OneDefaultDtype(TorchFunctionMode):
+    """Operations are of the default dtype under which this was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dtype = torch.get_default_dtype()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.get_default_dtype() is not self._dtype:
+            raise DefaultDtypeError
+        return function(*args, **(kwargs or {}))
 
 
 def _hosts() -> Iterator[tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +30,7 @@ from pure_loop.compile.draws import Group
 from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError, TracedGenerator
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.mutation import written
-from pure_loop.compile.out_of_reach import OutOfReachError
+from pure_loop.compile.out_of_reach import DefaultDtypeError, OutOfReachError
 from pure_loop.compile.trace import Tracing
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
@@ -82,15 +83,23 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
 
     What it doesn't notice is an error, too: writing to memory that others read, which a graph has apart.
     """
-    last = tracing.mark()
+    last, of_another_dtype = tracing.mark(), False
     try:
-        yield
+        try:
+            yield
+        finally:
+            # The loop's own code follows, also after an error.
+            of_another_dtype = torch.get_default_dtype() is not tracing.default_dtype
+            if of_another_dtype:
+                torch.set_default_dtype(tracing.default_dtype)
     except PureLoopError:
         raise
     # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too. Others
     # are of code that wants a number of Python's, and is given one that stands for it.
     except (RuntimeError, TypeError, AttributeError) as error:
         raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
+    if of_another_dtype:
+        raise Untraceable(f"{what} can't be compiled: {_reason(DefaultDtypeError())}", part)
     if tracing.stray_draws(last):
         raise Untraceable(
             f"{what} can't be compiled: it draws from torch's global generator, so that no batch could be trained on "
@@ -113,16 +122,34 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
             )
 
 
+# What torch says of a tensor that has no numbers, and of a number that it can't take for one.
+_NUMBERLESS = ("_local_scalar_dense", "tracing tensor", "its data is not allocated yet")
+_TAKES_NO_NUMBER = re.compile(
+    r"PyList_Check\(arg\) INTERNAL ASSERT|got \([^)]*\bNumber\b"
+    r"|^(expand|(new_)?(zeros|ones|empty)|randn?)\(\) takes 1 positional argument but"
+)
+
+
 def _reason(error: BaseException) -> str:
     """What the tracer stumbled over, and what to write instead."""
     text, kind = str(error), type(error).__name__
-    if kind == "DataDependentOutputException" or "_local_scalar_dense" in text or "tracing tensor" in text:
+    if kind == "DataDependentOutputException" or any(each in text for each in _NUMBERLESS):
         return (
             "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
             f"and while a graph is made tensors have no numbers. {_NUMERIC}"
         )
     if isinstance(error, OutOfReachError):
         return f"it calls {text}, and a graph would hold for ever what came of it. {_DRAW}"
+    if isinstance(error, DefaultDtypeError):
+        return (
+            "it computes under another default dtype (torch.set_default_dtype), of which a graph knows nothing: say "
+            f"dtype=torch.float64 where a tensor is made, and .to(torch.float64) before integers meet; {WHERE_POSSIBLE}"
+        )
+    if _TAKES_NO_NUMBER.search(text):
+        return (
+            "it hands a number of the step to a function of torch's that takes Python's own there, as the first of "
+            f"several sizes: write int(number), or the sizes as one tuple; {WHERE_POSSIBLE}"
+        )
     if "numpy" in text:
         return f"it hands a tensor to NumPy, which a graph can't hold. {_NUMERIC}"
     if kind == "DynamicOutputShapeException":

@@ -77,6 +77,7 @@ class Tracing:
 
     def __init__(self, device: torch.device, recorders: Recorders) -> None:
         self.device = device
+        self.default_dtype = torch.get_default_dtype()
         self.recorders = recorders
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.host = Host(self.lift)
