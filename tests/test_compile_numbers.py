@@ -51,6 +51,12 @@ def put_in(t: Any) -> Tensor:
     return x
 
 
+def sums_of(x: Tensor, n: Any) -> Tensor:
+    y = x.clone()
+    y -= n
+    return torch.stack([x + n, n + x, x - n, n - x, torch.add(n, x), x.clone().add_(n), torch.rsub(x, n), y])
+
+
 def into_a_half(t: Any) -> Tensor:
     x = torch.full((4,), 0.001).half()
     x[:2].mul_(t.sample * 10000)
@@ -87,6 +93,15 @@ LIVE: dict[str, Callable[[Any], Any]] = {
     "a scalar tensor": lambda t: torch.scalar_tensor(t.batch, dtype=torch.float64),
     "a tensor of a comparison": lambda t: torch.tensor(numpy.float64(2.0) < t.batch),
     "a tensor in a transform": lambda t: torch.vmap(lambda x: x * torch.tensor(1 + t.elapsed))(SQUARE),
+    "a tensor in a derivative": lambda t: torch.func.grad(lambda x: (x * torch.full((3,), t.elapsed)).sum())(SQUARE),
+    # A tensor meets it in a transform.
+    "in a derivative": lambda t: torch.func.grad(lambda x: (x**2 * (1 + t.elapsed)).sum())(SQUARE),
+    "in a second derivative": lambda t: torch.func.jacrev(torch.func.grad(lambda x: (x**3 * t.batch).sum()))(SQUARE[1]),
+    "in derivatives of each row": lambda t: torch.vmap(torch.func.grad(lambda x: (x**2 * t.batch).sum()))(SQUARE),
+    "on the way back": lambda t: torch.func.vjp(lambda x: x.clone().mul_(t.batch), SQUARE)[1](SQUARE)[0],
+    # An operation, which takes it for a tensor.
+    "one of two bounds": lambda t: SQUARE.clamp(0, t.elapsed) + SQUARE.clip(max=t.batch, min=-1),
+    "a power of float64": lambda t: torch.float_power(SQUARE, t.elapsed / 3),
     # Another number.
     "a cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t.elapsed)),
     "Python's functions": lambda t: (
@@ -118,11 +133,17 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "a size": lambda t: torch.ones(1).expand(t.batch + 1).sum(),
     "a size among others": lambda t: SQUARE.reshape(3, t.batch * 0 + 3),
     "classes": lambda t: one_hot(WHOLE, t.batch + 8).sum(),
+    "a distance": lambda t: SQUARE.roll(t.batch, 0) + torch.roll(SQUARE, t.batch + 1),
+    "a dimension that is summed over": lambda t: SQUARE.sum(dim=t.batch % 2) + SQUARE.amax(t.batch % 2),
+    "how often": lambda t: SQUARE.repeat(t.batch + 1, 1).sum(),
+    "a window": lambda t: nn.functional.avg_pool1d(SQUARE[None], t.batch % 2 + 1).sum(),
+    "sizes in a tuple": lambda t: torch.ones((t.batch + 1, 2)).expand((t.batch + 1, 2)).sum(),
     "a list of pads": lambda t: nn.functional.pad(torch.ones(2), (t.batch, 0)).sum(),
     # A number that an operation takes as such.
     "a factor": lambda t: torch.add(NOTHING, torch.ones(()), alpha=t.batch),
     "a fill value": lambda t: torch.full((), t.elapsed),
     "a smoothing": lambda t: nn.functional.leaky_relu(-torch.ones(()), t.elapsed),
+    "a complex number": lambda t: (SQUARE * (1j * t.batch)).imag,
     "an exponent of a complex number": lambda t: (torch.zeros(1, dtype=torch.complex64) ** t.batch).real,
     # A number that stands for a tensor.
     "beside a half": lambda t: torch.tensor(0.001).half() * (t.sample * 10000),
@@ -130,6 +151,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "it by a half": lambda t: (t.batch + 1) * 100000 / torch.tensor(1000.0).half(),
     "beside a bfloat16": lambda t: torch.tensor(1.5).bfloat16() * (t.batch + 257),
     "into a half": into_a_half,
+    "sums of halves": lambda t: sums_of(SQUARE.half() / 7, t.batch + 0.77),
+    "sums of bfloat16": lambda t: sums_of(SQUARE.bfloat16() / 7, t.batch + 0.77),
+    "on the way from half to half": lambda t: torch.lerp(WHOLE.half() / 7, WHOLE.half(), t.batch / 7),
+    "more than eight bits": lambda t: WHOLE.to(torch.uint8) + (254 + t.batch) - 300 * t.batch,
+    "less than nothing": lambda t: torch.tensor(-t.batch, dtype=torch.uint8) + SQUARE.byte().clamp(max=-t.batch),
     "more than a half": lambda t: torch.tensor(0.1).half() == 0.1 + 0.0 * t.batch,
     "two halves": lambda t: torch.where(torch.tensor(True), torch.ones(2).half(), t.batch),
     "NumPy's, beside whole numbers": lambda t: WHOLE[:2] * (t.batch * numpy.float32(2)),
@@ -230,3 +256,55 @@ def test_what_takes_no_stand_in_runs_eagerly_where_possible() -> None:
         pl.errors.CompileError, match=r"'found' at AFTER_LOSS can't be compiled: .*manual_seed\(t\.batch\)"
     ):
         remembered(draws, compile=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda n: torch.tensor(n, dtype=torch.uint8),
+        lambda n: torch.full((2,), n, dtype=torch.uint8),
+        lambda n: SQUARE.byte().fill_(n),
+        lambda n: SQUARE.byte().masked_fill(SQUARE > 3, n),
+        lambda n: SQUARE.byte().clamp(max=n),
+        lambda n: torch.tensor(n << 62),
+        lambda n: WHOLE + (n << 63),
+    ],
+    ids=["a tensor", "filled", "filled in", "masked", "clamped", "large", "beside a tensor"],
+)
+def test_a_number_that_a_dtype_cannot_hold_is_an_error_where_it_is_one_in_eager_steps(function: Any) -> None:
+    """In the third batch, after two that go through the same graph."""
+    first = 254 if function(1).dtype is torch.uint8 else 0
+    for compiled in (False, True):
+        with pytest.raises((RuntimeError, OverflowError, ValueError), match=r"overflow|too big|Overflow") as caught:
+            remembered(lambda t: function(t.batch + first), compile=compiled)
+        assert "raised by algorithm 'found' at AFTER_LOSS, batch 2" in getattr(caught.value, "__notes__", ())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda n: NOTHING + 1 / n,
+        lambda n: NOTHING if 1 / n < 2 else NOTHING + 1,
+        lambda n: {"a number": 1 / n},
+    ],
+    ids=["beside a tensor", "decided by", "remembered"],
+)
+@pytest.mark.parametrize("compile", [False, True])
+def test_arithmetic_that_fails_in_a_later_batch_says_whose_it_is(function: Any, compile: bool) -> None:
+    def remember(state: pl.State) -> pl.State:
+        return state.remember("found", function(2 - state.timestamp.batch))
+
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+    settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    settings |= {"watch": {Event.BATCH_END}, "compile": compile}
+    algorithm = pl.Algorithm("found", {Event.AFTER_LOSS: remember}, init=lambda state: function(1))
+    with pytest.raises(ZeroDivisionError) as caught:
+        pl.run(pl.fit(nn.Linear(2, 1), data, algorithms=[algorithm], **settings))
+    assert caught.value.__notes__ == ["raised by algorithm 'found' at AFTER_LOSS, batch 2"]
+
+
+@pytest.mark.parametrize("function", [lambda n: torch.ones(n, 2), lambda n: NOTHING.expand(n, 2)])
+def test_a_number_that_torch_takes_for_all_sizes_is_refused_with_what_to_write(function: Any) -> None:
+    with pytest.raises(pl.errors.CompileError, match=r"'found' at AFTER_LOSS .*write int\(number\)"):
+        remembered(lambda t: function(t.batch + 1).sum(), compile=True)
+    remembered(lambda t: function(int(t.batch + 1)).sum(), compile=True)

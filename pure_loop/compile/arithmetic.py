@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loop.compile.numbers import Number, decided
+from pure_loop.compile.numbers import Number, decided, stands_for_elements
 from pure_loop.compile.replaced import replaced
 
 __all__ = ["arithmetic"]
@@ -62,6 +63,9 @@ class _Constructors(TorchFunctionMode):
             found = _filled(function, list(args), dict(kwargs))
         elif function in _OF_DATA:
             found = _of_data(function, list(args), dict(kwargs))
+        elif not isinstance(function, FunctionType) and not stands_for_elements(function):
+            # A size, or a dimension; what torch has in C++ takes nothing that stands for a number there.
+            args, kwargs = decided(tuple(args)), decided(dict(kwargs))
         return function(*args, **kwargs) if found is None else found
 
 
@@ -150,4 +154,4 @@ def _converted(number: Number, dtype: torch.dtype, device: torch.device) -> Tens
         number = Number.of(number.host, bool, number)
     elif not (dtype.is_floating_point or dtype.is_complex):
         number = Number.of(number.host, int, number)
-    return number.tensor(dtype, device)
+    return number.tensor(dtype, device, held=True)

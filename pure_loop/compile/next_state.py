@@ -9,7 +9,7 @@ import attrs
 import optree
 from torch import Tensor
 
-from pure_loop.compile.numbers import Env, Number
+from pure_loop.compile.numbers import Env, Number, named
 from pure_loop.compile.trees import Durable, tensors_of
 from pure_loop.state import State
 
@@ -131,7 +131,7 @@ def plan(
             ):
                 found = KEPT, slot
             elif isinstance(leaf, Number):
-                found = NUMBER, leaf.evaluate
+                found = NUMBER, named(leaf.where, leaf.evaluate)
             else:
                 found = PLAIN, leaf
             field.leaves.append(found)

@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.time import Timestamp
 
-__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp", "decided"]
+__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp", "decided", "named", "stands_for_elements"]
 
 
 @attrs.define
@@ -37,6 +38,19 @@ class Env:
 Evaluate: TypeAlias = Callable[[Env], Any]
 
 
+def named(where: str, evaluate: Evaluate) -> Evaluate:
+    """The same; what it raises says whose arithmetic it is."""
+
+    def value(env: Env) -> Any:
+        try:
+            return evaluate(env)
+        except Exception as error:
+            error.add_note(f"raised by {where}, batch {env.timestamps[1].batch}")
+            raise
+
+    return value
+
+
 @attrs.frozen
 class Guard:
     """A value that was decided on while tracing.
@@ -45,7 +59,7 @@ class Guard:
         evaluate: what it is in a step.
         value: what it was while tracing.
         sources: what it depends on: the names of fields, and the positions of leaves.
-        where: who asked for it.
+        where: who asked for it; whose number it is, where the loop itself did.
     """
 
     evaluate: Evaluate
@@ -54,7 +68,7 @@ class Guard:
     where: str
 
     def holds(self, env: Env) -> bool:
-        found = self.evaluate(env)
+        found = named(self.where, self.evaluate)(env)
         if type(found) is not type(self.value) or found != self.value:
             return False
         return bool(found) or str(found) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
@@ -75,10 +89,12 @@ class Host:
         self.where = "the loop"
         self.recording = False
 
-    def guard(self, evaluate: Evaluate, value: Any, sources: frozenset[Any]) -> Any:
+    def guard(self, number: Number) -> Any:
+        evaluate, sources = number.evaluate, number.sources
         if not any(each.sources == sources and each.evaluate is evaluate for each in self.guards):
-            self.guards.append(Guard(evaluate, value, sources, self.where))
-        return value
+            where = self.where if self.recording else number.where
+            self.guards.append(Guard(evaluate, number.value, sources, where))
+        return number.value
 
     @contextmanager
     def on_behalf_of(self, where: str) -> Iterator[None]:
@@ -155,7 +171,7 @@ def _hash(value: Any) -> int | None:
 class Number:
     """A number of this step, which is another one in the next."""
 
-    __slots__ = ("_kind_is_known", "evaluate", "host", "sources", "value")
+    __slots__ = ("_kind_is_known", "evaluate", "host", "sources", "value", "where")
 
     # NumPy's operators leave it to these then.
     __array_priority__ = 1.0
@@ -165,6 +181,7 @@ class Number:
         self.value = value
         self.evaluate = evaluate
         self.sources = sources
+        self.where = host.where
         self._kind_is_known = False
 
     @property  # type: ignore[misc]
@@ -185,17 +202,27 @@ class Number:
         sources: frozenset[Any] = frozenset().union(*(_sources(each) for each in given))
         parts = [_evaluator(each) for each in given]
         values = [_value(each) for each in given]
-        return cls(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+        made = cls(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+        if not host.recording:
+            made.where = next((each.where for each in given if isinstance(each, Number)), host.where)
+        return made
 
     def decide(self) -> Any:
         """Its value, on which the graph depends from here on."""
-        return self.host.guard(self.evaluate, self.value, self.sources)
+        return self.host.guard(self)
 
-    def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def tensor(self, dtype: torch.dtype, device: torch.device, *, held: bool = False) -> Tensor:
+        """A tensor of it.
+
+        Args:
+            held: whether one that an integer dtype can't hold is an error, and doesn't wrap around in it.
+        """
         if dtype.is_floating_point or dtype.is_complex:
-            return self.host.lift(dtype, self.evaluate, device)
-        # One that a small dtype can't hold wraps around in it, as beside a tensor in an eager step.
-        return self.host.lift(torch.int64, self.evaluate, device).to(dtype)
+            return self.host.lift(dtype, named(self.where, self.evaluate), device)
+        if dtype is torch.bool:
+            return self.host.lift(torch.int64, named(self.where, self.evaluate), device).to(dtype)
+        whole = Number.of(self.host, partial(_held, dtype if held else None), self)
+        return self.host.lift(torch.int64, named(self.where, whole.evaluate), device).to(dtype)
 
     @classmethod
     def __torch_function__(
@@ -203,20 +230,25 @@ class Number:
     ) -> Any:
         kwargs, name = kwargs or {}, function.__name__.strip("_")
         tensors = [tensor for each in (*args, *kwargs.values()) for tensor in _tensors_in(each)]
-        if name not in _OF_ELEMENTS or any(map(torch.is_complex, tensors)):
+        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, Number)]
+        imaginary = any(map(torch.is_complex, tensors)) or any(type(each.value) is complex for each in numbers)
+        if imaginary or not stands_for_elements(function):
             return function(*decided(args), **decided(kwargs))
         if name in ("rdiv", "rtruediv"):
             return args[0].reciprocal() * args[1]  # torch's own way, which rounds twice
         if name == "setitem":
             args = (args[0], decided(args[1]), *args[2:])
-        # Beside a half a number keeps its precision, and its range, until the result is rounded.
         narrow = _narrow(name, tensors)
         wide = {id(each): each.float() for each in tensors} if narrow is not None else {}
 
         def lift(each: Any) -> Any:
+            if name in ("clamp", "clip") and type(each) in (int, float):
+                each = Number.of(numbers[0].host, operator.pos, each)  # both bounds are tensors, or none is
             if isinstance(each, Number):
                 dtype = torch.float32 if wide else _dtype_beside(each, tensors)
-                return each.tensor(dtype, _device_beside(tensors))
+                # That function's own arithmetic is of float64, whatever it is given.
+                dtype = torch.float64 if name == "float_power" else dtype
+                return each.tensor(dtype, _device_beside(tensors), held=name in _HOLDING)
             return wide.get(id(each), each)
 
         given = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
@@ -301,7 +333,8 @@ _equal = _compared(operator.eq)
 
 # By name: operations of torch that compute in a wider type than they round to; those in which a number stands for a
 # tensor of that number; and the arguments by which they take it. Elsewhere a number is a size, a dimension, an index.
-_WIDE = frozenset({*("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv")})
+_SUMS = frozenset({"add", "sub", "subtract"})
+_WIDE = _SUMS | {"mul", "multiply", "div", "divide", "true_divide", "truediv", "lerp"}
 _PAIRS = _WIDE | {
     *("floor_divide", "floordiv", "remainder", "mod", "fmod", "pow", "float_power", "copysign", "maximum", "minimum"),
     *("eq", "ne", "not_equal", "lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal"),
@@ -315,7 +348,29 @@ _OF_ELEMENTS = frozenset(
     }
 )
 _OPERANDS = frozenset({"input", "self", "other", "exponent", "weight", "min", "max", "value"})
+# Those that refuse a number that the tensor's dtype can't hold. In others it wraps around.
+_HOLDING = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "masked_fill", "fill", "setitem"})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def stands_for_elements(function: Callable[..., Any]) -> bool:
+    """Whether a number that this operation of torch takes stands for a tensor of it."""
+    return getattr(function, "__name__", "").strip("_") in _OF_ELEMENTS
+
+
+def _held(dtype: torch.dtype | None, value: int) -> int:
+    """The number, if an integer dtype can hold it; None: if 64 bits can.
+
+    What is negative becomes a large one where there is no sign.
+    """
+    if dtype is None:
+        if not -(2**63) <= value < 2**64:
+            raise OverflowError("int too big to convert")
+    else:
+        info = torch.iinfo(dtype)
+        if not (info.min or -info.max) <= value <= info.max:
+            raise RuntimeError(f"value cannot be converted to type {info.dtype} without overflow")
+    return value
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -324,10 +379,14 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
-    """The dtype of a result that is computed in a wider one; None where it isn't."""
-    if len(tensors) != 1 or tensors[0].dtype not in _HALVES or name.removeprefix("r").removeprefix("i") not in _WIDE:
+    """The half that a result is rounded to, beside which a number keeps its precision and its range until then.
+
+    None where there is none. On a CPU a sum takes the number as it is in that half.
+    """
+    name, dtypes = name.removeprefix("r").removeprefix("i"), {each.dtype for each in tensors}
+    if name not in _WIDE or len(dtypes) != 1 or not dtypes <= _HALVES:
         return None
-    return tensors[0].dtype
+    return None if name in _SUMS and all(each.is_cpu for each in tensors) else dtypes.pop()
 
 
 def _is_in_place(function: Callable[..., Any]) -> bool:

@@ -42,6 +42,7 @@ try:  # private to torch: in 2.11 to 2.13
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
         from torch._dispatch.python import enable_python_dispatcher
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
         from torch._inductor import config as inductor
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
@@ -103,9 +104,11 @@ class Tracing:
     def lift(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device | None = None) -> Tensor:
         """A number of the step as an input of the graph."""
         device = self.device if device is None else device
-        with disable_proxy_modes_tracing(), self.mode:
-            fake = torch.empty((), dtype=dtype, device=device)
-        self._input(f"number_{len(self.numbers)}", fake)
+        # A transform of torch.func would wrap it as one of its own.
+        with temporarily_clear_interpreter_stack():
+            with disable_proxy_modes_tracing(), self.mode:
+                fake = torch.empty((), dtype=dtype, device=device)
+            self._input(f"number_{len(self.numbers)}", fake)
         self.numbers.append((dtype, evaluate, device))
         self.lifted.append(fake)
         return fake
