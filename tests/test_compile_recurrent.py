@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
@@ -68,6 +69,20 @@ def test_a_frozen_layer_hands_gradients_on(layer: Any) -> None:
     assert_close(fit(frozen, compile=True), fit(frozen))
 
 
+class Checkpointed(Steps):
+    """Goes through its layer once more in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+@pytest.mark.parametrize("layer", tiers([nn.GRU, nn.LSTM, nn.RNN], [nn.RNN]))
+def test_they_may_be_gone_through_again(layer: Any) -> None:
+    settings: dict[str, Any] = {"model": partial(Checkpointed, layer), "data": batches((8,), 1)}
+    assert_close(fit(compile=True, **settings), fit(**settings))
+
+
 def test_code_is_let_go_of_with_the_stream() -> None:
     gc.collect()
     before = set(repeated._halves)
@@ -98,15 +113,38 @@ def test_a_graph_that_was_kept_outlives_its_stream() -> None:
     other.close()
 
 
-def test_a_second_derivative_is_refused_by_name() -> None:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def penalty(state: pl.State) -> pl.State:
-        wanted = [state.params["before.weight"]]
-        (gradient,) = torch.autograd.grad(state.loss, wanted, create_graph=True)
-        return state.replace(loss=state.loss + gradient.square().sum())
+@pl.algorithm(Event.AFTER_LOSS)
+def penalty(state: pl.State) -> pl.State:
+    slopes = torch.autograd.grad(state.loss, list(state.params.values()), create_graph=True, allow_unused=True)
+    return state.replace(loss=state.loss + sum(each.square().sum() for each in slopes if each is not None))
 
-    with pytest.raises(pl.errors.CompileError, match=r"recurrent layer over a long sequence .* create_graph=True"):
-        list(fit(partial(Steps, nn.GRU), compile=True, algorithms=[penalty]))
+
+class FromItself(nn.Module):
+    """A layer that begins with what it is given, twice, and whose weights are one tensor."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(4, 21), layer(3, 3)
+        self.layer.weight_ih_l0 = self.layer.weight_hh_l0
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = self.before(x).reshape(7, len(x), 3)
+        begin = sequence[:1].tanh()
+        states, _ = self.layer(sequence, (begin, begin) if isinstance(self.layer, nn.LSTM) else begin)
+        out: Tensor = states.mean(0)
+        return out
+
+
+@pytest.mark.parametrize("model", [Steps, FromItself])
+@pytest.mark.parametrize("layer", tiers([nn.GRU, nn.LSTM, nn.RNN], [nn.LSTM]))
+def test_second_derivatives_are_those_of_eager_steps(layer: Any, model: Any) -> None:
+    settings: dict[str, Any] = {"algorithms": [penalty], "data": batches((8,), 1)}
+    assert_close(fit(partial(model, layer), compile=True, **settings), fit(partial(model, layer), **settings), 1e-5)
+
+
+def test_second_derivatives_in_mixed_precision() -> None:
+    settings: dict[str, Any] = {"algorithms": [penalty], "data": batches((8,), 1), "precision": "amp_bf16"}
+    assert_close(fit(partial(Steps, nn.GRU), compile=True, **settings), fit(partial(Steps, nn.GRU), **settings), 2e-2)
 
 
 def test_what_an_operation_gives_has_memory_of_its_own() -> None:

@@ -150,8 +150,13 @@ def _by_kernel(
         *before, workspace, by_out, by_h, by_c = given
         return torch.ops.aten.mkldnn_rnn_layer_backward(*before, by_out, by_h, by_c, *options, workspace)  # type: ignore[no-any-return]
 
+    def written_out(sequence: Tensor, *given: Tensor) -> Sequence[Tensor]:
+        *weights, h, c = given
+        out, ends = _torchs.one_layer_lstm(sequence, (h, c), weights[: len(params)], has_biases, reverse=reverse)
+        return out, *ends
+
     given = [sequence, *params, *biases, *hidden]
-    out, h, c = make.kernel((has_biases, reverse), forward, backward, given, 3)(*given)
+    out, h, c = make.kernel((has_biases, reverse), forward, backward, written_out, given, 3)(*given)
     return out, (h, c)
 
 

@@ -8,21 +8,31 @@ an operation that calls this code, of which torch's compiler knows the shapes of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pure_loop._autograd import GradMode
 from pure_loop.compile.connected import choosing, halved
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
+
+try:  # private to torch: in 2.11 to 2.13
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+        from torch.utils._python_dispatch import _disable_current_modes
+except ImportError as error:
+    raise CompileError(
+        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
+    ) from error
 
 __all__ = ["Maker", "Repeated"]
 
@@ -104,6 +114,7 @@ class Repeated:
         forward: gives the results, and more that is kept for the backward.
         backward: takes what is kept, and the gradients by the results; None: nothing has one.
         results: how many there are.
+        written_out: the function itself, for a second derivative, which machine code has not.
         inputs: for each input, which gradient of the backward's is its own; None where there is none.
         kept: which inputs are kept.
         kept_from: from which on what the forward gives is kept, after these.
@@ -112,6 +123,7 @@ class Repeated:
     forward: _Half
     backward: _Half | None
     results: int
+    written_out: Callable[..., Sequence[Tensor]]
     inputs: tuple[int | None, ...] = ()
     kept: tuple[int, ...] = ()
     kept_from: int = 0
@@ -126,20 +138,35 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, code: Repeated, *given: Tensor) -> tuple[Tensor, ...]:
         found = code.forward(given)
-        ctx.code = code
-        ctx.save_for_backward(*[given[i] for i in code.kept], *found[code.kept_from :])
+        ctx.code, ctx.cast = code, _cast(given)
+        ctx.save_for_backward(*given, *found[code.kept_from :])
         return tuple(found[: code.results])
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        code, saved = ctx.code, ctx.saved_tensors  # which gives them once
+        given, computed = saved[: len(code.inputs)], saved[len(code.inputs) :]
         if torch.is_grad_enabled():
-            raise CompileError(
-                "the gradient through a recurrent layer over a long sequence was taken with create_graph=True, and its "
-                "machine code has no second derivative: leave compile out."
-            )
-        assert ctx.code.backward is not None
-        found = ctx.code.backward([*ctx.saved_tensors, *tangents])
-        return None, *[None if place is None else found[place] for place in ctx.code.inputs]
+            return None, *_differentiable(code.written_out, given, ctx.needs_input_grad[1:], tangents, ctx.cast)
+        found = code.backward([*[given[i] for i in code.kept], *computed, *tangents])
+        return None, *[None if place is None else found[place] for place in code.inputs]
+
+
+def _differentiable(
+    function: Callable[..., Sequence[Tensor]],
+    given: Sequence[Tensor],
+    wanted: Sequence[bool],
+    tangents: Sequence[Tensor],
+    cast: torch.dtype | None,
+) -> Iterator[Tensor | None]:
+    """The gradients by those inputs that are wanted, with a graph of their own; None for the others."""
+    # One may be another one, or come of it: each gradient is by this place alone.
+    apart = [each.view_as(each) for each in given]
+    with torch.autocast(given[0].device.type, dtype=cast, enabled=cast is not None):
+        found = function(*apart)
+    sources = [each for each, is_wanted in zip(apart, wanted, strict=True) if is_wanted]
+    gradients = iter(torch.autograd.grad(found, sources, tangents, create_graph=True, allow_unused=True))
+    return (next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
 class Maker:
@@ -165,7 +192,8 @@ class Maker:
             with self._mode, GradMode(False):
                 results = list(map(self._like, function(*fakes)))
             if not places:
-                return Repeated(self._half(self._graph(function, fakes), range(len(given))), None, len(results))
+                forward = self._half(self._graph(function, fakes), range(len(given)))
+                return Repeated(forward, None, len(results), function)
             whole = self._graph(_with_gradients(function, len(given), places), [*fakes, *results])
             first, second, kept, order = halved(whole, len(given), len(results))
             order += [f"tangents_{i}" for i in range(len(results))]
@@ -176,6 +204,7 @@ class Maker:
                 self._half(first, range(len(given))),
                 self._half(second, [order.index(node.name) for node in inputs]),
                 len(results),
+                function,
                 inputs=tuple(places.index(place) if place in places else None for place in range(len(given))),
                 kept=tuple(kept),
                 kept_from=len(results),
@@ -184,7 +213,13 @@ class Maker:
         return self._of((key, *_kinds(given), *wanted), make)
 
     def kernel(
-        self, key: Any, forward: Code, backward: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], results: int
+        self,
+        key: Any,
+        forward: Code,
+        backward: Code,
+        written_out: Callable[..., Sequence[Tensor]],
+        given: Sequence[Tensor],
+        results: int,
     ) -> Repeated:
         """A kernel of torch's, for tensors like these.
 
@@ -193,6 +228,7 @@ class Maker:
             forward: gives the results, and more that its backward takes.
             backward: takes the inputs, what the forward gives, and the gradients by the results; gives one by each
                 input.
+            written_out: gives the same results in operations that are differentiated.
             given: like what it is called with.
             results: how many there are.
         """
@@ -206,6 +242,7 @@ class Maker:
                 _Half(list(map(self._like, found)), forward),
                 _Half(list(map(self._like, given)), backward) if wanted else None,
                 results,
+                written_out,
                 inputs=places,
                 kept=places,
             )
@@ -222,7 +259,8 @@ class Maker:
 
     def _of(self, key: Any, make: Callable[[], Repeated]) -> Repeated:
         if key not in self._made:
-            with disable_proxy_modes_tracing():
+            # What is saved for a backward of this trace is no matter of who counts what is saved.
+            with disable_proxy_modes_tracing(), saved_tensors_hooks(_itself, _itself):
                 self._made[key] = make()
         return self._made[key]
 
@@ -242,15 +280,23 @@ class Maker:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _wanted(given: Sequence[Tensor]) -> list[bool]:
     """Of which a gradient is wanted."""
     return [torch.is_grad_enabled() and each.requires_grad for each in given]
 
 
-def _kinds(given: Sequence[Tensor]) -> tuple[Any, ...]:
+def _cast(given: Sequence[Tensor]) -> torch.dtype | None:
+    """What autocast makes of their products; None where it is off."""
     device = given[0].device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return cast, *[(tuple(each.shape), each.dtype, each.device) for each in given]
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _kinds(given: Sequence[Tensor]) -> tuple[Any, ...]:
+    return _cast(given), *[(tuple(each.shape), each.dtype, each.device) for each in given]
 
 
 def _with_gradients(
