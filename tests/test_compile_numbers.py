@@ -108,6 +108,10 @@ LIVE: dict[str, Callable[[Any], Any]] = {
         math.exp(-t.batch) + math.sqrt(t.sample) + math.pow(0.9, t.batch) + math.hypot(t.batch, 3)
     ),
     "whole numbers of Python's": lambda t: math.comb(8, t.batch) + math.isqrt(t.sample) + math.floor(4 * t.elapsed),
+    "lists of Python's": lambda t: (
+        math.fsum([t.batch, 0.1, t.elapsed]) + math.dist((t.batch, 1), [0, t.sample]) + math.prod((t.batch, 3), start=2)
+    ),
+    "an iterator of Python's": lambda t: math.fsum(t.batch / n for n in range(1, 4)) + math.prod(iter([2, 3])),
     "two of Python's": lambda t: math.modf(t.batch / 3)[0] + math.frexp(t.batch + 1)[1],
     "an option": lambda t: torch.tensor(math.isclose(t.batch, 2.1, rel_tol=0.1)),
     "NumPy's functions": lambda t: numpy.sin(t.batch) + numpy.minimum(t.batch, 2) + numpy.power(0.9, t.batch),

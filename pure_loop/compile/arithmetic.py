@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import FunctionType
@@ -37,6 +38,11 @@ def arithmetic() -> Iterator[None]:
 def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if function in _OF_MANY:
+            # An iterator is gone through once.
+            lists = [tuple(each) if _is_list(each) else (each,) for each in args]
+            sizes = [len(found) if _is_list(each) else None for each, found in zip(args, lists, strict=True)]
+            return _of_numbers(_of_lists(function, sizes))(*itertools.chain(*lists), **kwargs)
         number = next((each for each in args if isinstance(each, Number)), None)
         if number is None:
             return function(*args, **kwargs)
@@ -48,6 +54,24 @@ def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OF_TWO = frozenset({math.modf, math.frexp})
+# Of lists of numbers; the last is of Python 3.12.
+_OF_MANY = frozenset({math.fsum, math.prod, math.dist, getattr(math, "sumprod", None)})
+
+
+def _is_list(given: Any) -> bool:
+    return not isinstance(given, Number) and isinstance(given, Iterable)
+
+
+def _of_lists(function: Callable[..., Any], sizes: list[int | None]) -> Callable[..., Any]:
+    """The function of all that is in the lists that it takes, one after the other; None: it takes one as it is."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rest = iter(args)
+        given = [next(rest) if size is None else tuple(itertools.islice(rest, size)) for size in sizes]
+        return function(*given, **kwargs)
+
+    return call
 
 
 def _nth(function: Callable[..., Any], place: int) -> Callable[..., Any]:
