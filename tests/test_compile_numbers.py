@@ -159,6 +159,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "sums of bfloat16": lambda t: sums_of(SQUARE.bfloat16() / 7, t.batch + 0.77),
     "on the way from half to half": lambda t: torch.lerp(WHOLE.half() / 7, WHOLE.half(), t.batch / 7),
     "more than eight bits": lambda t: WHOLE.to(torch.uint8) + (254 + t.batch) - 300 * t.batch,
+    "a share of eight bits": lambda t: SQUARE.byte() / (t.batch + 300) + torch.div(SQUARE.byte(), t.batch + 300),
+    "whole shares of eight bits": lambda t: torch.div(SQUARE.byte() * 7, 2 * t.batch + 3, rounding_mode="floor"),
+    "a sign": lambda t: torch.copysign(SQUARE.byte(), 1 - t.batch),
     "less than nothing": lambda t: torch.tensor(-t.batch, dtype=torch.uint8) + SQUARE.byte().clamp(max=-t.batch),
     "more than a half": lambda t: torch.tensor(0.1).half() == 0.1 + 0.0 * t.batch,
     "two halves": lambda t: torch.where(torch.tensor(True), torch.ones(2).half(), t.batch),
@@ -270,10 +273,12 @@ def test_what_takes_no_stand_in_runs_eagerly_where_possible() -> None:
         lambda n: SQUARE.byte().fill_(n),
         lambda n: SQUARE.byte().masked_fill(SQUARE > 3, n),
         lambda n: SQUARE.byte().clamp(max=n),
+        lambda n: torch.where(SQUARE > 3, SQUARE.byte(), n),
+        lambda n: SQUARE.byte() ** n,
         lambda n: torch.tensor(n << 62),
         lambda n: WHOLE + (n << 63),
     ],
-    ids=["a tensor", "filled", "filled in", "masked", "clamped", "large", "beside a tensor"],
+    ids=["a tensor", "filled", "filled in", "masked", "clamped", "one of two", "exponent", "large", "beside a tensor"],
 )
 def test_a_number_that_a_dtype_cannot_hold_is_an_error_where_it_is_one_in_eager_steps(function: Any) -> None:
     """In the third batch, after two that go through the same graph."""

@@ -246,9 +246,12 @@ class Number:
                 each = Number.of(numbers[0].host, operator.pos, each)  # both bounds are tensors, or none is
             if isinstance(each, Number):
                 dtype = torch.float32 if wide else _dtype_beside(each, tensors)
-                # That function's own arithmetic is of float64, whatever it is given.
-                dtype = torch.float64 if name == "float_power" else dtype
-                return each.tensor(dtype, _device_beside(tensors), held=name in _HOLDING)
+                if name == "float_power":
+                    dtype = torch.float64  # whatever it is given
+                elif name in _FRACTIONS and kwargs.get("rounding_mode") is None and not dtype.is_floating_point:
+                    dtype = torch.get_default_dtype()  # which integers are divided in
+                held = name in _HOLDING or (name in ("pow", "ipow") and each is not args[0])
+                return each.tensor(dtype, _device_beside(tensors), held=held)
             return wide.get(id(each), each)
 
         given = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
@@ -348,8 +351,10 @@ _OF_ELEMENTS = frozenset(
     }
 )
 _OPERANDS = frozenset({"input", "self", "other", "exponent", "weight", "min", "max", "value"})
+# Those that make fractions of integers.
+_FRACTIONS = frozenset({"div", "divide", "true_divide", "truediv", "copysign"})
 # Those that refuse a number that the tensor's dtype can't hold. In others it wraps around.
-_HOLDING = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "masked_fill", "fill", "setitem"})
+_HOLDING = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "where", "masked_fill", "fill", "setitem"})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
