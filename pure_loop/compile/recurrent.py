@@ -137,7 +137,7 @@ def _by_kernel(
     has_biases: bool,
     reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    size, of_each = hidden[0].shape[-1], (1, has_biases)
+    size, of_each, count = hidden[0].shape[-1], (1, has_biases), len(params)
     biases = [] if has_biases else [torch.zeros_like(params[0][:, 0])] * 2
 
     def forward(given: list[Tensor]) -> Sequence[Tensor]:
@@ -152,7 +152,7 @@ def _by_kernel(
 
     def written_out(sequence: Tensor, *given: Tensor) -> Sequence[Tensor]:
         *weights, h, c = given
-        out, ends = _torchs.one_layer_lstm(sequence, (h, c), weights[: len(params)], has_biases, reverse=reverse)
+        out, ends = _torchs.one_layer_lstm(sequence, (h, c), weights[:count], has_biases, reverse=reverse)
         return out, *ends
 
     given = [sequence, *params, *biases, *hidden]
