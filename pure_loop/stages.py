@@ -75,17 +75,6 @@ class Stages:
     nonfinite: str = "error"
     engine: Engine = ONE_RANK
     donation: Donation | None = None
-    _forward_draws: bool = attrs.field(init=False, repr=False)
-    _loss_draws: bool = attrs.field(init=False, repr=False)
-
-    # Asked for with each microbatch.
-    @_forward_draws.default
-    def _does_forward_draw(self) -> bool:
-        return self.task.forward_may_draw
-
-    @_loss_draws.default
-    def _does_loss_draw(self) -> bool:
-        return self.task.loss_may_draw
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
@@ -119,7 +108,7 @@ class Stages:
         def call() -> tuple[Any, FrozenDict[str, Tensor]]:
             return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
-        draws = state.model.may_draw or self._forward_draws
+        draws = state.model.may_draw or self.task.forward_may_draw
         outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         if donation is not None:
             donation.bound(params)
@@ -139,7 +128,7 @@ class Stages:
         def call() -> Any:
             return self._loss(state, training=True)
 
-        loss, buffers = self._with_gradients(call, state, "loss", index, self._loss_draws)
+        loss, buffers = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
         check_loss(loss, state, "AFTER_LOSS", self.task)
         state.loss, state.buffers = loss, buffers
 
@@ -186,7 +175,7 @@ class Stages:
                 plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
                 refuse_strangers(loss, self.engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
-            draws = state.model.may_draw or self._forward_draws
+            draws = state.model.may_draw or self.task.forward_may_draw
             if not draws and not _any_autocast():
                 found = self.engine.gradient(state, loss, seed, alone=alone)
             else:
