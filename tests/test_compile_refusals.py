@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import record
+from pure_loop.compile.private import private_to_torch
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, CompileError, LossError
 from tests.compiling import BATCHES, INSIDE, SHORT, Pair, assert_close, fit
 from tests.models import CLASSES, FEATURES, plain
@@ -292,3 +294,9 @@ def test_a_graph_is_of_the_default_dtype_that_it_was_made_under() -> None:
 @pl.algorithm(Event.AFTER_LOSS)
 def numbers_in_float64(state: pl.State) -> pl.State:
     return state.replace(loss=state.loss * torch.linspace(0.1, 1, 3).prod() / torch.tensor(3.0))
+
+
+def test_a_torch_without_what_is_imported_from_it_is_named() -> None:
+    said = rf"this version of torch \({re.escape(torch.__version__)}\) .* Leave compile out"
+    with pytest.raises(CompileError, match=said), private_to_torch():
+        from torch._inductor import a_name_that_is_not_there  # noqa: F401

@@ -7,7 +7,6 @@ autograd as one function.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +16,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pure_loop._autograd import GradMode, graph_of, refuse_strangers
+from pure_loop.compile.private import private_to_torch
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
 
 if TYPE_CHECKING:
     from pure_loop.compile.trace import Tracing
 
-try:  # private to torch: in 2.11 to 2.13
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-except ImportError as error:
-    raise CompileError(
-        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
-    ) from error
+with private_to_torch():
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 __all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
 

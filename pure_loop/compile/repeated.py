@@ -8,7 +8,6 @@ an operation that calls this code, of which torch's compiler knows the shapes of
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,18 +20,12 @@ from torch.fx import GraphModule
 
 from pure_loop._autograd import GradMode
 from pure_loop.compile.connected import choosing, halved
+from pure_loop.compile.private import private_to_torch
 from pure_loop.compile.writing import drop_unused
-from pure_loop.errors import CompileError
 
-try:  # private to torch: in 2.11 to 2.13
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-        from torch.utils._python_dispatch import _disable_current_modes
-except ImportError as error:
-    raise CompileError(
-        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
-    ) from error
+with private_to_torch():
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Maker", "Repeated"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from pure_loop.compile.numbers import Env, Evaluate, Host
 from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.out_of_reach import out_of_reach
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
+from pure_loop.compile.private import private_to_torch
 from pure_loop.compile.recurrent import recurrent_layers
 from pure_loop.compile.repeated import Maker, Repeated
 from pure_loop.compile.replay import Recorders, Replaying
@@ -38,27 +38,21 @@ from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 
-try:  # private to torch: in 2.11 to 2.13
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
-        from torch._dispatch.python import enable_python_dispatcher
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-        from torch._inductor import config as inductor
-        from torch._inductor.compile_fx import compile_fx_inner
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-        from torch._inductor.utils import BoxedBool
-        from torch._subclasses import FakeTensorMode
-        from torch.fx.experimental.proxy_tensor import (
-            disable_proxy_modes_tracing,
-            get_proxy_mode,
-            make_fx,
-            track_tensor_tree,
-        )
-except ImportError as error:
-    raise CompileError(
-        f"this version of torch ({torch.__version__}) has no compiler that pure_loop knows: {error}. Leave compile out."
-    ) from error
+with private_to_torch():
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._inductor import config as inductor
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import (
+        disable_proxy_modes_tracing,
+        get_proxy_mode,
+        make_fx,
+        track_tensor_tree,
+    )
 
 __all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 
