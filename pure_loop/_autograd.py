@@ -59,8 +59,12 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
-    plain = type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss)
-    kept = _take_seed(loss, seed) if plain and loss.dtype in KINDS else None  # type: ignore[arg-type]
+    kept = None
+    if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss):
+        kept = _seeds.pop((seed, loss.dtype), None)
+        # A hook is given it, too, and may have written to it.
+        if kept is None or not (is_of(kept[1], kept[0]) and kept[1].value == kept[2]):
+            kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
     tensor = scalar_like(loss, seed) if kept is None else kept[0]
     engine: Any = _run_engine
     if engine is None:
@@ -87,12 +91,8 @@ _seeds: dict[tuple[float, torch.dtype], Seed] = {}
 _MOST_SEEDS = 64
 
 
-def _take_seed(loss: Tensor, number: float) -> Seed | None:
+def _make_seed(loss: Tensor, number: float) -> Seed | None:
     """A seed to be put back afterwards; None where none are kept."""
-    kept = _seeds.pop((number, loss.dtype), None)
-    # A hook is given it, too, and may have written to it.
-    if kept is not None and is_of(kept[1], kept[0]) and kept[1].value == kept[2]:
-        return kept
     made = torch.full_like(loss, number)
     if type(made) is not Tensor:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._cells import cell_of
+from pure_loop._cells import KINDS, cell_of
 from pure_loop._cloning import clone_all
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
@@ -67,11 +67,19 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
     except IndexError:
         found = torch.zeros(1, dtype=torch.float32)
         number = cell_of(found)
-    _look(fresh, found)
+    dtypes = set(map(_dtype, fresh))
+    if dtypes in (_SINGLE, _DOUBLE):
+        torch._amp_foreach_non_finite_check_and_unscale_(fresh, found, _one_on_cpu)
+    else:
+        _look(fresh, found)
     if number.value:
         return True
     _zeros.append((found, number))
-    return not math.isfinite(loss.item())
+    kind = KINDS.get(loss.dtype)
+    return not math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
+
+
+_SINGLE, _DOUBLE = {torch.float32}, {torch.float64}
 
 
 def _look(tensors: list[Tensor], found: Tensor) -> None:

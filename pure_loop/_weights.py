@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pure_loop.errors import DataError
 
-__all__ = ["Weights", "is_number", "power_of_two"]
+__all__ = ["Weights", "is_number", "mean_of", "of_numbers", "power_of_two"]
 
 
 _INT = {int}
@@ -55,7 +55,7 @@ class Weights:
         Raises:
             DataError: weights that are negative, not finite or add up to zero; names the batch.
         """
-        if total is None and set(map(type, weights)) == _INT and (found := _of_numbers(tuple(weights))) is not None:
+        if total is None and set(map(type, weights)) == _INT and (found := of_numbers(tuple(weights))) is not None:
             return found
         # Those of a step that is being compiled have no numbers.
         known = [isinstance(w, Tensor) and w.device.type == "cpu" and not hasattr(w, "fake_mode") for w in weights]
@@ -66,7 +66,7 @@ class Weights:
             total = sum(read) if total is None else total
             power = power_of_two(total)
             return cls(tuple(w / power for w in read), total / power, tuple(w / total for w in read))
-        found = _of_numbers(read, total)
+        found = of_numbers(read, total)
         if found is None:
             raise DataError(
                 f"the microbatches of batch {batch} weigh {list(read)}: weights are finite, not negative, and not "
@@ -88,9 +88,35 @@ def power_of_two(total: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _of_numbers(weights: tuple[float, ...], whole: float | None = None) -> Weights | None:
+def of_numbers(weights: tuple[float, ...], whole: float | None = None) -> Weights | None:
+    """:meth:`Weights.of` for numbers; None where they can't be weights."""
     total = sum(weights) if whole is None else whole
     if not (math.isfinite(total) and total > 0 and min(weights) >= 0):
         return None
     power = power_of_two(total)
     return Weights(tuple(w / power for w in weights), total / power, tuple(w / total for w in weights))
+
+
+def mean_of(losses: list[Any], fractions: Sequence[Any]) -> Any:
+    """The loss of a batch from those of its microbatches; None where none of them counts."""
+    share = fractions[0]
+    equal = is_number(share) and share * len(losses) == 1 and fractions.count(share) == len(losses)
+    if equal and len(losses) > 1 and not any(isinstance(loss, dict) for loss in losses):
+        return torch.stack(losses).mean()  # an operation costs as much as much of a small microbatch
+    mean: Any = None
+    for loss, fraction in zip(losses, fractions, strict=True):
+        mean = _accumulate(mean, loss, fraction)
+    return mean
+
+
+def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
+    if is_number(fraction) and fraction == 0:
+        return mean  # the loss of a microbatch that counts nothing may be NaN
+    if isinstance(loss, dict):
+        before = mean or dict.fromkeys(loss)
+        return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
+    if mean is None:
+        return loss * fraction
+    if type(mean) is type(loss) is torch.Tensor and is_number(fraction):
+        return torch.add(mean, loss, alpha=fraction)  # one operation, of which a microbatch has few
+    return mean + loss * fraction

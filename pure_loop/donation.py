@@ -76,10 +76,11 @@ class Donation:
         compiled: whether compiled steps ask for memory, by :meth:`own`.
 
     Attributes:
+        held: what the last update made, if that is the stream's own.
         seen: whether anybody has been shown a State since a compiled step last asked.
     """
 
-    __slots__ = ("_alone", "_always", "_held", "_shown", "compiled", "seen")
+    __slots__ = ("_alone", "_always", "_shown", "compiled", "held", "seen")
 
     def __init__(self, *, always: bool, compiled: bool = False) -> None:
         self._always = always
@@ -87,7 +88,7 @@ class Donation:
         self.seen = True
         self._alone = False
         self._shown: Callable[[], State | None] = _nobody
-        self._held: Held | None = None
+        self.held: Held | None = None
 
     def look(self, others: int, shown: State | None, *, replaced: bool) -> None:
         """Before memory is written to, in an update or a backward: note who has the State that has it.
@@ -108,7 +109,7 @@ class Donation:
 
     def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
-        held, params = self._held, state.params
+        held, params = self.held, state.params
         if held is None or held.params is not params or engine.ranks > 1:
             return engine.leaves(state, index=index, last=last)
         leaves = held.leaves
@@ -124,7 +125,7 @@ class Donation:
 
     def bound(self, leaves: FrozenDict[str, Tensor]) -> None:
         """After a forward: these leaves stand in the module instance that holds them."""
-        held, self.seen = self._held, True
+        held, self.seen = self.held, True
         if held is not None and held.leaves is leaves:
             held.bound(leaves.holder)
 
@@ -159,10 +160,10 @@ class Donation:
             state: the one that is about to be updated.
             shared: whether the engine has the memory of the parameters that are trained, too.
         """
-        shown, alone, held = self._shown(), self._alone, self._held
+        shown, alone, held = self._shown(), self._alone, self.held
         self.look_away()
         if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state, shared=shared):
-            self._held = None
+            self.held = None
             return None
         params_too = shown is not None and shown.params is state.params
         memory_too = shown is not None and shown.opt_state is state.opt_state
@@ -175,7 +176,7 @@ class Donation:
             if memory_too:
                 _set_opt_state(shown, OVERWRITTEN)
             return held.params, held.trained, memory
-        self._held = None
+        self.held = None
         if not self._always or getattr(state.params, "protected", None):
             return None
         whole = held.trained is held.params
@@ -211,7 +212,7 @@ class Donation:
                 no gradient): they are copied. None: they are nobody's.
             optimizer: whose update it was.
         """
-        held = self._held
+        held = self.held
         if (held is not None and held.params is draft.params) or type(draft.opt_state) is not FrozenDict:
             return
         whole = trained is draft.params
@@ -232,12 +233,12 @@ class Donation:
     ) -> None:
         held = Held(params, trained, memory)
         counted = optimizer.overwrites_mappings_only or not held.has_others(memory)
-        self._held = held if counted and not held.is_foreign() else None
+        self.held = held if counted and not held.is_foreign() else None
 
     def forget(self) -> None:
         """What the stream has made is anybody's: it is over, or it copies."""
         self.look_away()
-        self._held = None
+        self.held = None
 
 
 def _overwritten_memory(memory: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from sys import _getframe, getrefcount
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
 
 from pure_loop._consumer import gives_up
+from pure_loop._plain import PLAIN_BATCHES, PlainBatches, can_watch, plain_batches
 from pure_loop._returned import check_returned
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -162,6 +163,16 @@ def run_script(
     if plain:
         swift = frozenset(Event) - set(attached) - writing
     known, swift = swift, swift - _OF_THE_FIRST_BATCH if unsure else swift
+    in_one = strict is None and not marking and can_watch(watch)
+
+    def attend(event: Event, state: State) -> State:
+        handling, observing = attached[event]
+        if handling is not None:
+            state = apply(event, state, handling, stages)
+        if observing is not None:
+            _observe(event, state, observing, None)
+        return state
+
     given: Any = None  # what a generator that has not begun takes
     event = last
     try:
@@ -180,6 +191,11 @@ def run_script(
                 else:
                     given = at_event[type(state)](state, event)
                 yield event, given
+                continue
+            if event is PLAIN_BATCHES:
+                given = asked = cast("Any", state)
+                if in_one and not unsure and not large:
+                    yield from plain_batches(asked, attached, attend, watch, shown, followed)
                 continue
             if event in ignored:
                 given = state
@@ -248,6 +264,8 @@ def run_script(
                         writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
                         swift, known, ignored = swift - writing, known - writing, ignored - writing
     except BaseException as error:
+        if type(given) is PlainBatches:
+            given = given.given[0]
         if failed is not None:
             failed(error, Event.AFTER_TRAIN_BATCH if event is ABOUT_TO_WRITE else event, given)
         raise

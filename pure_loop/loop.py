@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from pure_loop._batches import next_batch
+from pure_loop._batches import train_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
-from pure_loop._weights import is_number
+from pure_loop._plain import PLAIN_BATCHES, PlainBatches
+from pure_loop._weights import mean_of
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.driver import run_silently
-from pure_loop.errors import ArgumentError, DataError
+from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.sources import END, Source
@@ -137,7 +138,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = state.replace(buffers=buffers)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
-    mean = _mean(losses, weights.fractions) if count > 1 or engine.ranks > 1 else None
+    mean = mean_of(losses, weights.fractions) if count > 1 or engine.ranks > 1 else None
     if mean is None and engine.ranks > 1:
         loss = state.loss
         mean = (
@@ -177,24 +178,33 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
     in_the_middle = state.timestamp.batch_in_epoch > 0
     if not in_the_middle and at is not Event.EPOCH_START:
         state = yield Event.EPOCH_START, state
-    batches = _open(state, fit)
+    batches, plain = _open(state, fit), are_plain(fit)
     try:
         if fit.compiled is not None:
             batches = fit.compiled.feed(batches)
         while True:
             if not in_the_middle or at not in _INSIDE_BATCH:
-                if fit.compiled is not None:
-                    state = fit.compiled.several(state, fit, batches, stopwatch)
-                state = yield Event.BEFORE_DATALOADER, state
-                loaded = _load(state, fit, next(batches, END), stopwatch)
-                if loaded is None:
-                    break
-                state, samples, tokens = loaded
-                state = yield Event.AFTER_DATALOADER, state
-                given.append(state)
-                del state, loaded
-                state = yield from batch(given, fit, samples, tokens, stopwatch)
-                at = Event.BATCH_END
+                at = None
+                if plain:
+                    asked = PlainBatches([state], fit, batches, stopwatch)
+                    del state
+                    yield PLAIN_BATCHES, asked  # type: ignore[misc]
+                    state, at = asked.given.pop(), asked.at
+                    if at is END:
+                        break
+                if at is None:
+                    if fit.compiled is not None:
+                        state = fit.compiled.several(state, fit, batches, stopwatch)
+                    state = yield Event.BEFORE_DATALOADER, state
+                    loaded = _load(state, fit, next(batches, END), stopwatch)
+                    if loaded is None:
+                        break
+                    state, samples, tokens = loaded
+                    state = yield Event.AFTER_DATALOADER, state
+                    given.append(state)
+                    del state, loaded
+                    state = yield from batch(given, fit, samples, tokens, stopwatch)
+                    at = Event.BATCH_END
             if at is Event.BATCH_END:
                 state = outside_batch(state)
                 if fit.evaluators:
@@ -212,6 +222,17 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
     _look(state)
     state = yield Event.EPOCH_END, state.replace(timestamp=state.timestamp.next_epoch(), event=None)
     return (yield from epoch_end(state, fit, Event.EPOCH_END))
+
+
+def are_plain(fit: Fit) -> bool:
+    """Whether nothing special is asked of the batches of this call (:mod:`pure_loop._plain`)."""
+    stages = fit.stages
+    return (
+        stages.engine.ranks == 1
+        and stages.donation is not None
+        and fit.compiled is None
+        and fit.iteration_length is None
+    )
 
 
 _INSIDE_BATCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
@@ -393,45 +414,11 @@ def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
 
 def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[State, int, int] | None:
     """The State with the batch that was loaded, its samples and its tokens; None if there is none."""
-    try:
-        ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
-    except DataError as error:
-        error.add_note(f"raised by batch {state.timestamp.batch} of train_dataloader")
-        raise
+    ready = train_batch(state, fit, loaded, stopwatch.lap)
     if ready is None:
         return None
     whole, samples, tokens = ready
-    if tokens == 0 and fit.counts_tokens and not fit.stages.engine.padding:
-        raise DataError(
-            f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
-            "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
-        )
     draft = fresh_draft_of(state)
     draft.batch = whole
     draft.__class__ = state.__class__
     return draft, samples, tokens
-
-
-def _mean(losses: list[Any], fractions: Sequence[Any]) -> Any:
-    """The loss of a batch from those of its microbatches; None where none of them counts."""
-    share = fractions[0]
-    equal = is_number(share) and share * len(losses) == 1 and fractions.count(share) == len(losses)
-    if equal and len(losses) > 1 and not any(isinstance(loss, dict) for loss in losses):
-        return torch.stack(losses).mean()  # an operation costs as much as much of a small microbatch
-    mean: Any = None
-    for loss, fraction in zip(losses, fractions, strict=True):
-        mean = _accumulate(mean, loss, fraction)
-    return mean
-
-
-def _accumulate(mean: Any, loss: Any, fraction: Any) -> Any:
-    if is_number(fraction) and fraction == 0:
-        return mean  # the loss of a microbatch that counts nothing may be NaN
-    if isinstance(loss, dict):
-        before = mean or dict.fromkeys(loss)
-        return {name: _accumulate(before.get(name), value, fraction) for name, value in loss.items()}
-    if mean is None:
-        return loss * fraction
-    if type(mean) is type(loss) is torch.Tensor and is_number(fraction):
-        return torch.add(mean, loss, alpha=fraction)  # one operation, of which a microbatch has few
-    return mean + loss * fraction

@@ -59,7 +59,7 @@ class ModelDef:
 
     def __init__(self, skeleton: nn.Module) -> None:
         self._skeleton = skeleton
-        self._idle: list[_Instance] = []
+        self._idle: list[Instance] = []
         self._signature: tuple[Any, ...] | None = None
         parameters = dict(skeleton.named_parameters())
         self.parameter_names = tuple(parameters)
@@ -122,18 +122,41 @@ class ModelDef:
             hold: keep the instance with ``params`` until :meth:`give_back`: activation checkpointing goes through
                 it again in the backward, and a module's own ``loss`` may read what its forward left there.
         """
+        if hold:
+            instance = self.enter(params, buffers, training=training)
+            result = function(instance.module)
+            return result, self.leave(instance, params, buffers)
         held = getattr(params, "holder", None)
         instance = self._take() if held is None else held
         instance.bind(params, buffers, training)
         result = function(instance.module)
         # While it is held, a recomputation may write to its buffers again, and never to those of a State.
-        after = instance.read_buffers(buffers, copy=hold or held is not None)
-        if hold:
-            # Not each in the other: a stream that is left meanwhile would keep its parameters until a collection.
-            params.holder, instance.params = instance, None
-        elif held is None:
+        after = instance.read_buffers(buffers, copy=held is not None)
+        if held is None:
             self._idle.append(instance)
         return result, after
+
+    def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
+        """An instance whose module holds these tensors; :meth:`apply` for who calls its module himself."""
+        instance: Instance | None = getattr(params, "holder", None)
+        if instance is None:
+            try:
+                instance = self._idle.pop()  # atomic: two threads never get the same instance
+            except IndexError:
+                instance = Instance(self)
+        if instance.buffers or instance.training is not training or instance.bound() is not params:
+            instance.bind(params, buffers, training)
+        return instance
+
+    def leave(
+        self, instance: Instance, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]
+    ) -> FrozenDict[str, Tensor]:
+        """The buffers after a call of the module, which keeps these parameters until :meth:`give_back`."""
+        # While it is held, a recomputation may write to its buffers again, and never to those of a State.
+        after = instance.read_buffers(buffers, copy=True) if instance.buffers else buffers
+        # Not each in the other: a stream that is left meanwhile would keep its parameters until a collection.
+        params.holder, instance.params = instance, None
+        return after
 
     def give_back(self, leaves: FrozenDict[str, Tensor]) -> None:
         """The graph of these leaves is gone: their instance is free for other calls."""
@@ -199,11 +222,11 @@ class ModelDef:
         for instance in self._idle:
             instance.unbind(self._skeleton)
 
-    def _take(self) -> _Instance:
+    def _take(self) -> Instance:
         try:
             return self._idle.pop()  # atomic: two threads never get the same instance
         except IndexError:
-            return _Instance(self)
+            return Instance(self)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -253,7 +276,7 @@ def _nothing() -> None:
     """Stands for a reference to the mapping that is bound, before there is one."""
 
 
-class _Instance:
+class Instance:
     """A private module and the places where tensors go, found once.
 
     Attributes:
@@ -262,7 +285,7 @@ class _Instance:
         params: that mapping, while no leaves hold this instance.
     """
 
-    __slots__ = ("_buffers", "_parameters", "bound", "module", "params", "places", "training")
+    __slots__ = ("_parameters", "bound", "buffers", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
@@ -272,7 +295,7 @@ class _Instance:
         self.places = Counter[str]()
         for name, tensors, key in self._parameters:
             self.places[name] += 1 + stands_twice(tensors, key)
-        self._buffers = list(_places(self.module, model.buffer_names, "_buffers"))
+        self.buffers = list(_places(self.module, model.buffer_names, "_buffers"))
         self.params: FrozenDict[str, Tensor] | None = None
         self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self.training: bool | None = None
@@ -285,10 +308,10 @@ class _Instance:
             for name, tensors, key in self._parameters:
                 tensors[key] = params[name]
             self.params, self.bound = params, ref(params)
-        if self._buffers:
+        if self.buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))
-            for name, tensors, key in self._buffers:
+            for name, tensors, key in self.buffers:
                 tensors[key] = copies[name]
 
     def unbind(self, skeleton: nn.Module) -> None:
@@ -300,9 +323,9 @@ class _Instance:
             self.params, self.bound = None, _nothing
 
     def read_buffers(self, before: FrozenDict[str, Tensor], *, copy: bool) -> FrozenDict[str, Tensor]:
-        if not self._buffers:
+        if not self.buffers:
             return before
-        after = {name: tensors[key] for name, tensors, key in self._buffers}
+        after = {name: tensors[key] for name, tensors, key in self.buffers}
         for name, buffer in after.items():
             if not isinstance(buffer, Tensor):
                 raise ModelError(

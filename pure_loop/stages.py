@@ -40,7 +40,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of
-from pure_loop.task import Task
+from pure_loop.task import OnTargets, Task, default_forward
 
 __all__ = ["Stages", "value_and_grad"]
 
@@ -49,6 +49,7 @@ ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -94,22 +95,38 @@ class Stages:
                 "stages.forward(state.replace(microbatch=batch))."
             )
         draft = fresh_draft_of(state)
-        self._forward(draft, index, last)
+        self.forward_into(draft, index, last)
         return _frozen(draft, state)
 
-    def _forward(self, state: Any, index: int, last: bool) -> None:
+    def forward_into(self, state: Any, index: int, last: bool) -> None:
         """Of a draft, as the following ones: what nobody sees in between need not be copied in between."""
-        microbatch, forward, engine, donation = state.microbatch, self.task.forward, self.engine, self.donation
+        microbatch, model, task, engine, donation = state.microbatch, state.model, self.task, self.engine, self.donation
         if donation is None:
             params = engine.leaves(state, index=index, last=last)
         else:
             params = donation.leaves(state, engine, index=index, last=last)
+        forward = task.forward
+        if type(engine) is Engine and not model.may_draw and forward is default_forward and self._is_plain():
+            # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.
+            try:
+                instance = model.enter(params, state.buffers, training=True)
+                if type(microbatch) is tuple and len(microbatch) == 2:
+                    outputs = instance.module(microbatch[0])
+                else:
+                    outputs = forward(instance.module, microbatch)
+                buffers = model.leave(instance, params, state.buffers)
+            except Exception as error:
+                _note(error, "forward", state, index)
+                raise
+            finally:
+                _set_grad_enabled(True)  # whatever the user's code has left
+        else:
 
-        def call() -> tuple[Any, FrozenDict[str, Tensor]]:
-            return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
+            def call() -> tuple[Any, FrozenDict[str, Tensor]]:
+                return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
-        draws = state.model.may_draw or self.task.forward_may_draw
-        outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
+            draws = model.may_draw or task.forward_may_draw
+            outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         if donation is not None:
             donation.bound(params)
         state.params, state.outputs, state.buffers = params, outputs, buffers
@@ -121,16 +138,32 @@ class Stages:
             LossError: it is not a scalar tensor, nor a dict of scalars with the key ``total``.
         """
         draft = fresh_draft_of(state)
-        self._mean_loss(draft, index)
+        self.loss_into(draft, index)
         return _frozen(draft, state)
 
-    def _mean_loss(self, state: Any, index: int) -> None:
-        def call() -> Any:
-            return self._loss(state, training=True)
+    def loss_into(self, state: Any, index: int) -> None:
+        task, microbatch = self.task, state.microbatch
+        of_batch = task.loss
+        if type(of_batch) is OnTargets and of_batch.is_torchs and self._is_plain():
+            try:
+                if type(microbatch) is tuple and len(microbatch) == 2:
+                    loss = of_batch.loss(state.outputs, microbatch[1])
+                else:
+                    loss = of_batch(state.outputs, microbatch)
+            except Exception as error:
+                _note(error, "loss", state, index)
+                raise
+            finally:
+                _set_grad_enabled(True)
+        else:
 
-        loss, buffers = self._with_gradients(call, state, "loss", index, self.task.loss_may_draw)
-        check_loss(loss, state, "AFTER_LOSS", self.task)
-        state.loss, state.buffers = loss, buffers
+            def call() -> Any:
+                return self._loss(state, training=True)
+
+            loss, state.buffers = self._with_gradients(call, state, "loss", index, task.loss_may_draw)
+        if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
+            check_loss(loss, state, "AFTER_LOSS", task)
+        state.loss = loss
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         """Add ``weight`` times the gradient of ``loss`` to ``grads``, and drop the graph.
@@ -148,13 +181,16 @@ class Stages:
         draft = fresh_draft_of(state)
         if taken is not None:
             draft._grads = taken
-        self._backward(draft, weight, alone=taken is not None)
+        self.backward_into(draft, weight, alone=taken is not None)
         return _frozen(draft, state)
 
-    def _backward(self, state: Any, weight: float | Tensor, *, alone: bool) -> None:
+    def backward_into(self, state: Any, weight: float | Tensor, *, alone: bool = False) -> None:
         if state._grads is NOT_READY:  # an algorithm takes a gradient of its own, at an event that has none yet
             state._grads = None
-        loss, leaves = total_loss(state.loss), state.params
+        loss, leaves, model, engine = state.loss, state.params, state.model, self.engine
+        if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
+            check_loss(loss, state, "BEFORE_BACKWARD")
+            loss = total_loss(loss)
         origin = getattr(leaves, "origin", None)
         if origin is None:
             raise AlgorithmStructureError(
@@ -163,31 +199,33 @@ class Stages:
             )
         if not loss.requires_grad:
             raise _detached_loss(state)
-        counts = not is_number(weight) or weight != 0
+        counts = (type(weight) is not float and not is_number(weight)) or weight != 0
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         found: Any
         if not counts:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
-            found = self.engine.gradient(state, None, seed, alone=alone)
+            found = engine.gradient(state, None, seed, alone=alone)
         else:
             if state.timestamp.batch == 0 and state._grads is None:
                 # Once a run: it walks the whole graph.
                 plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
-                refuse_strangers(loss, self.engine.parameters(), plain)
+                refuse_strangers(loss, engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
-            draws = state.model.may_draw or self.task.forward_may_draw
+            draws = model.may_draw or self.task.forward is not default_forward
             if not draws and not _any_autocast():
-                found = self.engine.gradient(state, loss, seed, alone=alone)
+                found = engine.gradient(state, loss, seed, alone=alone)
             else:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
-                    found = self.engine.gradient(state, loss, seed, alone=alone)
-        state.model.give_back(leaves)
+                    found = engine.gradient(state, loss, seed, alone=alone)
+        model.give_back(leaves)
         state.params = origin
         if found is not None:
             if counts and found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
-            state._grads = FrozenDict(zip(state.model.trainable, found, strict=True))
-        state.outputs, state.loss = _detach(state.outputs), _detach(state.loss)
+            state._grads = FrozenDict(zip(model.trainable, found, strict=True))
+        outputs, loss = state.outputs, state.loss
+        state.outputs = outputs.detach() if type(outputs) is Tensor else _detach(outputs)
+        state.loss = loss.detach() if type(loss) is Tensor else _detach(loss)
 
     def microbatch(
         self,
@@ -205,9 +243,9 @@ class Stages:
         """
         draft = fresh_draft_of(state)
         draft.microbatch, draft.outputs, draft.loss = microbatch, None, None
-        self._forward(draft, index, last)
-        self._mean_loss(draft, index)
-        self._backward(draft, weight, alone=alone)
+        self.forward_into(draft, index, last)
+        self.loss_into(draft, index)
+        self.backward_into(draft, weight, alone=alone)
         return _frozen(draft, state)
 
     def finish_gradients(
@@ -266,7 +304,7 @@ class Stages:
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
-        optimizer = self.optimizer
+        optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
         donation, scale = self.donation, state.loss_scale
@@ -288,7 +326,8 @@ class Stages:
             overwrites = False
         taken = None
         if overwrites:
-            taken = donation.take(state, shared=self.engine.shares(state.params))  # type: ignore[union-attr]
+            shared = type(engine) is not Engine and engine.shares(state.params)
+            taken = donation.take(state, shared=shared)  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
         draft.loss_scale = scale
         if taken is not None:
@@ -296,31 +335,50 @@ class Stages:
         else:
             params, memory = state.params, state.opt_state
             trained = state.model.trained(params)
-        with GradMode(False):
+        alone = found is None and type(engine) is Engine
+        grad_mode = _grad_enabled()
+        _set_grad_enabled(False)
+        try:
             if taken is not None:
-                new, opt_state = self.engine.overwrite(optimizer, state, trained, memory, found)
+                if alone:
+                    new, opt_state = optimizer.overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
+                else:
+                    new, opt_state = engine.overwrite(optimizer, state, trained, memory, found)
                 fresh = list(new.values())
             else:
-                new, opt_state = _updated(self.engine, optimizer, state, trained)
+                new, opt_state = _updated(engine, optimizer, state, trained)
                 if found is not None:
                     new, opt_state = _where(found[0].bool(), (trained, memory), (new, opt_state))
                 # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            wrong = self._nonfinite(state, optimizer, fresh, found)
+            loss = state.loss
+            if (
+                alone
+                and optimizer.spreads_nonfinite
+                and fresh
+                and type(loss) is Tensor
+                and loss.is_cpu is fresh[0].is_cpu is True
+            ):
+                wrong: Any = is_nonfinite(loss, fresh)
+            else:
+                wrong = self._nonfinite(state, optimizer, fresh, found)
             if type(wrong) is not bool and not wrong.is_cpu:
                 self._note_on_device(draft, state, found, wrong, buffers)
             elif wrong:
                 raise nonfinite_error(state)
+        finally:
+            _set_grad_enabled(grad_mode)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
-        if overwrites:
+        if overwrites and not (taken is not None and donation.held is not None and donation.held.params is params):  # type: ignore[union-attr]
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
         for name, value in counted.items():
             setattr(draft, name, value)
-        return _frozen(draft, state)
+        draft.__class__ = state.__class__
+        return draft  # type: ignore[no-any-return]
 
     def _overflow(self, state: State) -> Tensor:
         """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
@@ -417,16 +475,19 @@ class Stages:
                 try:
                     return call()
                 finally:
-                    torch._C._set_grad_enabled(True)  # whatever the user's code has left
+                    _set_grad_enabled(True)  # whatever the user's code has left
             try:
                 with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
                     return call()
             finally:
                 self._forget_casts()
         except Exception as error:
-            where = f"batch {state.timestamp.batch}, microbatch {index}"
-            error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
+            _note(error, stage, state, index)
             raise
+
+    def _is_plain(self) -> bool:
+        """Whether forward and loss run in their own precision, with gradients, as nothing around the loop changes."""
+        return self.precision.dtype is None and _grad_enabled() and not _any_autocast()
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp
@@ -449,6 +510,11 @@ class Stages:
         kind = device_of(state).type
         # What is around the loop must not change what it computes.
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
+def _note(error: Exception, stage: str, state: Any, index: int) -> None:
+    where = f"batch {state.timestamp.batch}, microbatch {index}"
+    error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
 
 
 def _frozen(draft: Any, state: State) -> State:

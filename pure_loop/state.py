@@ -354,6 +354,8 @@ class _OfClass(dict[type, Callable[..., Any]]):
 _drafts = _OfClass(drafter)
 _fresh_drafts = _OfClass(lambda cls: drafter(cls, without=("event",)))
 _outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
+# By class: ``(state, event, event) -> State`` of a position outside a batch.
+outside_batch_at = _OfClass(lambda cls: copier(cls, "event", "position", without=_OF_A_BATCH))
 # By class: ``(state, event) -> State`` of this event, and ``(state, event, event)`` of one that is a position.
 at_event = _OfClass(lambda cls: copier(cls, "event"))
 at_position = _OfClass(lambda cls: copier(cls, "event", "position"))

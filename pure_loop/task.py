@@ -41,7 +41,7 @@ def _first_of(batch: Any) -> str:
 _TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})
 
 
-def _default_forward(model: nn.Module, batch: Any) -> Any:
+def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(_inputs_and_targets(batch)[0])
 
 
@@ -69,7 +69,7 @@ class Task:
     4
     """
 
-    forward: Callable[[nn.Module, Any], Any] = _default_forward
+    forward: Callable[[nn.Module, Any], Any] = default_forward
     loss: Callable[[Any, Any], Any] | None = None
     validate: Callable[[nn.Module, Any], Any] | None = None
     weight: Callable[[Any], float | Tensor] | None = None
@@ -86,24 +86,26 @@ class Task:
                 )
 
     @property
+    def counts_as_usual(self) -> bool:
+        """Whether samples and tokens are counted by what tensors a batch holds."""
+        return self.samples is num_samples and self.tokens is num_tokens
+
+    @property
     def forward_may_draw(self) -> bool:
         """Whether the forward may draw random numbers besides those of the model's layers."""
-        return self.forward is not _default_forward
+        return self.forward is not default_forward
 
     @property
     def loss_may_draw(self) -> bool:
         """Whether the loss may draw random numbers; torch's own losses don't, and need no seed of their own."""
-        if not isinstance(self.loss, _OnTargets):
-            return True
-        owner = type(self.loss.loss) if isinstance(self.loss.loss, nn.Module) else self.loss.loss
-        return getattr(owner, "__module__", None) not in _TORCH_LOSSES
+        return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs)
 
     @property
     def loss_in_words(self) -> str:
         """Whose the loss is, for errors."""
         if self.loss is None:
             return "the model's loss(outputs, batch)"
-        if isinstance(self.loss, _OnTargets):
+        if isinstance(self.loss, OnTargets):
             return f"{name_of(self.loss.loss)}(outputs, targets)"
         return f"{name_of(self.loss)}(outputs, batch)"
 
@@ -153,9 +155,9 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
             return task
         if task.loss is not None:
             raise ArgumentError("loss= is given, and task= has a loss too; give one of them.")
-        return attrs.evolve(task, loss=_OnTargets(loss))
+        return attrs.evolve(task, loss=OnTargets(loss))
     if loss is not None:
-        return Task(loss=_OnTargets(loss))
+        return Task(loss=OnTargets(loss))
     _require_loss_method(model)
 
     def validate(module: Any, batch: Any) -> Any:
@@ -166,10 +168,16 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
 
 
 @attrs.frozen
-class _OnTargets:
+class OnTargets:
     """A loss of ``(outputs, targets)`` as one of ``(outputs, batch)``."""
 
     loss: Callable[..., Any]
+    is_torchs: bool = attrs.field(init=False)
+
+    @is_torchs.default
+    def _of_torch(self) -> bool:
+        owner = type(self.loss) if isinstance(self.loss, nn.Module) else self.loss
+        return getattr(owner, "__module__", None) in _TORCH_LOSSES
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
         return self.loss(outputs, _inputs_and_targets(batch)[1])

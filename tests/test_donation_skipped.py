@@ -213,7 +213,7 @@ def test_where_steps_copy_nothing_of_the_start_is_kept(optimizer: str, monkeypat
 
     def forget(this: Any) -> None:
         real(this)
-        kept.append((this._held, this._shown(), this._alone))
+        kept.append((this.held, this._shown(), this._alone))
 
     monkeypatch.setattr(donation.Donation, "forget", forget)
     pl.run(fit(HalfUsed(), optimizer=OPTIMIZERS[optimizer], nonfinite="skip", device="cuda"))

@@ -23,7 +23,7 @@ from pure_loop.compile.trees import Durable, Unread, UnreadFieldError, durable_f
 from pure_loop.data import _leaves
 from pure_loop.event import Event
 from pure_loop.loop import LoopStages
-from pure_loop.model import _Instance
+from pure_loop.model import Instance
 from pure_loop.state import State, fresh_draft_of, outside_batch
 
 __all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
@@ -172,7 +172,7 @@ def make_graph(
 
     # Made now: a module can't be copied on tensors without numbers.
     state.model.release()
-    state.model._idle += [_Instance(state.model) for _ in range(SPARE_MODULES)]
+    state.model._idle += [Instance(state.model) for _ in range(SPARE_MODULES)]
     try:
         compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:

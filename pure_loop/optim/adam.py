@@ -16,6 +16,7 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from pure_loop.optim.optimizer import (
     check_flag,
     check_number,
     check_state,
+    fixed_rate,
     gradients_of,
     laid_out,
     layout_of,
@@ -133,6 +135,30 @@ class _Adam:
     weight_decay: float
     amsgrad: bool
     maximize: bool
+    memories: tuple[str, ...] = attrs.field(init=False)
+    # Bound once, and where it is always the same the rate too: each call less is a microsecond or two of a step.
+    fused: Callable[..., None] = attrs.field(init=False)
+    rate: float | None = attrs.field(init=False)
+
+    @memories.default
+    def _memories(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    @fused.default
+    def _fused(self) -> Callable[..., None]:
+        return partial(
+            torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=self.amsgrad,
+            maximize=self.maximize,
+        )
+
+    @rate.default
+    def _rate(self) -> float | None:
+        return fixed_rate(self.lr)
 
     @classmethod
     def make(
@@ -157,13 +183,13 @@ class _Adam:
             amsgrad=check_flag(name, "amsgrad", amsgrad),
             maximize=check_flag(name, "maximize", maximize),
         )
-        options = attrs.asdict(rule, filter=attrs.filters.exclude("name", "lr", "beta1", "beta2"))
+        options = attrs.asdict(rule, filter=attrs.filters.include("eps", "weight_decay", "amsgrad", "maximize"))
         options = FrozenDict({"betas": (rule.beta1, rule.beta2), **options})
         return Optimizer(
             name=name,
             init=rule.init,
             update=rule.update,
-            overwrite=partial(rule.update, overwrite=True),
+            overwrite=rule.overwrite,
             overwrites_mappings_only=True,
             takes_found_inf=True,
             lr=rule.lr,
@@ -171,10 +197,6 @@ class _Adam:
             spreads_nonfinite=True,
             elementwise=True,
         )
-
-    @property
-    def memories(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     def init(self, params: Params) -> OptState:
         device = next(iter(params.values())).device if params else None
@@ -202,16 +224,31 @@ class _Adam:
         with GradMode(False):
             return self._update(grads, opt_state, params, lr, overwrite, found_inf)
 
+    def overwrite(
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        timestamp: Timestamp,
+        *,
+        found_inf: Tensor | None = None,
+    ) -> tuple[Params, OptState]:
+        """:meth:`update`, written where params and memories are."""
+        ready = None
+        if not torch.is_grad_enabled() and not any(opt_state["skipped"].values()):
+            ready = overwritable(grads, opt_state, params, self.memories)
+        if ready is None:
+            return self.update(grads, opt_state, params, timestamp, overwrite=True, found_inf=found_inf)
+        values, gradients, memories = ready
+        lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
+        one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
+        step = torch.add(opt_state["step"], one if found_inf is None else one - found_inf[0])
+        self.kernel(lr, values, gradients, memories, [step] * len(values), found_inf)
+        return params, FrozenDict({**opt_state, "step": step})
+
     def _update(
         self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool, found_inf: Tensor | None
     ) -> tuple[Params, OptState]:
-        ready = overwritable(grads, opt_state, params, self.memories) if overwrite else None
-        if ready is not None and not any(opt_state["skipped"].values()):
-            values, gradients, memories = ready
-            one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
-            step = torch.add(opt_state["step"], one if found_inf is None else one - found_inf[0])
-            self.kernel(lr, values, gradients, memories, [step] * len(values), found_inf)
-            return params, FrozenDict({**opt_state, "step": step})
         keys, names = self.memories, list(params)
         check_state(self.name, opt_state, ("step", "skipped", *keys))
         found = gradients_of(grads, names)
@@ -248,42 +285,13 @@ class _Adam:
         steps: list[Tensor],
         found_inf: Tensor | None = None,
     ) -> None:
-        largest = memories[2] if self.amsgrad else []
-        run = self.foreach
-        if params[0].device.type in FUSED_DEVICES:
-            run = self.fused if found_inf is None else partial(self.fused, found_inf=found_inf)
+        lists = params, grads, memories[0], memories[1], memories[2] if self.amsgrad else []
         if type(lr) is not float and isinstance(lr, Tensor):
-            run = self.traced
-        run(lr, params, grads, memories[0], memories[1], largest, steps)
-
-    def fused(
-        self,
-        lr: float,
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        found_inf: Tensor | None = None,
-    ) -> None:
-        run = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
-        run(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
-            lr=lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            amsgrad=self.amsgrad,
-            maximize=self.maximize,
-            found_inf=found_inf,
-        )
+            self.traced(lr, *lists, steps)
+        elif (params[0].is_cpu and "cpu" in FUSED_DEVICES) or params[0].device.type in FUSED_DEVICES:
+            self.fused(*lists, steps, lr=lr, found_inf=found_inf)
+        else:
+            self.foreach(lr, *lists, steps)
 
     def foreach(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -137,6 +138,13 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
     from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick
 
     return constant(check_number(where, "lr", lr))
+
+
+def fixed_rate(lr: RateFunction) -> float | None:
+    """The learning rate, where it is always the same."""
+    schedules: Any = sys.modules.get("pure_loop.schedules")  # as above
+    fixed = schedules is not None and type(lr) is schedules.constant
+    return lr.value if fixed and 0.0 <= lr.value < math.inf else None  # type: ignore[attr-defined]
 
 
 def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
@@ -288,21 +296,19 @@ def overwritable(
         memory = opt_state[key]
         if getattr(memory, "layout", None) is not layout:
             return None
-        memories.append(_tensors(memory))
+        memories.append(getattr(memory, "_tensors", None) or list(memory.values()))
     gradients: list[Any] = list(grads.values())
     if (
-        [None for gradient in gradients if gradient is None]
+        set(map(type, gradients)) != _PLAIN
         or list(grads) != list(params)
         or not all(map(_is_contiguous, gradients))
         or list(map(_size, gradients)) != layout
     ):
         return None
-    return _tensors(params), gradients, memories
+    return getattr(params, "_tensors", None) or list(params.values()), gradients, memories
 
 
-def _tensors(mapping: FrozenDict[str, Tensor]) -> list[Tensor]:
-    found: list[Tensor] | None = getattr(mapping, "_tensors", None)
-    return list(mapping.values()) if found is None else found
+_PLAIN = {Tensor}
 
 
 def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:

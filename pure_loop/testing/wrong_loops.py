@@ -37,7 +37,8 @@ def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> F
     def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
         stream = pl.fit(*args, **kwargs)
         while True:
-            contexts = [make() for make in replacements]
+            # Where batches go through script, stages and driver, each of which can be replaced.
+            contexts = [patch.object(loop, "are_plain", lambda fit: False), *(make() for make in replacements)]
             for context in contexts:
                 context.__enter__()
             try:
@@ -123,15 +124,15 @@ def overwrites_what_was_kept() -> Fit:
 
 
 def lends_its_buffers_to_batchnorm() -> Fit:
-    from pure_loop.model import _Instance
+    from pure_loop.model import Instance
 
     def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
         real(self, params, buffers, training)
-        for name, tensors, key in self._buffers:
+        for name, tensors, key in self.buffers:
             tensors[key] = buffers[name]
 
-    real = _Instance.bind
-    return while_patched(lambda: patch.object(_Instance, "bind", bind))
+    real = Instance.bind
+    return while_patched(lambda: patch.object(Instance, "bind", bind))
 
 
 def draws_from_the_global_generator() -> Fit:
