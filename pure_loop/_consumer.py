@@ -7,7 +7,6 @@ its variable holds now, tell them apart.
 
 from __future__ import annotations
 
-import inspect
 import opcode
 import sys
 from types import CodeType, FrameType
@@ -50,7 +49,7 @@ def gives_up(frame: FrameType | None, value: Any) -> bool:
     >>> _ = list(numbers())
     False False False
     """
-    if sys.gettrace() is not None:
+    if _gettrace() is not None:
         return False  # a debugger reads, and may write back, the variables that are read here
     while frame is not None:
         code = frame.f_code
@@ -61,22 +60,29 @@ def gives_up(frame: FrameType | None, value: Any) -> bool:
         frame = frame.f_back
     if frame is None or plan is None:
         return False
-    name, in_globals = plan
-    if in_globals:
+    name, place = plan
+    if place is _GLOBALS:
         return frame.f_globals.get(name, frame) is value
     variables: Any = frame.f_locals
     found = variables.get(name, frame) is value
-    if type(variables) is dict and code.co_flags & inspect.CO_OPTIMIZED:
-        # Before 3.13 it is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
+    # Before 3.13 it may be a copy of the variables, the same that locals() gives, and would keep whatever they hold.
+    if place is _COPIES:
+        variables.clear()
+    elif place is _SHOWN_COPIES:
         for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
             del variables[key]
     return found
 
 
+_gettrace = sys.gettrace
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-# A name, and whether it is a global's; None: the pair goes elsewhere.
-Plan: TypeAlias = "tuple[str, bool] | None"
-_DELEGATES = ("yield from", False)
+# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies,
+# which its own code may have asked for.
+_GLOBALS, _NAMES, _COPIES, _SHOWN_COPIES = "globals", "names", "copies", "shown copies"
+# A name, and where it is; None: the pair goes elsewhere.
+Plan: TypeAlias = "tuple[str, str] | None"
+_DELEGATES = ("yield from", "")
+_ASK_FOR_COPIES = {"locals", "vars", "eval", "exec", "dir", "f_locals", "currentframe", "_getframe", "stack"}
 # By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
 _plans: dict[tuple[int, int], tuple[CodeType, Plan]] = {}
 
@@ -107,14 +113,22 @@ def _target(code: CodeType, at: int) -> Plan:
         return None
     name, argument = opcode.opname[following[1][0]], following[1][1]
     if name == "STORE_FAST_STORE_FAST":
-        return code.co_varnames[argument & 15], False
+        return _variable(code, argument & 15)
     if name not in _STORES or len(following) < 3:
         return None
     name, argument = opcode.opname[following[2][0]], following[2][1]
     if name == "STORE_FAST_LOAD_FAST":
-        return code.co_varnames[argument >> 4], False
+        return _variable(code, argument >> 4)
     if name in ("STORE_NAME", "STORE_GLOBAL"):
-        return code.co_names[argument], name == "STORE_GLOBAL"
+        return code.co_names[argument], _GLOBALS if name == "STORE_GLOBAL" else _NAMES
     if name == "STORE_FAST":
-        return code._varname_from_oparg(argument), False  # type: ignore[attr-defined]
+        return _variable(code, argument)
     return None
+
+
+def _variable(code: CodeType, argument: int) -> Plan:
+    """A function's variable."""
+    name = code._varname_from_oparg(argument)  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 13):
+        return name, _NAMES
+    return name, _COPIES if _ASK_FOR_COPIES.isdisjoint(code.co_names) else _SHOWN_COPIES

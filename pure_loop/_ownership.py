@@ -19,7 +19,7 @@ from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
 from pure_loop._parts import part_of
 from pure_loop._pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import State
+from pure_loop.state import State, memory_in
 
 __all__ = [
     "CAN_COUNT",
@@ -57,35 +57,35 @@ class Held:
         params: the parameters.
         trained: those that are trained, if not all are.
         leaves: the autograd leaves that share the parameters' memory, once there are some.
+        unread: what :func:`pure_loop.state.last_reading` gave when the memory was last found to be nobody else's; it
+            is still, while that gives the same, if the optimizer keeps nothing.
+        optimizer_keeps_nothing: whether the optimizer has nothing of what it was given, once it has returned.
     """
 
     __slots__ = (
-        *("_addresses", "_bound_to", "_counts", "_mappings", "_names", "_pointers", "_storage_counts"),
-        *("_storages", "_tensors", "leaves", "params", "trained"),
+        *("_bound_to", "_mappings", "_of_memory", "_of_params"),
+        *("leaves", "optimizer_keeps_nothing", "params", "trained", "unread"),
     )
 
-    def __init__(self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any) -> None:
+    def __init__(
+        self,
+        params: FrozenDict[str, Tensor],
+        trained: FrozenDict[str, Tensor],
+        memory: Any,
+        *,
+        optimizer_keeps_nothing: bool = False,
+    ) -> None:
         self.params, self.trained = params, trained
-        self._names = tuple(trained)
+        self.optimizer_keeps_nothing = optimizer_keeps_nothing
         self._mappings = list(_tensor_mappings(memory))
-        self._tensors: list[Tensor] = []
-        self._counts: list[int] = []
-        self._note(trained, in_mappings=1 if trained is params else 2)
+        self._of_params = _Counted()
+        self._of_params.add(trained, in_mappings=1 if trained is params else 2)
+        self._of_memory = _Counted()
         for _, mapping in self._mappings:
-            self._note(mapping)
-        held = list(map(part_of, self._tensors))
-        # The storages themselves are held too, so that their addresses stay theirs.
-        self._storages = [tensor.untyped_storage() for tensor in held]
-        self._pointers = [storage._cdata for storage in self._storages]
-        # Handing one to another process moves it, and leaves no reference here.
-        self._addresses = list(map(address_of, self._storages))
-        self._storage_counts = [_OF_STORAGE] * len(self._pointers)
-        # A part is a tensor of its own, which is in the whole.
-        parts = [part for part, tensor in zip(held, self._tensors, strict=True) if part is not tensor]
-        self._tensors += parts
-        self._counts += [_OURS + 1] * len(parts)
+            self._of_memory.add(mapping)
         self.leaves: FrozenDict[str, Tensor] | None = None
         self._bound_to: Any = None
+        self.unread: object = None
 
     def has_others(self, memory: Any) -> bool:
         """Whether the memory holds tensors that aren't in its mappings."""
@@ -97,27 +97,20 @@ class Held:
 
         It is an array's, a file's, or shared by processes.
         """
-        return not all(map(torch.UntypedStorage.resizable, self._storages))
-
-    def _note(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
-        if not hasattr(mapping, "_tensors"):  # which an update reads, and would make anew at each step
-            mapping._tensors = list(mapping.values())
-        self._tensors += mapping._tensors
-        self._counts += [_OURS + in_mappings + 1] * len(mapping)
+        return self._of_params.are_foreign() or self._of_memory.are_foreign()
 
     def lend(self, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves share the parameters' memory from now on; nobody else has seen them yet."""
         self.leaves = leaves
-        for i in range(len(self._names)):
-            self._storage_counts[i] += 1
+        self._of_params.share(len(self.trained))
 
     def bound(self, instance: Any) -> None:
         """The leaves stand in this module instance."""
         if self._bound_to is None and self.leaves is not None:
             self._bound_to = instance
-            # In the mapping of leaves, and in the module.
-            self._tensors += map(self.leaves.__getitem__, self._names)
-            self._counts += [_OURS + 1 + instance.places[name] for name in self._names]
+            for name in self.trained:  # in the mapping of leaves, and in the module
+                self._of_params.tensors.append(self.leaves[name])
+                self._of_params.counts.append(_OURS + 1 + instance.places[name])
 
     def mappings_alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
         """Whether nobody but the loop has a State's mappings of parameters and memory.
@@ -133,20 +126,21 @@ class Held:
             whole or getrefcount(self.trained) == 2
         ):
             return False
-        if getrefcount(state.opt_state) != memory_holders + 1:
+        if getrefcount(memory_in(state)) != memory_holders + 1:
             return False
         for path, mapping in self._mappings:
-            if len(path) > 1 and not _way_alone(state.opt_state, path):
+            if len(path) > 1 and not _way_alone(memory_in(state), path):
                 return False
             # In the memory, in the list of a Held, as `mapping`, and asked about.
             if getrefcount(mapping) != 4:
                 return False
         return True
 
-    def tensors_alone(self, memory: Any, *, shared: bool = False) -> bool:
+    def tensors_alone(self, memory: Any, *, shared: bool = False, unread: bool = False) -> bool:
         """Whether the tensors are in this memory still, and nobody has one of them, a view of one or its storage.
 
-        ``shared`` says that one tensor more has the memory of each parameter, which is the loop's as well.
+        ``shared`` says that one tensor more has the memory of each parameter, which is the loop's as well; ``unread``
+        that nobody can have a tensor of the optimizer's memory.
         """
         leaves = self.leaves
         if leaves is not None and (
@@ -161,19 +155,60 @@ class Held:
                 found = found[key]
             if found is not mapping:
                 return False
-        return (
-            list(map(getrefcount, self._tensors)) == self._counts
-            and set(map(tensor_uses, self._tensors)) == ONCE
-            and set(map(getrefcount, self._storages)) == LISTED
-            and list(map(address_of, self._storages)) == self._addresses
-            and list(map(storage_uses, self._pointers))
-            == (self._counts_if_shared() if shared else self._storage_counts)
-        )
+        return self._of_params.are_alone(len(self.trained) if shared else 0) and (unread or self._of_memory.are_alone())
 
-    def _counts_if_shared(self) -> list[int]:
-        """What refers to each storage where one tensor more has that of each parameter."""
-        count = len(self._names)
-        return [uses + 1 for uses in self._storage_counts[:count]] + self._storage_counts[count:]
+
+class _Counted:
+    """Tensors of the loop's own, and what refers to them and to their storages, if nobody else does."""
+
+    __slots__ = ("_addresses", "_pointers", "_storage_counts", "_storages", "counts", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.counts: list[int] = []
+        self._storages: list[Any] = []
+        self._pointers: list[int] = []
+        self._addresses: list[int] = []
+        self._storage_counts: list[int] = []
+
+    def add(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
+        if not hasattr(mapping, "_tensors"):  # which an update reads, and would make anew at each step
+            mapping._tensors = list(mapping.values())
+        tensors = mapping._tensors
+        self.tensors += tensors
+        self.counts += [_OURS + in_mappings + 1] * len(tensors)
+        held = list(map(part_of, tensors))
+        # The storages themselves are held too, so that their addresses stay theirs.
+        storages = [tensor.untyped_storage() for tensor in held]
+        self._storages += storages
+        self._pointers += [storage._cdata for storage in storages]
+        # Handing one to another process moves it, and leaves no reference here.
+        self._addresses += map(address_of, storages)
+        self._storage_counts += [_OF_STORAGE] * len(storages)
+        # A part is a tensor of its own, which is in the whole.
+        parts = [part for part, tensor in zip(held, tensors, strict=True) if part is not tensor]
+        self.tensors += parts
+        self.counts += [_OURS + 1] * len(parts)
+
+    def share(self, count: int) -> None:
+        """One tensor more has the memory of each of the first ones."""
+        self._storage_counts[:count] = [uses + 1 for uses in self._storage_counts[:count]]
+
+    def are_foreign(self) -> bool:
+        return not all(map(torch.UntypedStorage.resizable, self._storages))
+
+    def are_alone(self, shared: int = 0) -> bool:
+        """Whether nobody else has one; one tensor more may have the memory of as many as are ``shared``."""
+        storage_counts = self._storage_counts
+        if shared:
+            storage_counts = [uses + 1 for uses in storage_counts[:shared]] + storage_counts[shared:]
+        return (
+            list(map(getrefcount, self.tensors)) == self.counts
+            and set(map(tensor_uses, self.tensors)) <= ONCE
+            and set(map(getrefcount, self._storages)) <= LISTED
+            and list(map(address_of, self._storages)) == self._addresses
+            and list(map(storage_uses, self._pointers)) == storage_counts
+        )
 
 
 def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, FrozenDict[str, Tensor]]]:

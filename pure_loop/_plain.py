@@ -79,8 +79,10 @@ def plain_batches(
     watch: Collection[Event] | None,
     shown: Callable[[], State | None],
     followed: bool,
-) -> Generator[tuple[Event, State], None, None]:
+) -> Generator[tuple[Event, State], None, Callable[[], State | None]]:
     """Go through plain batches as far as a script has nothing else to do; yields what a consumer is given.
+
+    Returns a reference to what he was given last, where not all events are watched.
 
     Args:
         asked: the batches. The last State is put there, however this ends.
@@ -117,7 +119,7 @@ def plain_batches(
             ready = train_batch(state, fit, next(batches, END), lap)
             if ready is None:
                 asked.at = END
-                return
+                return shown
             whole, samples, tokens = ready
             cls = state.__class__
             state = fresh_draft_of(state)
@@ -235,13 +237,13 @@ def plain_batches(
                 if trained != 2:
                     yield AFTER_TRAIN_BATCH, state
 
-            # As in the driver: nothing but `state`, and what it is counted with, refers to it here.
+            # As in the driver, which is what has called: nothing but `state` refers to it here, and who counts.
             others = getrefcount(state) - 2
             seen = None if trained & 1 else shown()
             if seen is None:
-                replaced = others == 1 and followed and gives_up(_getframe().f_back, state)
+                replaced = others == 1 and followed and gives_up(_getframe(2), state)
             else:
-                replaced = getrefcount(seen) == 3 and followed and gives_up(_getframe().f_back, seen)
+                replaced = getrefcount(seen) == 3 and followed and gives_up(_getframe(2), seen)
             donation.look(others, seen, replaced=replaced)
             del seen
             before = state.timestamp
@@ -263,7 +265,7 @@ def plain_batches(
                         shown = ref(state)
             if fit.evaluators:
                 asked.at = BATCH_END
-                return
+                return shown
             state = outside_batch_at[state.__class__](state, BATCH_CHECKPOINT, BATCH_CHECKPOINT)
             if checkpoint:
                 if checkpoint > 1:
@@ -276,6 +278,6 @@ def plain_batches(
             duration = now.max_duration
             if duration is not None and now.get(duration.unit) >= duration.value:
                 asked.at = BATCH_CHECKPOINT
-                return
+                return shown
     finally:
         asked.given.append(state)

@@ -8,8 +8,8 @@ takes ten times as long, and a State is copied at every event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import attrs
 
@@ -20,13 +20,18 @@ class Record:
     """The base of records that have drafts: weak references live here.
 
     The interpreter swaps the classes of two layouts only where neither adds a place for weak references.
+
+    Attributes:
+        _slots_behind: of fields that a property stands in front of, the names of their slots.
     """
 
     __slots__ = ("__weakref__",)
 
+    _slots_behind: ClassVar[Mapping[str, str]] = {}
+
 
 def drafter(
-    cls: type, *, without: tuple[str, ...] = (), otherwise: Callable[[Any], Any] | None = None
+    cls: Any, *, without: tuple[str, ...] = (), otherwise: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
     """A function that copies a ``cls`` into a draft: assign to its fields, then set ``draft.__class__ = cls``.
 
@@ -48,7 +53,7 @@ def drafter(
     return _written(cls, without, (), otherwise=otherwise)
 
 
-def copier(cls: type, *changed: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
+def copier(cls: Any, *changed: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
     """The same with the class set: a function that copies a ``cls``, and takes new values of the fields ``changed``.
 
     >>> @attrs.frozen(weakref_slot=False)
@@ -62,19 +67,20 @@ def copier(cls: type, *changed: str, without: tuple[str, ...] = ()) -> Callable[
 
 
 def _written(
-    cls: type,
+    cls: Any,
     without: tuple[str, ...],
     changed: tuple[str, ...],
     *last: str,
     otherwise: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
+    slots = cls._slots_behind
     lines = [f"def copy({', '.join(('record', *changed))}):"]
     if otherwise is not None:
         lines.append("    if record.__class__ is not cls: return otherwise(record)")
     lines.append("    draft = new()")
     for field in attrs.fields(cls):
         name = field.name
-        value = name if name in changed else "None" if name in without else f"record.{name}"
+        value = name if name in changed else "None" if name in without else f"record.{slots.get(name, name)}"
         lines.append(f"    draft.{name} = {value}")
     # Calling the class takes less than object.__new__ of it, which looks at what it is given.
     scope: dict[str, Any] = {"new": _draft_class(cls), "cls": cls, "otherwise": otherwise}

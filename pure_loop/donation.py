@@ -25,7 +25,7 @@ from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
 from pure_loop.model import are_marked
-from pure_loop.state import State
+from pure_loop.state import State, last_reading, memory_in
 
 if TYPE_CHECKING:
     from pure_loop.optim import Optimizer
@@ -36,7 +36,7 @@ __all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "drop_gradients", "protect
 ABOUT_TO_WRITE: Any = object()
 
 _set_params = vars(State)["params"].__set__
-_set_opt_state = vars(State)["opt_state"].__set__
+_set_opt_state = vars(State)["_opt_state"].__set__
 _set_grads = vars(State)["_grads"].__set__
 
 
@@ -161,26 +161,32 @@ class Donation:
             shared: whether the engine has the memory of the parameters that are trained, too.
         """
         shown, alone, held = self._shown(), self._alone, self.held
-        self.look_away()
-        if held is None or held.params is not state.params or not held.tensors_alone(state.opt_state, shared=shared):
+        self._shown, self._alone = _nobody, False
+        reading = last_reading()
+        if (
+            held is None
+            or held.params is not state.params
+            or not held.tensors_alone(memory_in(state), shared=shared, unread=reading is held.unread)
+        ):
             self.held = None
             return None
         params_too = shown is not None and shown.params is state.params
-        memory_too = shown is not None and shown.opt_state is state.opt_state
+        memory_too = shown is not None and memory_in(shown) is memory_in(state)
         if alone and held.mappings_alone(state, 1 + params_too, 1 + memory_too):
-            memory = state.opt_state
+            memory = memory_in(state)
             _set_params(state, OVERWRITTEN)
             _set_opt_state(state, OVERWRITTEN)
             if params_too:
                 _set_params(shown, OVERWRITTEN)
             if memory_too:
                 _set_opt_state(shown, OVERWRITTEN)
+            held.unread = reading if held.optimizer_keeps_nothing else None
             return held.params, held.trained, memory
         self.held = None
         if not self._always or getattr(state.params, "protected", None):
             return None
         whole = held.trained is held.params
-        params, memory = overwritten(state.params), _overwritten_memory(state.opt_state)
+        params, memory = overwritten(state.params), _overwritten_memory(memory_in(state))
         return params, params if whole else held.trained, memory
 
     def take_gradients(self, state: State) -> FrozenDict[str, Tensor] | None:
@@ -231,7 +237,7 @@ class Donation:
     def _hold(
         self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any, optimizer: Optimizer
     ) -> None:
-        held = Held(params, trained, memory)
+        held = Held(params, trained, memory, optimizer_keeps_nothing=optimizer.keeps_nothing)
         counted = optimizer.overwrites_mappings_only or not held.has_others(memory)
         self.held = held if counted and not held.is_foreign() else None
 

@@ -195,7 +195,7 @@ def run_script(
             if event is PLAIN_BATCHES:
                 given = asked = cast("Any", state)
                 if in_one and not unsure and not large:
-                    yield from plain_batches(asked, attached, attend, watch, shown, followed)
+                    shown = yield from plain_batches(asked, attached, attend, watch, shown, followed)
                 continue
             if event in ignored:
                 given = state

@@ -37,9 +37,10 @@ from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTyp
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
+from pure_loop.optim.optimizer import is_laid_out, note_gradients
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
-from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of
+from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
 from pure_loop.task import OnTargets, Task, default_forward
 
 __all__ = ["Stages", "value_and_grad"]
@@ -222,7 +223,12 @@ class Stages:
         if found is not None:
             if counts and found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
-            state._grads = FrozenDict(zip(model.trainable, found, strict=True))
+            before, grads = state._grads, FrozenDict(zip(model.trainable, found, strict=True))
+            layout = getattr(origin, "layout", None)
+            if type(layout) is list and type(engine) is Engine and (before is None or is_laid_out(before, layout)):
+                # Autograd sees to it that a gradient is as large as what it is of.
+                note_gradients(layout, grads, found)
+            state._grads = grads
         outputs, loss = state.outputs, state.loss
         state.outputs = outputs.detach() if type(outputs) is Tensor else _detach(outputs)
         state.loss = loss.detach() if type(loss) is Tensor else _detach(loss)
@@ -333,7 +339,7 @@ class Stages:
         if taken is not None:
             params, trained, memory = taken
         else:
-            params, memory = state.params, state.opt_state
+            params, memory = state.params, memory_in(state)
             trained = state.model.trained(params)
         alone = found is None and type(engine) is Engine
         grad_mode = _grad_enabled()

@@ -275,6 +275,34 @@ class State(Record):
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
+# Whoever has a tensor of an optimizer's memory, but for the optimizer, has read it from a State. So the loop needs not
+# ask for each of them whether anybody has it, while nobody has read any.
+class _Reading:
+    """That somebody has read ``opt_state``; another one each time."""
+
+
+_last_reading = _Reading()
+
+
+def last_reading() -> object:
+    """Another object after each time that somebody reads the ``opt_state`` of any State."""
+    return _last_reading
+
+
+def _read_memory(state: State) -> Any:
+    global _last_reading
+    _last_reading = _Reading()
+    return memory_in(state)
+
+
+_memory_slot: Any = vars(State)["opt_state"]
+# An optimizer's memory, for who is sure to keep nothing of it.
+memory_in: Callable[[State], Any] = _memory_slot.__get__
+State._slots_behind = {"opt_state": "_opt_state"}
+State._opt_state = _memory_slot  # type: ignore[attr-defined]
+setattr(State, "opt_state", property(_read_memory, _memory_slot.__set__, _memory_slot.__delete__))  # noqa: B010
+
+
 NON_FINITE_ADVICE = (
     "Lower the learning rate, clip the gradients (clip_grad=1.0) or look at the data of that batch; "
     'nonfinite="skip" leaves such a batch out of training and counts it in state.skipped.'

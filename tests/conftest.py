@@ -62,6 +62,13 @@ def every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pure_loop.engine._LARGE", 0)
 
 
+@pytest.fixture(params=["small", "large"])
+def gradients_of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of small models, whose batches script and driver go through in one, and those of large ones."""
+    if request.param == "large":
+        monkeypatch.setattr("pure_loop.engine._LARGE", 0)
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
     yield

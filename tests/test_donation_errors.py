@@ -18,7 +18,7 @@ from tests.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 
 pytestmark = [
     pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
-    pytest.mark.usefixtures("every_gradient_is_large"),
+    pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 
 

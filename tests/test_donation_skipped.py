@@ -22,7 +22,7 @@ from tests.test_memory import live_tensors, without_collector
 
 pytestmark = [
     pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter"),
-    pytest.mark.usefixtures("every_gradient_is_large"),
+    pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 
 BAD = (0, 4, 9)

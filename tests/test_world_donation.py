@@ -259,9 +259,16 @@ def test_a_sharded_engine_whose_module_stays_behind_is_caught():
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["a part", "a view of one"])
 def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
-    def tensors_alone(self, memory, *, shared=False):
-        wholes = [tensor for tensor in self._tensors if tensor is not part_of(tensor)]
-        return list(map(getrefcount, wholes)) == [count + 1 for count in self._counts[: len(wholes)]]
+    def tensors_alone(self, memory, *, shared=False, unread=False):
+        counted = (self._of_params, self._of_memory)
+        wholes = [tensor for each in counted for tensor in each.tensors if tensor is not part_of(tensor)]
+        counts = [
+            count + 1
+            for each in counted
+            for tensor, count in zip(each.tensors, each.counts, strict=True)
+            if tensor is not part_of(tensor)
+        ]
+        return list(map(getrefcount, wholes)) == counts
 
     def wrong():
         return patch.object(Held, "tensors_alone", tensors_alone)

@@ -191,6 +191,7 @@ class _Adam:
             update=rule.update,
             overwrite=rule.overwrite,
             overwrites_mappings_only=True,
+            keeps_nothing=True,
             takes_found_inf=True,
             lr=rule.lr,
             options=options,

@@ -64,6 +64,8 @@ class Optimizer:
             tensors. It gives the mapping of params itself where it did. None: such memory is copied as any other.
         overwrites_mappings_only: whether all that ``overwrite`` writes to in an opt_state are tensors in mappings by
             parameter. If not, an opt_state that holds others (a list, a number of steps) is copied as any other.
+        keeps_nothing: whether nothing that ``overwrite`` leaves behind, but for what it returns, refers to what it was
+            given. If not, who else has the memory is looked at after every step.
         takes_found_inf: whether ``overwrite`` takes ``found_inf=``, too: a float32 tensor of shape (1,) on the
             parameters' device, where each of them has a gradient. Where it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
@@ -92,6 +94,7 @@ class Optimizer:
     lr: RateFunction = attrs.field(validator=_callable)
     overwrite: Callable[..., tuple[Params, OptState]] | None = None
     overwrites_mappings_only: bool = False
+    keeps_nothing: bool = False
     takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
@@ -298,7 +301,7 @@ def overwritable(
             return None
         memories.append(getattr(memory, "_tensors", None) or list(memory.values()))
     gradients: list[Any] = list(grads.values())
-    if (
+    if not is_laid_out(grads, layout) and (
         set(map(type, gradients)) != _PLAIN
         or list(grads) != list(params)
         or not all(map(_is_contiguous, gradients))
@@ -309,6 +312,17 @@ def overwritable(
 
 
 _PLAIN = {Tensor}
+
+
+def is_laid_out(grads: Grads, layout: Layout | None) -> bool:
+    """Whether gradients are known to lie in memory as the parameters of this layout do."""
+    return getattr(grads, "layout", None) is layout is not None
+
+
+def note_gradients(layout: Layout, grads: FrozenDict[str, Tensor | None], tensors: Sequence[Any]) -> None:
+    """Say of gradients of the parameters' names, order and sizes that they lie in memory alike, if they do."""
+    if set(map(type, tensors)) == _PLAIN and all(map(_is_contiguous, tensors)):
+        grads.layout = layout
 
 
 def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:

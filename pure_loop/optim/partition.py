@@ -64,6 +64,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         update=rule.update,
         overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
         overwrites_mappings_only=all(part.overwrites_mappings_only for part in rule.parts.values()),
+        keeps_nothing=all(part.keeps_nothing for part in rule.parts.values()),
         takes_found_inf=all(part.takes_found_inf for part in rule.parts.values()),
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,

@@ -112,6 +112,7 @@ def sgd(
         update=rule.update,
         overwrite=partial(rule.update, overwrite=True),
         overwrites_mappings_only=True,
+        keeps_nothing=True,
         takes_found_inf=not rule.dampening,  # else it notes on the host which averages have begun
         lr=rule.lr,
         options=options,
