@@ -237,7 +237,7 @@ class Donation:
     def _hold(
         self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any, optimizer: Optimizer
     ) -> None:
-        held = Held(params, trained, memory, optimizer_keeps_nothing=optimizer.keeps_nothing)
+        held = Held(params, trained, memory, optimizer_keeps_nothing=hasattr(optimizer.overwrite, "keeps_nothing"))
         counted = optimizer.overwrites_mappings_only or not held.has_others(memory)
         self.held = held if counted and not held.is_foreign() else None
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import attrs
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -214,7 +216,7 @@ def test_what_was_kept_never_changes(
     ],
     ids=lambda e: e.value,
 )
-@pytest.mark.usefixtures("every_gradient_is_large")
+@pytest.mark.usefixtures("gradients_of_each_size")
 def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
     kept = Kept()
     for now, state in fit(microbatch_size=2):
@@ -258,3 +260,61 @@ def test_a_state_that_the_loop_was_never_given_stays(who: str, watch: Any) -> No
         pass
     assert kept.things
     kept.check()
+
+
+def _by_flattening(state: pl.State) -> Any:
+    return optree.tree_leaves(state, namespace="pure_loop")
+
+
+def _by_torchs_flattening(state: pl.State) -> Any:
+    return torch.utils._pytree.tree_leaves(state)
+
+
+READINGS: dict[str, Callable[[pl.State], Any]] = {
+    "by attribute": lambda state: state.opt_state,
+    "by name": lambda state: getattr(state, attrs.fields(type(state)).opt_state.name),
+    "by flattening": _by_flattening,
+    "by torch's flattening": _by_torchs_flattening,
+    "by reducing": lambda state: state.__reduce__(),
+    "by a dict": lambda state: attrs.asdict(state, recurse=False),
+    "by mapping": lambda state: optree.tree_map(lambda leaf: leaf, state, namespace="pure_loop"),
+    "by another State": lambda state: state.replace(seed=1).opt_state,
+}
+
+
+@pytest.mark.parametrize("way", sorted(READINGS))
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["all", "one"])
+def test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it(way: str, watch: Any) -> None:
+    """In whatever way: the loop asks again who has these tensors once somebody has read them, and not before."""
+    kept = Kept()
+    for event, state in fit(watch=watch):
+        if event is Event.BATCH_END and state.timestamp.batch in (5, 9):
+            wanted = {id(each) for each in state._opt_state["exp_avg"].values()}  # type: ignore[attr-defined]
+            found = [each for each in tensors_of(READINGS[way](state)) if id(each) in wanted]
+            assert found
+            kept.keep("a tensor", found[0])
+            del found
+    kept.check()
+
+
+def test_an_optimizer_of_ones_own_may_keep_what_it_is_given() -> None:
+    kept = Kept()
+    adamw = pl.optim.adamw(lr=0.1)
+
+    def overwrite(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        assert adamw.overwrite is not None
+        new = adamw.overwrite(grads, opt_state, params, timestamp)
+        if timestamp.batch in (5, 9):
+            kept.keep("a tensor", opt_state["exp_avg"]["0.weight"])
+        return new
+
+    optimizer = attrs.evolve(adamw, overwrite=overwrite)
+    for _event, _state in fit(optimizer=optimizer):
+        pass
+    assert len(kept.things) == 2
+    kept.check()
+
+
+def test_a_loop_that_believes_that_nobody_reads_is_caught() -> None:
+    with patch.object(donation, "last_reading", lambda: None), pytest.raises(AssertionError, match="changed"):
+        test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it("by attribute", None)

@@ -17,6 +17,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -64,8 +65,6 @@ class Optimizer:
             tensors. It gives the mapping of params itself where it did. None: such memory is copied as any other.
         overwrites_mappings_only: whether all that ``overwrite`` writes to in an opt_state are tensors in mappings by
             parameter. If not, an opt_state that holds others (a list, a number of steps) is copied as any other.
-        keeps_nothing: whether nothing that ``overwrite`` leaves behind, but for what it returns, refers to what it was
-            given. If not, who else has the memory is looked at after every step.
         takes_found_inf: whether ``overwrite`` takes ``found_inf=``, too: a float32 tensor of shape (1,) on the
             parameters' device, where each of them has a gradient. Where it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
@@ -94,7 +93,6 @@ class Optimizer:
     lr: RateFunction = attrs.field(validator=_callable)
     overwrite: Callable[..., tuple[Params, OptState]] | None = None
     overwrites_mappings_only: bool = False
-    keeps_nothing: bool = False
     takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
@@ -104,6 +102,16 @@ class Optimizer:
     def __repr__(self) -> str:
         shown = {} if self.parts else {"lr": self.lr}
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in {**shown, **self.options}.items())})"
+
+
+def keeps_nothing(overwrite: Callable[..., Any]) -> Callable[..., Any]:
+    """An ``overwrite`` that has nothing of what it was given once it has returned, but for what it returns.
+
+    Of others the loop asks after each step who has the memory: they may have put it elsewhere.
+    """
+    known = partial(overwrite)
+    known.keeps_nothing = True  # type: ignore[attr-defined]
+    return known
 
 
 # Hyperparameters, at the door.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, check_state, gradients_of
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, check_state, gradients_of, keeps_nothing
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -58,13 +58,16 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             f"got {label!r}"
         )
     rule = _Partition(FrozenDict(optimizers), label)
+    overwrites: list[Any] = [part.overwrite for part in rule.parts.values()]
+    overwrite = rule.overwrite if all(overwrites) else None
+    if overwrite is not None and all(hasattr(each, "keeps_nothing") for each in overwrites):
+        overwrite = keeps_nothing(overwrite)
     return Optimizer(
         name="partition",
         init=rule.init,
         update=rule.update,
-        overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
+        overwrite=overwrite,
         overwrites_mappings_only=all(part.overwrites_mappings_only for part in rule.parts.values()),
-        keeps_nothing=all(part.keeps_nothing for part in rule.parts.values()),
         takes_found_inf=all(part.takes_found_inf for part in rule.parts.values()),
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,

@@ -38,6 +38,7 @@ from pure_loop.optim.optimizer import (
     check_number,
     check_state,
     gradients_of,
+    keeps_nothing,
     laid_out,
     layout_of,
     memory_of,
@@ -110,9 +111,8 @@ def sgd(
         name="sgd",
         init=rule.init,
         update=rule.update,
-        overwrite=partial(rule.update, overwrite=True),
+        overwrite=keeps_nothing(partial(rule.update, overwrite=True)),
         overwrites_mappings_only=True,
-        keeps_nothing=True,
         takes_found_inf=not rule.dampening,  # else it notes on the host which averages have begun
         lr=rule.lr,
         options=options,
