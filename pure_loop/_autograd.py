@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from ctypes import addressof
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pure_loop._cells import KINDS, cell_of, is_of
+from pure_loop._cells import KINDS, cell_of
 from pure_loop.errors import ModelError
 
 # Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
@@ -63,7 +64,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
     if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss):
         kept = _seeds.pop((seed, loss.dtype), None)
         # A hook is given it, too, and may have written to it.
-        if kept is None or not (is_of(kept[1], kept[0]) and kept[1].value == kept[2]):
+        if kept is None or addressof(kept[1]) != kept[0].data_ptr() or kept[1].value != kept[2]:
             kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
     tensor = scalar_like(loss, seed) if kept is None else kept[0]
     engine: Any = _run_engine

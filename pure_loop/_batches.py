@@ -37,15 +37,7 @@ def next_batch(
     if engine.ranks == 1:
         if loaded is END:
             return None
-        first = next(iter(state.params.values()))
-        if type(loaded) is tuple and len(loaded) == 2 and first.is_cpu and task.counts_as_usual:
-            # By far the commonest batch, without the four calls that it takes to find out the same.
-            one, other = loaded
-            if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu and one.ndim and other.ndim:
-                samples = one.shape[0]
-                if samples == other.shape[0] and one.is_floating_point():
-                    return loaded, samples, 0
-        whole = beside(loaded, first)
+        whole = beside(loaded, next(iter(state.params.values())))
         return whole, task.samples(whole), task.tokens(whole)
     padding = type(loaded) is Padding
     batch = loaded.batch if padding else loaded
@@ -57,6 +49,19 @@ def next_batch(
 
 def train_batch(state: State, fit: Fit, loaded: Any, seconds: Callable[[], float]) -> tuple[Any, int, int] | None:
     """The same of ``fit``'s own data, with its errors."""
+    task = fit.stages.task
+    if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not fit.counts_tokens:
+        # By far the commonest batch, without the calls that it takes to find out the same.
+        one, other = loaded
+        if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu and one.ndim and other.ndim:
+            samples = one.shape[0]
+            if (
+                samples == other.shape[0]
+                and one.is_floating_point()
+                and fit.stages.engine.ranks == 1
+                and next(iter(state.params.values())).is_cpu
+            ):
+                return loaded, samples, 0
     try:
         ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
     except DataError as error:

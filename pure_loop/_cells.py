@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "cell_of", "is_of"]
+__all__ = ["KINDS", "cell_of"]
 
 # Of the dtypes that C has a number of.
 KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -23,7 +23,7 @@ def cell_of(tensor: Tensor) -> Any:
 
     Args:
         tensor: a plain one on the CPU, not empty, of a dtype in ``KINDS``. It has to stay alive, and its memory where
-            it is (:func:`is_of`).
+            it is: ``share_memory_`` and ``set_`` move it, which ``ctypes.addressof`` of what this gives shows.
 
     Returns:
         A ctypes number in that memory.
@@ -35,8 +35,3 @@ def cell_of(tensor: Tensor) -> Any:
     3.0
     """
     return KINDS[tensor.dtype].from_address(tensor.data_ptr())
-
-
-def is_of(cell: Any, tensor: Tensor) -> bool:
-    """Whether the tensor is where it was: ``share_memory_`` and ``set_`` move it."""
-    return ctypes.addressof(cell) == tensor.data_ptr()

@@ -57,13 +57,14 @@ class Held:
         params: the parameters.
         trained: those that are trained, if not all are.
         leaves: the autograd leaves that share the parameters' memory, once there are some.
+        bound_to: the module instance in which these stand, once they do.
         unread: what :func:`pure_loop.state.last_reading` gave when the memory was last found to be nobody else's; it
             is still, while that gives the same, if the optimizer keeps nothing.
         optimizer_keeps_nothing: whether the optimizer has nothing of what it was given, once it has returned.
     """
 
     __slots__ = (
-        *("_bound_to", "_mappings", "_of_memory", "_of_params"),
+        *("bound_to", "_mappings", "_of_memory", "_of_params"),
         *("leaves", "optimizer_keeps_nothing", "params", "trained", "unread"),
     )
 
@@ -84,7 +85,7 @@ class Held:
         for _, mapping in self._mappings:
             self._of_memory.add(mapping)
         self.leaves: FrozenDict[str, Tensor] | None = None
-        self._bound_to: Any = None
+        self.bound_to: Any = None
         self.unread: object = None
 
     def has_others(self, memory: Any) -> bool:
@@ -104,20 +105,21 @@ class Held:
         self.leaves = leaves
         self._of_params.share(len(self.trained))
 
-    def bound(self, instance: Any) -> None:
-        """The leaves stand in this module instance."""
-        if self._bound_to is None and self.leaves is not None:
-            self._bound_to = instance
-            for name in self.trained:  # in the mapping of leaves, and in the module
-                self._of_params.tensors.append(self.leaves[name])
-                self._of_params.counts.append(_OURS + 1 + instance.places[name])
+    def bind(self, instance: Any) -> None:
+        """The leaves stand in this module instance from now on."""
+        assert self.leaves is not None
+        self.bound_to = instance
+        for name in self.trained:  # in the mapping of leaves, and in the module
+            self._of_params.tensors.append(self.leaves[name])
+            self._of_params.counts.append(_OURS + 1 + instance.places[name])
 
-    def mappings_alone(self, state: State, params_holders: int, memory_holders: int) -> bool:
+    def mappings_alone(self, state: State, params_holders: int, memory_holders: int, *, unread: bool = False) -> bool:
         """Whether nobody but the loop has a State's mappings of parameters and memory.
 
         Args:
             state: the State, which has the parameters that are held. No variable may have its mappings meanwhile.
             params_holders, memory_holders: how many States have its mappings.
+            unread: nobody can have a mapping that is in its memory.
         """
         leaves = self.leaves
         whole, lent = self.trained is self.params, leaves is not None and leaves.origin is self.params
@@ -128,7 +130,7 @@ class Held:
             return False
         if getrefcount(memory_in(state)) != memory_holders + 1:
             return False
-        for path, mapping in self._mappings:
+        for path, mapping in () if unread else self._mappings:
             if len(path) > 1 and not _way_alone(memory_in(state), path):
                 return False
             # In the memory, in the list of a Held, as `mapping`, and asked about.
@@ -144,8 +146,8 @@ class Held:
         """
         leaves = self.leaves
         if leaves is not None and (
-            self._bound_to is None
-            or self._bound_to.params is not leaves
+            self.bound_to is None
+            or self.bound_to.params is not leaves
             or getrefcount(leaves) != 4  # here, in the instance, `leaves`, and asked about
         ):
             return False

@@ -116,9 +116,8 @@ class Donation:
         if leaves is None:
             leaves = engine.leaves(state, index=index, last=last)
             held.lend(leaves)
-        elif leaves.holder is not None or are_marked(
-            leaves
-        ):  # a graph goes through them still, or they stay somebody's
+        elif leaves.holder is not None or are_marked(leaves):
+            # A graph goes through them still, or they stay somebody's.
             return engine.leaves(state, index=index, last=last)
         leaves.origin = params
         return leaves
@@ -126,8 +125,8 @@ class Donation:
     def bound(self, leaves: FrozenDict[str, Tensor]) -> None:
         """After a forward: these leaves stand in the module instance that holds them."""
         held, self.seen = self.held, True
-        if held is not None and held.leaves is leaves:
-            held.bound(leaves.holder)
+        if held is not None and held.leaves is leaves and held.bound_to is None:
+            held.bind(leaves.holder)
 
     def was_seen(self) -> bool:
         """Whether :meth:`own` would copy."""
@@ -160,19 +159,20 @@ class Donation:
             state: the one that is about to be updated.
             shared: whether the engine has the memory of the parameters that are trained, too.
         """
-        shown, alone, held = self._shown(), self._alone, self.held
+        shown = None if self._shown is _nobody else self._shown()
+        alone, held, reading = self._alone, self.held, last_reading()
+        unread = held is not None and reading is held.unread
         self._shown, self._alone = _nobody, False
-        reading = last_reading()
         if (
             held is None
             or held.params is not state.params
-            or not held.tensors_alone(memory_in(state), shared=shared, unread=reading is held.unread)
+            or not held.tensors_alone(memory_in(state), shared=shared, unread=unread)
         ):
             self.held = None
             return None
         params_too = shown is not None and shown.params is state.params
         memory_too = shown is not None and memory_in(shown) is memory_in(state)
-        if alone and held.mappings_alone(state, 1 + params_too, 1 + memory_too):
+        if alone and held.mappings_alone(state, 1 + params_too, 1 + memory_too, unread=unread):
             memory = memory_in(state)
             _set_params(state, OVERWRITTEN)
             _set_opt_state(state, OVERWRITTEN)

@@ -107,7 +107,8 @@ class Stages:
         else:
             params = donation.leaves(state, engine, index=index, last=last)
         forward = task.forward
-        if type(engine) is Engine and not model.may_draw and forward is default_forward and self._is_plain():
+        plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
+        if plain and type(engine) is Engine and not model.may_draw and forward is default_forward:
             # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.
             try:
                 instance = model.enter(params, state.buffers, training=True)
@@ -145,7 +146,8 @@ class Stages:
     def loss_into(self, state: Any, index: int) -> None:
         task, microbatch = self.task, state.microbatch
         of_batch = task.loss
-        if type(of_batch) is OnTargets and of_batch.is_torchs and self._is_plain():
+        plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
+        if plain and type(of_batch) is OnTargets and of_batch.is_torchs:
             try:
                 if type(microbatch) is tuple and len(microbatch) == 2:
                     loss = of_batch.loss(state.outputs, microbatch[1])
@@ -213,11 +215,13 @@ class Stages:
                 refuse_strangers(loss, engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
-            if not draws and not _any_autocast():
-                found = engine.gradient(state, loss, seed, alone=alone)
-            else:
+            if draws or _any_autocast():
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone)
+            elif state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
+                found = gradient_of(loss, list(leaves.values()), seed)
+            else:
+                found = engine.gradient(state, loss, seed, alone=alone)
         model.give_back(leaves)
         state.params = origin
         if found is not None:
@@ -490,10 +494,6 @@ class Stages:
         except Exception as error:
             _note(error, stage, state, index)
             raise
-
-    def _is_plain(self) -> bool:
-        """Whether forward and loss run in their own precision, with gradients, as nothing around the loop changes."""
-        return self.precision.dtype is None and _grad_enabled() and not _any_autocast()
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
         t = state.timestamp

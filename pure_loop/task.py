@@ -76,19 +76,22 @@ class Task:
     samples: Callable[[Any], int] = num_samples
     tokens: Callable[[Any], int] = num_tokens
     split: Callable[[Any, int], list[Any]] = split
+    # Whether samples and tokens are counted by what tensors a batch holds.
+    counts_as_usual: bool = attrs.field(init=False, repr=False, eq=False)
+
+    @counts_as_usual.default
+    def _counts_as_usual(self) -> bool:
+        return self.samples is num_samples and self.tokens is num_tokens
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Task):
+            if not field.init:
+                continue
             value = getattr(self, field.name)
             if not callable(value) and not (value is None and field.default is None):
                 raise ArgumentTypeError(
                     f"pl.Task({field.name}={value!r}): give a function; pl.Task's help says of what."
                 )
-
-    @property
-    def counts_as_usual(self) -> bool:
-        """Whether samples and tokens are counted by what tensors a batch holds."""
-        return self.samples is num_samples and self.tokens is num_tokens
 
     @property
     def forward_may_draw(self) -> bool:

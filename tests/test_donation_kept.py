@@ -318,3 +318,22 @@ def test_an_optimizer_of_ones_own_may_keep_what_it_is_given() -> None:
 def test_a_loop_that_believes_that_nobody_reads_is_caught() -> None:
     with patch.object(donation, "last_reading", lambda: None), pytest.raises(AssertionError, match="changed"):
         test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it("by attribute", None)
+
+
+@pytest.mark.parametrize("at", [Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END], ids=lambda at: at.name)
+def test_a_memory_that_an_algorithm_puts_in_unread_is_its_own(at: Event) -> None:
+    kept = Kept()
+    optimizer = pl.optim.adamw(lr=0.1)
+
+    @pl.algorithm(at, name="resets")
+    def resets(state: pl.State) -> pl.State:
+        if state.timestamp.batch not in (5, 9):
+            return state
+        memory = optimizer.init(state.params)
+        kept.keep("the memory put in", memory["exp_avg"]["0.weight"])
+        return state.replace(opt_state=memory)
+
+    for _event, _state in fit(optimizer=optimizer, algorithms=[resets]):
+        pass
+    assert kept.things
+    kept.check()

@@ -137,6 +137,7 @@ class _Adam:
     amsgrad: bool
     maximize: bool
     memories: tuple[str, ...] = attrs.field(init=False)
+    no_largest: tuple[list[Tensor], ...] = attrs.field(init=False)  # in the place of the third memory
     # Bound once, and where it is always the same the rate too: each call less is a microsecond or two of a step.
     fused: Callable[..., None] = attrs.field(init=False)
     rate: float | None = attrs.field(init=False)
@@ -144,6 +145,10 @@ class _Adam:
     @memories.default
     def _memories(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    @no_largest.default
+    def _no_largest(self) -> tuple[list[Tensor], ...]:
+        return () if self.amsgrad else ([],)
 
     @fused.default
     def _fused(self) -> Callable[..., None]:
@@ -244,7 +249,11 @@ class _Adam:
         lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
         one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
         step = torch.add(opt_state["step"], one if found_inf is None else one - found_inf[0])
-        self.kernel(lr, values, gradients, memories, [step] * len(values), found_inf)
+        steps = [step] * len(values)
+        if found_inf is None and values[0].is_cpu and "cpu" in FUSED_DEVICES:
+            self.fused(values, gradients, *memories, *self.no_largest, steps, lr=lr)
+        else:
+            self.kernel(lr, values, gradients, memories, steps, found_inf)
         return params, FrozenDict({**opt_state, "step": step})
 
     def _update(

@@ -309,7 +309,7 @@ def overwritable(
             return None
         memories.append(getattr(memory, "_tensors", None) or list(memory.values()))
     gradients: list[Any] = list(grads.values())
-    if not is_laid_out(grads, layout) and (
+    if getattr(grads, "layout", None) is not layout and (
         set(map(type, gradients)) != _PLAIN
         or list(grads) != list(params)
         or not all(map(_is_contiguous, gradients))
