@@ -16,7 +16,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model import ModelDef
 from pure_loop.precision import LossScale
-from pure_loop.state import NOT_READY, State, refuse_misfit
+from pure_loop.state import NOT_READY, State, memory_in, refuse_misfit
 
 __all__ = ["check_returned"]
 
@@ -59,8 +59,8 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
         new = _same_tensors("params", new, new.params, old.params, name, event)
     if new.buffers is not old.buffers:
         new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
-    if new.opt_state is not old.opt_state:
-        _same_structure("opt_state", new.opt_state, old.opt_state, name, event)
+    if memory_in(new) is not memory_in(old):
+        _same_structure("opt_state", memory_in(new), memory_in(old), name, event)
     grads = new._grads
     if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
         _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
