@@ -25,6 +25,7 @@ from pure_loop.state import State, at_event, fresh_draft_of, outside_batch_at
 
 if TYPE_CHECKING:
     from pure_loop.loop import Fit, Stopwatch
+    from pure_loop.model import ModelDef
 
 __all__ = ["PLAIN_BATCHES", "PlainBatches", "can_watch", "plain_batches"]
 
@@ -41,6 +42,7 @@ class PlainBatches:
         fit: the call of ``fit``.
         batches: where they come from.
         stopwatch: what takes their time.
+        model: that of the last State.
         at: how far a driver went: None: nowhere; BATCH_END: an evaluator may be due; BATCH_CHECKPOINT: training has
             lasted as long as it was to; END: there is no further batch.
     """
@@ -49,6 +51,7 @@ class PlainBatches:
     fit: Fit
     batches: Generator[Any, None, None]
     stopwatch: Stopwatch
+    model: ModelDef
     at: Any = None
 
 
@@ -281,3 +284,4 @@ def plain_batches(
                 return shown
     finally:
         asked.given.append(state)
+        asked.model = state.model

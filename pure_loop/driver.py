@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from pure_loop._consumer import gives_up
-from pure_loop._plain import PLAIN_BATCHES, PlainBatches, can_watch, plain_batches
+from pure_loop._plain import PLAIN_BATCHES, can_watch, plain_batches
 from pure_loop._returned import check_returned
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -264,8 +264,6 @@ def run_script(
                         writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
                         swift, known, ignored = swift - writing, known - writing, ignored - writing
     except BaseException as error:
-        if type(given) is PlainBatches:
-            given = given.given[0]
         if failed is not None:
             failed(error, Event.AFTER_TRAIN_BATCH if event is ABOUT_TO_WRITE else event, given)
         raise

@@ -186,7 +186,7 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
             if not in_the_middle or at not in _INSIDE_BATCH:
                 at = None
                 if plain:
-                    asked = PlainBatches([state], fit, batches, stopwatch)
+                    asked = PlainBatches([state], fit, batches, stopwatch, state.model)
                     del state
                     yield PLAIN_BATCHES, asked  # type: ignore[misc]
                     state, at = asked.given.pop(), asked.at

@@ -223,6 +223,18 @@ def test_a_stream_that_is_left_lets_go(at: Event) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_an_error_between_plain_batches_is_the_one_that_is_raised(batch: int) -> None:
+    def interval(state: pl.State) -> bool:
+        if state.timestamp.batch == batch:
+            raise ValueError("odd interval")
+        return False
+
+    stream = fit(evaluators={"val": pl.Evaluator(DATA[:1], interval=interval)})
+    with pytest.raises(ValueError, match="odd interval"):
+        list(stream)
+
+
 def test_a_state_that_was_kept_goes_on_from_plain_batches() -> None:
     pairs = list(fit(max_duration="8ba"))
     kept = [state for event, state in pairs if event in (Event.BATCH_END, Event.BATCH_CHECKPOINT)]
