@@ -99,11 +99,9 @@ def plain_batches(
     stages = fit.stages
     task, engine, donation = stages.task, stages.engine, stages.donation
     assert donation is not None
-    forward_into, loss_into, backward_into, update = (
-        *(stages.forward_into, stages.loss_into),
-        *(stages.backward_into, stages.update),
-    )
-    # Of an event: 0 where it passes unseen, 1 where the consumer is given it, 2 where something is attached to it.
+    forward_into, loss_into = stages.forward_into, stages.loss_into
+    backward_into, update = stages.backward_into, stages.update
+    # Of an event: 1 where the consumer is given it, and 2 more where something is attached to it.
     before_dataloader, after_dataloader, batch_start, before_train_batch, *of_microbatch, trained, end, checkpoint = [
         (watch is None or event in watch) + 2 * (event in attached) for event in _EVENTS
     ]
@@ -244,9 +242,9 @@ def plain_batches(
             others = getrefcount(state) - 2
             seen = None if trained & 1 else shown()
             if seen is None:
-                replaced = others == 1 and followed and gives_up(_getframe(2), state)
+                replaced = others == 1 and followed and gives_up(_getframe(1).f_back, state)
             else:
-                replaced = getrefcount(seen) == 3 and followed and gives_up(_getframe(2), seen)
+                replaced = getrefcount(seen) == 3 and followed and gives_up(_getframe(1).f_back, seen)
             donation.look(others, seen, replaced=replaced)
             del seen
             before = state.timestamp

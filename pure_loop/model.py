@@ -122,18 +122,13 @@ class ModelDef:
             hold: keep the instance with ``params`` until :meth:`give_back`: activation checkpointing goes through
                 it again in the backward, and a module's own ``loss`` may read what its forward left there.
         """
-        if hold:
-            instance = self.enter(params, buffers, training=training)
-            result = function(instance.module)
-            return result, self.leave(instance, params, buffers)
-        held = getattr(params, "holder", None)
-        instance = self._take() if held is None else held
-        instance.bind(params, buffers, training)
+        held = getattr(params, "holder", None) is not None
+        instance = self.enter(params, buffers, training=training)
         result = function(instance.module)
-        # While it is held, a recomputation may write to its buffers again, and never to those of a State.
-        after = instance.read_buffers(buffers, copy=held is not None)
-        if held is None:
-            self._idle.append(instance)
+        if held or hold:
+            return result, self.leave(instance, params, buffers)
+        after = instance.read_buffers(buffers, copy=False)
+        self._idle.append(instance)
         return result, after
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
@@ -221,12 +216,6 @@ class ModelDef:
         """Forget the parameters that idle instances still hold, and keep the instances."""
         for instance in self._idle:
             instance.unbind(self._skeleton)
-
-    def _take(self) -> Instance:
-        try:
-            return self._idle.pop()  # atomic: two threads never get the same instance
-        except IndexError:
-            return Instance(self)
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -153,7 +153,7 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
 
 def fixed_rate(lr: RateFunction) -> float | None:
     """The learning rate, where it is always the same."""
-    schedules: Any = sys.modules.get("pure_loop.schedules")  # as above
+    schedules: Any = sys.modules.get("pure_loop.schedules")  # who has made one has imported it
     fixed = schedules is not None and type(lr) is schedules.constant
     return lr.value if fixed and 0.0 <= lr.value < math.inf else None  # type: ignore[attr-defined]
 
