@@ -62,9 +62,14 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
             return gradient_of(loss, inputs, seed)
     kept = None
     if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss):
-        kept = _seeds.pop((seed, loss.dtype), None)
+        kept = _seeds.pop(seed, None)
         # A hook is given it, too, and may have written to it.
-        if kept is None or addressof(kept[1]) != kept[0].data_ptr() or kept[1].value != kept[2]:
+        if (
+            kept is None
+            or kept[0].dtype is not loss.dtype
+            or addressof(kept[1]) != kept[0].data_ptr()
+            or kept[1].value != kept[2]
+        ):
             kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
     tensor = scalar_like(loss, seed) if kept is None else kept[0]
     engine: Any = _run_engine
@@ -74,9 +79,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     if kept is not None:
-        if len(_seeds) >= _MOST_SEEDS:
-            _seeds.clear()
-        _seeds[seed, tensor.dtype] = kept  # type: ignore[index]
+        _seeds[seed] = kept  # type: ignore[index]
     return found
 
 
@@ -86,9 +89,9 @@ _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 # A tensor, what reads its number, and what that was.
 Seed: TypeAlias = tuple[Tensor, Any, float]
 
-# To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number and
-# dtype; of one that does another thread, or a backward inside of it, makes its own.
-_seeds: dict[tuple[float, torch.dtype], Seed] = {}
+# To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number; of one
+# that does another thread, or a backward inside of it, makes its own.
+_seeds: dict[float, Seed] = {}
 _MOST_SEEDS = 64
 
 
@@ -97,6 +100,8 @@ def _make_seed(loss: Tensor, number: float) -> Seed | None:
     made = torch.full_like(loss, number)
     if type(made) is not Tensor:
         return None
+    if len(_seeds) >= _MOST_SEEDS:
+        _seeds.clear()
     cell = cell_of(made)
     return made, cell, cell.value
 

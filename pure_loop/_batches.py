@@ -53,15 +53,17 @@ def train_batch(state: State, fit: Fit, loaded: Any, seconds: Callable[[], float
     if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not fit.counts_tokens:
         # By far the commonest batch, without the calls that it takes to find out the same.
         one, other = loaded
-        if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu and one.ndim and other.ndim:
-            samples = one.shape[0]
+        if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu:
+            shape, targets = one.shape, other.shape
             if (
-                samples == other.shape[0]
+                shape
+                and targets
+                and shape[0] == targets[0]
                 and one.is_floating_point()
                 and fit.stages.engine.ranks == 1
                 and next(iter(state.params.values())).is_cpu
             ):
-                return loaded, samples, 0
+                return loaded, shape[0], 0
     try:
         ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
     except DataError as error:

@@ -7,7 +7,7 @@ one reference more is somebody else's, whenever it was taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -60,12 +60,12 @@ class Held:
         bound_to: the module instance in which these stand, once they do.
         unread: what :func:`pure_loop.state.last_reading` gave when the memory was last found to be nobody else's; it
             is still, while that gives the same, if the optimizer keeps nothing.
-        optimizer_keeps_nothing: whether the optimizer has nothing of what it was given, once it has returned.
+        overwrite_unread: how the optimizer overwrites a memory that is nobody else's; None: it may itself keep it.
     """
 
     __slots__ = (
         *("bound_to", "_mappings", "_of_memory", "_of_params"),
-        *("leaves", "optimizer_keeps_nothing", "params", "trained", "unread"),
+        *("leaves", "overwrite_unread", "params", "trained", "unread"),
     )
 
     def __init__(
@@ -74,10 +74,10 @@ class Held:
         trained: FrozenDict[str, Tensor],
         memory: Any,
         *,
-        optimizer_keeps_nothing: bool = False,
+        overwrite_unread: Callable[..., Any] | None = None,
     ) -> None:
         self.params, self.trained = params, trained
-        self.optimizer_keeps_nothing = optimizer_keeps_nothing
+        self.overwrite_unread = overwrite_unread
         self._mappings = list(_tensor_mappings(memory))
         self._of_params = _Counted()
         self._of_params.add(trained, in_mappings=1 if trained is params else 2)

@@ -100,7 +100,7 @@ def plain_batches(
     task, engine, donation = stages.task, stages.engine, stages.donation
     assert donation is not None
     forward_into, loss_into = stages.forward_into, stages.loss_into
-    backward_into, update = stages.backward_into, stages.update
+    backward_into, updated = stages.backward_into, stages.updated
     # Of an event: 1 where the consumer is given it, and 2 more where something is attached to it.
     before_dataloader, after_dataloader, batch_start, before_train_batch, *of_microbatch, trained, end, checkpoint = [
         (watch is None or event in watch) + 2 * (event in attached) for event in _EVENTS
@@ -248,15 +248,13 @@ def plain_batches(
             donation.look(others, seen, replaced=replaced)
             del seen
             before = state.timestamp
-            state = update(
-                state,
-                buffers=buffers,
-                timestamp=before.next_batch(samples, tokens, lap()),
-                previous_timestamp=before,
-                event=BATCH_END,
-                position=BATCH_END,
-            )
-            del before, buffers
+            now = before.next_batch(samples, tokens, lap())
+            draft = updated(state, buffers)
+            draft.timestamp, draft.previous_timestamp = now, before
+            draft.event = draft.position = BATCH_END
+            draft.__class__ = state.__class__
+            state = draft
+            del draft, before, buffers
             if end:
                 if end > 1:
                     state = attend(BATCH_END, state)

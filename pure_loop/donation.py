@@ -25,6 +25,7 @@ from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
 from pure_loop.model import are_marked
+from pure_loop.optim.optimizer import overwrite_unread_of
 from pure_loop.state import State, last_reading, memory_in
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def drop_gradients(state: State) -> None:
         _set_grads(state, OVERWRITTEN)
 
 
-# Parameters (all, and those trained) and memory.
-Taken: TypeAlias = tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any]
+# Parameters (all, and those trained) and memory, and how to overwrite it if nobody has read it.
+Taken: TypeAlias = "tuple[FrozenDict[str, Tensor], FrozenDict[str, Tensor], Any, Callable[..., Any] | None]"
 
 
 class Donation:
@@ -109,7 +110,7 @@ class Donation:
 
     def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the step before, where the parameters are where they were."""
-        held, params = self.held, state.params
+        held, params, self.seen = self.held, state.params, True
         if held is None or held.params is not params or engine.ranks > 1:
             return engine.leaves(state, index=index, last=last)
         leaves = held.leaves
@@ -124,7 +125,7 @@ class Donation:
 
     def bound(self, leaves: FrozenDict[str, Tensor]) -> None:
         """After a forward: these leaves stand in the module instance that holds them."""
-        held, self.seen = self.held, True
+        held = self.held
         if held is not None and held.leaves is leaves and held.bound_to is None:
             held.bind(leaves.holder)
 
@@ -153,7 +154,8 @@ class Donation:
     def take(self, state: State, *, shared: bool) -> Taken | None:
         """Parameters (all, and those trained) and memory, to be written to; the State has none any more.
 
-        None: they are somebody else's too.
+        With them comes how to overwrite a memory that nobody has read, if nobody has. None: they are somebody else's
+        too.
 
         Args:
             state: the one that is about to be updated.
@@ -180,14 +182,14 @@ class Donation:
                 _set_params(shown, OVERWRITTEN)
             if memory_too:
                 _set_opt_state(shown, OVERWRITTEN)
-            held.unread = reading if held.optimizer_keeps_nothing else None
-            return held.params, held.trained, memory
+            held.unread = reading if held.overwrite_unread is not None else None
+            return held.params, held.trained, memory, held.overwrite_unread if unread else None
         self.held = None
         if not self._always or getattr(state.params, "protected", None):
             return None
         whole = held.trained is held.params
         params, memory = overwritten(state.params), _overwritten_memory(memory_in(state))
-        return params, params if whole else held.trained, memory
+        return params, params if whole else held.trained, memory, None
 
     def take_gradients(self, state: State) -> FrozenDict[str, Tensor] | None:
         """The gradients of the microbatches before; the State has none any more.
@@ -237,7 +239,7 @@ class Donation:
     def _hold(
         self, params: FrozenDict[str, Tensor], trained: FrozenDict[str, Tensor], memory: Any, optimizer: Optimizer
     ) -> None:
-        held = Held(params, trained, memory, optimizer_keeps_nothing=hasattr(optimizer.overwrite, "keeps_nothing"))
+        held = Held(params, trained, memory, overwrite_unread=overwrite_unread_of(optimizer))
         counted = optimizer.overwrites_mappings_only or not held.has_others(memory)
         self.held = held if counted and not held.is_foreign() else None
 

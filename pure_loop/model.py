@@ -122,13 +122,15 @@ class ModelDef:
             hold: keep the instance with ``params`` until :meth:`give_back`: activation checkpointing goes through
                 it again in the backward, and a module's own ``loss`` may read what its forward left there.
         """
-        held = getattr(params, "holder", None) is not None
+        hold = hold or getattr(params, "holder", None) is not None
         instance = self.enter(params, buffers, training=training)
         result = function(instance.module)
-        if held or hold:
-            return result, self.leave(instance, params, buffers)
-        after = instance.read_buffers(buffers, copy=False)
-        self._idle.append(instance)
+        # While it is held, a recomputation may write to its buffers again, and never to those of a State.
+        after = instance.read_buffers(buffers, copy=hold)
+        if hold:
+            instance.be_held_by(params)
+        else:
+            self._idle.append(instance)
         return result, after
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
@@ -142,16 +144,6 @@ class ModelDef:
         if instance.buffers or instance.training is not training or instance.bound() is not params:
             instance.bind(params, buffers, training)
         return instance
-
-    def leave(
-        self, instance: Instance, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]
-    ) -> FrozenDict[str, Tensor]:
-        """The buffers after a call of the module, which keeps these parameters until :meth:`give_back`."""
-        # While it is held, a recomputation may write to its buffers again, and never to those of a State.
-        after = instance.read_buffers(buffers, copy=True) if instance.buffers else buffers
-        # Not each in the other: a stream that is left meanwhile would keep its parameters until a collection.
-        params.holder, instance.params = instance, None
-        return after
 
     def give_back(self, leaves: FrozenDict[str, Tensor]) -> None:
         """The graph of these leaves is gone: their instance is free for other calls."""
@@ -302,6 +294,11 @@ class Instance:
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))
             for name, tensors, key in self.buffers:
                 tensors[key] = copies[name]
+
+    def be_held_by(self, leaves: FrozenDict[str, Tensor]) -> None:
+        """Stay with these leaves, whose graph goes through this module, until :meth:`ModelDef.give_back`."""
+        # Not each in the other: a stream that is left meanwhile would keep its parameters until a collection.
+        leaves.holder, self.params = self, None
 
     def unbind(self, skeleton: nn.Module) -> None:
         """Put the tensors of a skeleton, which take no memory, in the places of the parameters."""

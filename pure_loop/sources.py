@@ -189,15 +189,18 @@ class Source(ABC):
         Raises:
             DataError: the epoch has no batch at all, or an iterator doesn't stand where it must.
         """
-        none = True
         stop = None if self._limit is None else max(self._limit - start, 0)
-        with closing(self._batches(epoch, start, seen)) as batches:
+        with closing(self._batches(epoch, start, seen)) as given:
             share = None if self._shares else self._share
-            for batch in batches if stop is None else islice(batches, stop):
-                none = False
-                yield batch if share is None else share.of(batch)
-        if none and start == 0:
-            raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
+            batches: Any = given if stop is None else islice(given, stop)
+            if share is not None:
+                batches = map(share.of, batches)
+            first = next(batches, END)
+            if first is not END:
+                yield first
+                yield from batches
+            elif start == 0:
+                raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to stop)
         """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""

@@ -37,7 +37,7 @@ from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTyp
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
-from pure_loop.optim.optimizer import is_laid_out, note_gradients
+from pure_loop.optim.optimizer import is_laid_out, lie_plainly
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
@@ -116,7 +116,8 @@ class Stages:
                     outputs = instance.module(microbatch[0])
                 else:
                     outputs = forward(instance.module, microbatch)
-                buffers = model.leave(instance, params, state.buffers)
+                buffers = instance.read_buffers(state.buffers, copy=True) if instance.buffers else state.buffers
+                instance.be_held_by(params)
             except Exception as error:
                 _note(error, "forward", state, index)
                 raise
@@ -129,7 +130,7 @@ class Stages:
 
             draws = model.may_draw or task.forward_may_draw
             outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
-        if donation is not None:
+        if donation is not None and donation.held is not None and donation.held.bound_to is None:
             donation.bound(params)
         state.params, state.outputs, state.buffers = params, outputs, buffers
 
@@ -219,7 +220,7 @@ class Stages:
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone)
             elif state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
-                found = gradient_of(loss, list(leaves.values()), seed)
+                found = gradient_of(loss, tuple(leaves.values()), seed)
             else:
                 found = engine.gradient(state, loss, seed, alone=alone)
         model.give_back(leaves)
@@ -227,11 +228,15 @@ class Stages:
         if found is not None:
             if counts and found[0] is None and all(gradient is None for gradient in found):
                 raise _detached_loss(state)
-            before, grads = state._grads, FrozenDict(zip(model.trainable, found, strict=True))
+            before, grads = state._grads, FrozenDict(zip(model.trainable, found, strict=False))
             layout = getattr(origin, "layout", None)
-            if type(layout) is list and type(engine) is Engine and (before is None or is_laid_out(before, layout)):
-                # Autograd sees to it that a gradient is as large as what it is of.
-                note_gradients(layout, grads, found)
+            if (
+                type(layout) is list
+                and type(engine) is Engine
+                and (before is None or is_laid_out(before, layout))
+                and lie_plainly(found)
+            ):
+                grads.layout = layout  # autograd sees to it that a gradient is as large as what it is of
             state._grads = grads
         outputs, loss = state.outputs, state.loss
         state.outputs = outputs.detach() if type(outputs) is Tensor else _detach(outputs)
@@ -314,6 +319,13 @@ class Stages:
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
+        draft = self.updated(state, buffers)
+        for name, value in counted.items():
+            setattr(draft, name, value)
+        return _frozen(draft, state)
+
+    def updated(self, state: State, buffers: FrozenDict[str, Tensor] | None) -> Any:
+        """The draft of what :meth:`update` returns."""
         optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
@@ -328,7 +340,7 @@ class Stages:
                 if found.item():
                     if donation is not None:
                         donation.look_away()
-                    return self._left_out(state, scale, buffers, counted)
+                    return self._left_out(state, scale, buffers)
                 found = None  # a step like any other
         overwrites = donation is not None and optimizer.overwrite is not None
         if overwrites and found is not None and not _leaves_out_itself(optimizer, state):
@@ -340,8 +352,10 @@ class Stages:
             taken = donation.take(state, shared=shared)  # type: ignore[union-attr]
         draft = fresh_draft_of(state)
         draft.loss_scale = scale
+        overwrite = optimizer.overwrite
         if taken is not None:
-            params, trained, memory = taken
+            params, trained, memory, overwrite_unread = taken
+            overwrite = overwrite_unread or overwrite
         else:
             params, memory = state.params, memory_in(state)
             trained = state.model.trained(params)
@@ -351,7 +365,7 @@ class Stages:
         try:
             if taken is not None:
                 if alone:
-                    new, opt_state = optimizer.overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
+                    new, opt_state = overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
                 else:
                     new, opt_state = engine.overwrite(optimizer, state, trained, memory, found)
                 fresh = list(new.values())
@@ -385,10 +399,7 @@ class Stages:
         draft.params, draft.opt_state = params, opt_state
         if overwrites and not (taken is not None and donation.held is not None and donation.held.params is params):  # type: ignore[union-attr]
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
-        for name, value in counted.items():
-            setattr(draft, name, value)
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+        return draft
 
     def _overflow(self, state: State) -> Tensor:
         """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
@@ -398,17 +409,15 @@ class Stages:
             loss = total_loss(state.loss).to(device_of(state))
             return self.engine.anywhere(gradients_nonfinite(loss, grads))
 
-    def _left_out(self, state: State, scale: Any, buffers: Any, counted: dict[str, Any]) -> State:
-        """The State after a step that is skipped."""
+    def _left_out(self, state: State, scale: Any, buffers: Any) -> Any:
+        """The draft of the State after a step that is skipped."""
         if self.nonfinite == "error" and not loss_is_finite(state.loss):
             raise nonfinite_error(state)
         draft = fresh_draft_of(state)
         draft.loss_scale, draft.skipped = scale, state.skipped + 1
         if buffers is not None and self.nonfinite == "skip":
             draft.buffers = buffers
-        for name, value in counted.items():
-            setattr(draft, name, value)
-        return _frozen(draft, state)
+        return draft
 
     def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], found: Tensor | None) -> Any:
         """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.

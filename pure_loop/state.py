@@ -9,6 +9,8 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import getitem
 from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
@@ -281,17 +283,13 @@ class _Reading:
     """That somebody has read ``opt_state``; another one each time."""
 
 
-_last_reading = _Reading()
-
-
-def last_reading() -> object:
-    """Another object after each time that somebody reads the ``opt_state`` of any State."""
-    return _last_reading
+_readings = [_Reading()]
+# Gives another object after each time that somebody reads the ``opt_state`` of any State.
+last_reading: Callable[[], object] = partial(getitem, _readings, 0)
 
 
 def _read_memory(state: State) -> Any:
-    global _last_reading
-    _last_reading = _Reading()
+    _readings[0] = _Reading()
     return memory_in(state)
 
 

@@ -7,6 +7,7 @@ bits of a copy made when it was kept.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event, donation, engine
+from pure_loop.state import memory_in
 from tests.donating import CONSUMERS, DATA, Kept, consume, fit, tensors_of
 
 pytestmark = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
@@ -32,7 +34,7 @@ def gradients(state: pl.State) -> Any:
 
 
 def some_tensor(state: pl.State, which: int) -> Tensor:
-    found = tensors_of((state.params, state.opt_state["exp_avg"], state.opt_state["exp_avg_sq"]))
+    found = tensors_of((state.params, state.opt_state))
     tensor: Tensor = found[which % len(found)]
     return tensor
 
@@ -282,14 +284,15 @@ READINGS: dict[str, Callable[[pl.State], Any]] = {
 }
 
 
+@pytest.mark.parametrize("what", ["exp_avg", "step"])
 @pytest.mark.parametrize("way", sorted(READINGS))
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["all", "one"])
-def test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it(way: str, watch: Any) -> None:
+def test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it(what: str, way: str, watch: Any) -> None:
     """In whatever way: the loop asks again who has these tensors once somebody has read them, and not before."""
     kept = Kept()
     for event, state in fit(watch=watch):
         if event is Event.BATCH_END and state.timestamp.batch in (5, 9):
-            wanted = {id(each) for each in state._opt_state["exp_avg"].values()}  # type: ignore[attr-defined]
+            wanted = set(map(id, optree.tree_leaves(memory_in(state)[what], namespace="pure_loop")))
             found = [each for each in tensors_of(READINGS[way](state)) if id(each) in wanted]
             assert found
             kept.keep("a tensor", found[0])
@@ -315,9 +318,26 @@ def test_an_optimizer_of_ones_own_may_keep_what_it_is_given() -> None:
     kept.check()
 
 
-def test_a_loop_that_believes_that_nobody_reads_is_caught() -> None:
+@pytest.mark.parametrize("what", ["exp_avg", "step"])
+def test_a_loop_that_believes_that_nobody_reads_is_caught(what: str) -> None:
     with patch.object(donation, "last_reading", lambda: None), pytest.raises(AssertionError, match="changed"):
-        test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it("by attribute", None)
+        test_who_has_read_the_memory_of_an_optimizer_keeps_what_he_took_of_it(what, "by attribute", None)
+
+
+def test_steps_are_counted_where_the_number_is_while_nobody_reads_it() -> None:
+    """Once somebody has read it, the next number is another tensor."""
+    steps: list[int] = []
+    read = {5, 9}
+    for event, state in fit():
+        if event is not Event.BATCH_END:
+            continue
+        batch = state.timestamp.batch
+        assert memory_in(state)["step"].item() == batch
+        steps.append(id(memory_in(state)["step"]))
+        if batch in read:
+            assert state.opt_state["step"].item() == batch
+    same = [batch for batch, (one, other) in enumerate(itertools.pairwise(steps), 2) if one == other]
+    assert set(range(4, 15)) - set(same) == {batch + 1 for batch in read}
 
 
 @pytest.mark.parametrize("at", [Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END], ids=lambda at: at.name)
@@ -331,6 +351,7 @@ def test_a_memory_that_an_algorithm_puts_in_unread_is_its_own(at: Event) -> None
             return state
         memory = optimizer.init(state.params)
         kept.keep("the memory put in", memory["exp_avg"]["0.weight"])
+        kept.keep("its number of steps", memory["step"])
         return state.replace(opt_state=memory)
 
     for _event, _state in fit(optimizer=optimizer, algorithms=[resets]):

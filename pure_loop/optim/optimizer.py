@@ -104,14 +104,26 @@ class Optimizer:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in {**shown, **self.options}.items())})"
 
 
-def keeps_nothing(overwrite: Callable[..., Any]) -> Callable[..., Any]:
+def keeps_nothing(
+    overwrite: Callable[..., Any], overwrite_unread: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """An ``overwrite`` that has nothing of what it was given once it has returned, but for what it returns.
 
     Of others the loop asks after each step who has the memory: they may have put it elsewhere.
+
+    Args:
+        overwrite: the function.
+        overwrite_unread: the same for a memory that nobody has read since ``overwrite`` gave it, so that nobody else
+            has any tensor of it: it may write to all of them, and give the same mapping.
     """
-    known = partial(overwrite)
-    known.keeps_nothing = True  # type: ignore[attr-defined]
-    return known
+    known: Any = partial(overwrite)
+    known.unread = known if overwrite_unread is None else overwrite_unread
+    return known  # type: ignore[no-any-return]
+
+
+def overwrite_unread_of(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """How an optimizer overwrites a memory that nobody has read; None: it may itself have kept what it was given."""
+    return getattr(optimizer.overwrite, "unread", None)
 
 
 # Hyperparameters, at the door.
@@ -327,10 +339,9 @@ def is_laid_out(grads: Grads, layout: Layout | None) -> bool:
     return getattr(grads, "layout", None) is layout is not None
 
 
-def note_gradients(layout: Layout, grads: FrozenDict[str, Tensor | None], tensors: Sequence[Any]) -> None:
-    """Say of gradients of the parameters' names, order and sizes that they lie in memory alike, if they do."""
-    if set(map(type, tensors)) == _PLAIN and all(map(_is_contiguous, tensors)):
-        grads.layout = layout
+def lie_plainly(tensors: Sequence[Any]) -> bool:
+    """Whether these are torch's own tensors, each of which lies in memory as one of its size does that is new."""
+    return set(map(type, tensors)) == _PLAIN and all(map(_is_contiguous, tensors))
 
 
 def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, check_state, gradients_of, keeps_nothing
+from pure_loop.optim.optimizer import (
+    Grads,
+    Optimizer,
+    OptState,
+    Params,
+    check_state,
+    gradients_of,
+    keeps_nothing,
+    overwrite_unread_of,
+)
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -58,9 +67,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             f"got {label!r}"
         )
     rule = _Partition(FrozenDict(optimizers), label)
-    overwrites: list[Any] = [part.overwrite for part in rule.parts.values()]
-    overwrite = rule.overwrite if all(overwrites) else None
-    if overwrite is not None and all(hasattr(each, "keeps_nothing") for each in overwrites):
+    overwrite: Any = rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None
+    if all(map(overwrite_unread_of, rule.parts.values())):
         overwrite = keeps_nothing(overwrite)
     return Optimizer(
         name="partition",
