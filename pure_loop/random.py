@@ -76,11 +76,10 @@ def derive(seed: int, *path: int | str) -> int:
     >>> derive(0, "train", 2, 7) == derive(derive(0, "train"), 2, 7)
     False
     """
-    for part in (seed, *path):
-        if type(part) not in _PLAIN:
-            tracing = tracer.get()
-            return _derive(seed, *path) if tracing is None else tracing.computed(_derive, seed, *path)
-    return _hash((seed, *path))
+    if _PLAIN.issuperset(map(type, path)) and type(seed) is int:
+        return _hash((seed, *path))
+    tracing = tracer.get()
+    return _derive(seed, *path) if tracing is None else tracing.computed(_derive, seed, *path)
 
 
 def _derive(seed: Any, *path: Any) -> int:
@@ -142,6 +141,19 @@ def _awake() -> tuple[torch.Generator, ...]:
 _turn = threading.RLock()
 
 
+def seed_host(seed: int) -> torch.Tensor:
+    """What :class:`seeded` does on a CPU outside of traces; :func:`unseed_host` takes what this gives, in any case."""
+    _turn.acquire()
+    before = _get_cpu()
+    _seed_cpu(seed)
+    return before
+
+
+def unseed_host(before: torch.Tensor) -> None:
+    _set_cpu(before)
+    _turn.release()
+
+
 class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     """Seeds torch's global generator inside a ``with``, and puts it back as it was, whatever happens inside.
 
@@ -175,9 +187,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             self._cpu, self._saved = None, tracing.seeded(self._seed, self._device)
             self._saved.__enter__()
             return
-        _turn.acquire()
-        self._cpu = _get_cpu()
-        _seed_cpu(self._seed)
+        self._cpu = seed_host(self._seed)
         if self._accelerators:
             self._saved = [each.get_state() for each in self._accelerators]
             for each in self._accelerators:
@@ -190,11 +200,10 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             traced, self._saved = self._saved, None
             traced.__exit__(kind, error, trace)
             return
-        _set_cpu(self._cpu)
         if self._accelerators:
             for each, state in zip(self._accelerators, self._saved, strict=True):
                 each.set_state(state)
-        _turn.release()
+        unseed_host(self._cpu)
 
 
 class seeded_all(seeded):  # noqa: N801 - as above

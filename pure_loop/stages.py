@@ -39,7 +39,7 @@ from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import is_laid_out, lie_plainly
 from pure_loop.precision import Precision
-from pure_loop.random import derive, seeded
+from pure_loop.random import derive, seed_host, seeded, tracer, unseed_host
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
 from pure_loop.task import OnTargets, Task, default_forward
 
@@ -49,6 +49,7 @@ T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_tracer = tracer.get
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -107,12 +108,16 @@ class Stages:
         else:
             params = donation.leaves(state, engine, index=index, last=last)
         forward = task.forward
+        draws = model.may_draw or forward is not default_forward
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and type(engine) is Engine and not model.may_draw and forward is default_forward:
+        if plain and type(engine) is Engine and (not draws or _draws_on_host(params)):
             # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.
+            drawn = None
             try:
+                if draws:
+                    drawn = seed_host(self._seed(state, "forward", index))
                 instance = model.enter(params, state.buffers, training=True)
-                if type(microbatch) is tuple and len(microbatch) == 2:
+                if forward is default_forward and type(microbatch) is tuple and len(microbatch) == 2:
                     outputs = instance.module(microbatch[0])
                 else:
                     outputs = forward(instance.module, microbatch)
@@ -122,13 +127,14 @@ class Stages:
                 _note(error, "forward", state, index)
                 raise
             finally:
+                if drawn is not None:
+                    unseed_host(drawn)
                 _set_grad_enabled(True)  # whatever the user's code has left
         else:
 
             def call() -> tuple[Any, FrozenDict[str, Tensor]]:
                 return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
-            draws = model.may_draw or task.forward_may_draw
             outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
         if donation is not None and donation.held is not None and donation.held.bound_to is None:
             donation.bound(params)
@@ -147,10 +153,14 @@ class Stages:
     def loss_into(self, state: Any, index: int) -> None:
         task, microbatch = self.task, state.microbatch
         of_batch = task.loss
+        draws = task.loss_may_draw
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and type(of_batch) is OnTargets and of_batch.is_torchs:
+        if plain and of_batch is not None and (not draws or _draws_on_host(state.params)):
+            drawn = None
             try:
-                if type(microbatch) is tuple and len(microbatch) == 2:
+                if draws:
+                    drawn = seed_host(self._seed(state, "loss", index))
+                if type(of_batch) is OnTargets and type(microbatch) is tuple and len(microbatch) == 2:
                     loss = of_batch.loss(state.outputs, microbatch[1])
                 else:
                     loss = of_batch(state.outputs, microbatch)
@@ -158,13 +168,15 @@ class Stages:
                 _note(error, "loss", state, index)
                 raise
             finally:
+                if drawn is not None:
+                    unseed_host(drawn)
                 _set_grad_enabled(True)
         else:
 
             def call() -> Any:
                 return self._loss(state, training=True)
 
-            loss, state.buffers = self._with_gradients(call, state, "loss", index, task.loss_may_draw)
+            loss, state.buffers = self._with_gradients(call, state, "loss", index, draws)
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
         state.loss = loss
@@ -216,13 +228,19 @@ class Stages:
                 refuse_strangers(loss, engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
-            if draws or _any_autocast():
+            if _any_autocast() or (draws and not _draws_on_host(origin)):
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone)
-            elif state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
-                found = gradient_of(loss, tuple(leaves.values()), seed)
             else:
-                found = engine.gradient(state, loss, seed, alone=alone)
+                drawn = seed_host(self._seed(state, "backward", 0)) if draws else None
+                try:
+                    if state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
+                        found = gradient_of(loss, tuple(leaves.values()), seed)
+                    else:
+                        found = engine.gradient(state, loss, seed, alone=alone)
+                finally:
+                    if drawn is not None:
+                        unseed_host(drawn)
         model.give_back(leaves)
         state.params = origin
         if found is not None:
@@ -505,8 +523,11 @@ class Stages:
             raise
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
+        return seeded(self._seed(state, stage, index), device_of(state))
+
+    def _seed(self, state: State, stage: str, index: int) -> int:
         t = state.timestamp
-        return seeded(derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank), device_of(state))
+        return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
         if self.precision.dtype is not None:
@@ -525,6 +546,11 @@ class Stages:
         kind = device_of(state).type
         # What is around the loop must not change what it computes.
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
+def _draws_on_host(params: Any) -> bool:
+    """Whether the generator of the CPU is all that is seeded with these parameters, and by itself."""
+    return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
 
 
 def _note(error: Exception, stage: str, state: Any, index: int) -> None:

@@ -94,11 +94,6 @@ class Task:
                 )
 
     @property
-    def forward_may_draw(self) -> bool:
-        """Whether the forward may draw random numbers besides those of the model's layers."""
-        return self.forward is not default_forward
-
-    @property
     def loss_may_draw(self) -> bool:
         """Whether the loss may draw random numbers; torch's own losses don't, and need no seed of their own."""
         return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs)
