@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -74,6 +75,13 @@ def leaves_no_process() -> Iterator[None]:
     yield
     left = multiprocessing.active_children()
     assert not left, f"the test left processes behind: {left}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected() -> None:
+    """The garbage collector looks at nothing from before this module: torch's compiler alone is 400 000 objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ TWO_LAYERS = {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_fir
     ("layer", "options"),
     tiers(
         itertools.product([nn.RNN, nn.GRU, nn.LSTM], [{}, TWO_LAYERS]),
-        [(nn.RNN, {}), (nn.GRU, {}), (nn.LSTM, TWO_LAYERS)],
+        [(nn.RNN, {}), (nn.GRU, {}), (nn.LSTM, {})],
     ),
     ids=str,
 )

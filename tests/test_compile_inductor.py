@@ -51,7 +51,7 @@ def test_a_compiler_that_forgets_factors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", tiers([nn.GRU, nn.LSTM], [nn.GRU]))
+@pytest.mark.parametrize("layer", tiers([nn.RNN, nn.GRU, nn.LSTM], [nn.LSTM]))
 def test_code_that_graphs_call(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "WRITTEN_OUT", 1)
     monkeypatch.setattr(recurrent, "AT_ONCE", range(2, 3))

@@ -77,7 +77,9 @@ def convolutions(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", EVERY_WATCH, ids=["step", "pieces"])
+@pytest.mark.parametrize(
+    "watch", [EVERY_WATCH[0], pytest.param(EVERY_WATCH[1], marks=pytest.mark.thorough)], ids=["step", "pieces"]
+)
 def test_a_convolutional_network_through_the_compiler(watch: set[Event]) -> None:
     assert_as_eager(Net, watch=watch)
 

@@ -36,7 +36,7 @@ LAYERS = {
     "LSTM with a projection": partial(nn.LSTM, proj_size=2),
     "LSTM of float64": partial(nn.LSTM, dtype=torch.float64),
 }
-QUICK = ["RNN alone", "GRU of two layers", "LSTM of two layers", "LSTM without biases", "LSTM of float64"]
+QUICK = ["RNN alone", "GRU alone", "LSTM of two layers", "LSTM without biases", "LSTM of float64"]
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +163,7 @@ def test_second_derivatives_are_those_of_eager_steps(layer: Any, model: Any) -> 
     assert_close(fit(partial(model, layer), compile=True, **settings), fit(partial(model, layer), **settings), 1e-5)
 
 
+@pytest.mark.thorough
 def test_second_derivatives_in_mixed_precision() -> None:
     settings: dict[str, Any] = {"algorithms": [penalty], "data": batches((8,), 1), "precision": "amp_bf16"}
     assert_close(fit(partial(Steps, nn.GRU), compile=True, **settings), fit(partial(Steps, nn.GRU), **settings), 2e-2)

@@ -145,6 +145,6 @@ assert sorted(done) == [False, True]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_threads_that_import_torchs_compiler_dont_wait_for_each_other() -> None:
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=120)

@@ -47,7 +47,6 @@ def without_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def live_tensors() -> tuple[int, int]:

@@ -187,7 +187,7 @@ for name in ("torch", "attrs", "optree", "pure_loop"):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @as_installed
 def test_the_library_alone_does_not_import_hypothesis_which_may_come_later() -> None:
     in_a_process(

@@ -40,7 +40,7 @@ LOADERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    tiers(itertools.product(LOADERS, [2, 3]), [*((name, 2) for name in LOADERS), ("table", 3), ("iterable", 3)]),
+    tiers(itertools.product(LOADERS, [2, 3]), [*((name, 2) for name in LOADERS), ("iterable", 3)]),
 )
 def test_every_sample_is_seen_exactly_once(name, ranks):
     make = LOADERS[name]
