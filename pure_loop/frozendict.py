@@ -42,8 +42,9 @@ class FrozenDict(dict[K, V]):
     #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
     # `_tensors`: of a mapping with a layout, its values as a list.
+    # `prepared`: of an optimizer's memory that nobody has read, what its kernel is given of it.
     # `protected`: of parameters that are being saved, by whom.
-    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "protected")
+    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "prepared", "protected")
 
     holder: Any
 
@@ -52,6 +53,8 @@ class FrozenDict(dict[K, V]):
     _tensors: list[Any]
 
     origin: FrozenDict[K, V]
+
+    prepared: Any
 
     protected: set[object]
 
@@ -125,6 +128,7 @@ def overwritten(mapping: FrozenDict[K, V]) -> FrozenDict[K, V]:
         if hasattr(mapping, name):
             setattr(other, name, getattr(mapping, name))
             delattr(mapping, name)
+    mapping.prepared = None
     dict.clear(mapping)
     mapping.__class__ = _Overwritten
     return other

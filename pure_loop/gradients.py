@@ -22,11 +22,13 @@ __all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor"
 def map_present(
     function: Callable[[list[Tensor]], list[Tensor]], grads: Mapping[str, Tensor | None]
 ) -> FrozenDict[str, Any]:
-    """Apply a function of a list of tensors to the gradients that are there."""
+    """Apply a function of a list of tensors to the gradients that are there; it gives others that lie as these do."""
     present = {name: gradient for name, gradient in grads.items() if gradient is not None}
     if not present:
         return FrozenDict(grads)
     changed = FrozenDict(zip(present, on_parts(function, list(present.values())), strict=True))
+    if hasattr(grads, "layout"):
+        changed.layout = grads.layout
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
 

@@ -165,3 +165,21 @@ def test_memory_stays_that_of_one_update() -> None:
                 most = max(most, live_tensors()[1])
     # Parameters, two moments and the gradients, and a little.
     assert most <= 4.2 * size, f"{most / size:.2f} times the parameters"
+
+
+@pytest.mark.parametrize("lr", [0.1, lambda t: 0.1 / (1 + t.batch)], ids=["fixed", "scheduled"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_gradients_of_somebody_else_between_those_of_autograd(lr: Any, amsgrad: bool) -> None:
+    """What is known of an unread memory is used with gradients that are known to lie as it does, and with no others."""
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def others(state: pl.State) -> pl.State:
+        if state.timestamp.batch % 3 != 2:
+            return state
+        turned = {
+            name: grad.t().contiguous().t() if grad.ndim == 2 else grad.clone() for name, grad in state.grads.items()
+        }
+        return state.replace(grads=pl.FrozenDict(turned))
+
+    settings: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=lr, amsgrad=amsgrad), "algorithms": [others]}
+    assert_same(pl.run(fit(**settings)), pl.run(fit(donate=False, **settings)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event, donation
 from pure_loop.frozendict import FrozenDict
+from pure_loop.state import memory_in
 from tests.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 
 pytestmark = [
@@ -54,6 +56,19 @@ def test_donate_true_takes_the_memory_of_kept_states_and_they_say_so() -> None:
     assert "overwritten" in repr(kept[3])
     assert kept[3].loss.item() > 0
     assert kept[3].timestamp.batch == 3
+
+
+def test_a_state_whose_memory_was_taken_does_not_keep_it() -> None:
+    kept, tensors = [], []
+    for event, state in fit(donate=True):
+        if event is Event.BATCH_END and state.timestamp.batch == 6:
+            kept.append(state)
+            tensors += [ref(each) for each in tensors_of(memory_in(state))]
+    assert any(each() is not None for each in tensors)
+    del state
+    assert not any(each() is not None for each in tensors)
+    with pytest.raises(pl.errors.DonatedStateError):
+        len(kept[0].opt_state)
 
 
 def test_donate_true_leaves_the_state_that_training_goes_on_from(count: Count) -> None:

@@ -17,7 +17,6 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from pure_loop._autograd import GradMode
 from pure_loop._calls import teaching
+from pure_loop._cells import cell_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -242,6 +242,14 @@ class _Adam:
         unread: bool = False,
     ) -> tuple[Params, OptState]:
         """:meth:`update`, written where params and memories are, and where ``step`` is if nobody has read it."""
+        prepared: Any = getattr(opt_state, "prepared", None) if unread and found_inf is None else None
+        if prepared is not None:
+            layout, lists, number = prepared
+            if layout is getattr(params, "layout", None) is getattr(grads, "layout", None):
+                lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
+                number.value += 1.0
+                self.fused(params._tensors, list(grads.values()), *lists, lr=lr)
+                return params, opt_state
         ready = None
         if not torch.is_grad_enabled() and not any(opt_state["skipped"].values()):
             ready = overwritable(grads, opt_state, params, self.memories)
@@ -249,16 +257,21 @@ class _Adam:
             return self.update(grads, opt_state, params, timestamp, overwrite=True, found_inf=found_inf)
         values, gradients, memories = ready
         lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
-        step = opt_state["step"]
+        step, on_cpu = opt_state["step"], values[0].is_cpu and "cpu" in FUSED_DEVICES
+        number = None
         if unread and step.is_cpu and step.dtype is torch.float32:
-            c_float.from_address(step.data_ptr()).value += 1.0  # which takes a tenth of an operation's time
+            number = cell_of(step)
+            number.value += 1.0  # which takes a tenth of an operation's time
         else:
             one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
             step = torch.add(step, one if found_inf is None else one - found_inf[0])
             opt_state = FrozenDict({**opt_state, "step": step})
         steps = [step] * len(values)
-        if found_inf is None and values[0].is_cpu and "cpu" in FUSED_DEVICES:
-            self.fused(values, gradients, *memories, *self.no_largest, steps, lr=lr)
+        if found_inf is None and on_cpu:
+            lists = (*memories, *self.no_largest, steps)
+            self.fused(values, gradients, *lists, lr=lr)
+            if number is not None:
+                opt_state.prepared = params.layout, lists, number
         else:
             self.kernel(lr, values, gradients, memories, steps, found_inf)
         return params, opt_state
