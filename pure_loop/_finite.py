@@ -60,15 +60,14 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
 
 
-def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
-    """The same as a bool, at once; for the CPU."""
+def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> bool:
+    """The same as a bool, at once; for the CPU. ``alike`` says that these have one dtype, float32 or float64."""
     try:
         found, number = _zeros.pop()
     except IndexError:
         found = torch.zeros(1, dtype=torch.float32)
         number = cell_of(found)
-    dtypes = set(map(_dtype, fresh))
-    if dtypes in (_SINGLE, _DOUBLE):
+    if alike or set(map(_dtype, fresh)) in (_SINGLE, _DOUBLE):
         torch._amp_foreach_non_finite_check_and_unscale_(fresh, found, _one_on_cpu)
     else:
         _look(fresh, found)

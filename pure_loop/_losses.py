@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pure_loop._finite import total_loss
+from pure_loop.data import map_tensors
 from pure_loop.errors import LossError
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["check_loss", "loss_problem", "measured_loss"]
+__all__ = ["check_loss", "detached", "detached_loss", "loss_problem", "measured_loss"]
 
 
 def check_loss(loss: Any, state: State, event: str, task: Task | None = None) -> None:
@@ -82,3 +84,24 @@ def measured_loss(loss: Any, task: Task) -> Tensor:
         if problem is not None:
             raise LossError(f"the loss in evaluation, which {task.loss_in_words} returned, {problem}")
     return total_loss(loss)
+
+
+def detached_loss(state: State) -> LossError:
+    if torch.is_inference_mode_enabled():
+        return LossError(
+            f"the loss of batch {state.timestamp.batch} has no graph, because the stream is run inside "
+            "torch.inference_mode(), which nothing can undo from within: run it outside."
+        )
+    return LossError(
+        f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
+        "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"
+    )
+
+
+def detached(tree: Any) -> Any:
+    """A nesting of tensors, of the kinds that batches may be, without their graph."""
+    if type(tree) is Tensor:
+        return tree.detach()
+    if type(tree) is dict and all(type(value) is Tensor for value in tree.values()):
+        return {name: value.detach() for name, value in tree.items()}  # losses are, and opening a tree is slow
+    return map_tensors(Tensor.detach, tree)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
-__all__ = ["noting"]
+from pure_loop.data import describe
+
+__all__ = ["note_stage", "noting"]
 
 
 class noting:  # noqa: N801
@@ -32,3 +35,9 @@ class noting:  # noqa: N801
     ) -> None:
         if isinstance(error, Exception):  # not where a generator is closed, or somebody presses Ctrl-C
             error.add_note(self._say())
+
+
+def note_stage(error: Exception, stage: str, state: Any, index: int) -> None:
+    """Note of an error that it was raised in this stage of a State's microbatch, which has this number."""
+    where = f"batch {state.timestamp.batch}, microbatch {index}"
+    error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")

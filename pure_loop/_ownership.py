@@ -50,6 +50,9 @@ LISTED = {3}
 address_of = torch.UntypedStorage.data_ptr
 
 
+_OF_ONE_DTYPE = ({torch.float32}, {torch.float64})
+
+
 class Held:
     """Parameters and an optimizer's memory that the loop has made, and whether anybody else refers to them.
 
@@ -61,11 +64,14 @@ class Held:
         unread: what :func:`pure_loop.state.last_reading` gave when the memory was last found to be nobody else's; it
             is still, while that gives the same, if the optimizer keeps nothing.
         overwrite_unread: how the optimizer overwrites a memory that is nobody else's; None: it may itself keep it.
+        unhooked: what :func:`pure_loop.model.hooks_so_far` gave when no leaf had a hook.
+        values: those that are trained, as a list.
+        alike: whether these are on the CPU, and of one dtype, float32 or float64.
     """
 
     __slots__ = (
         *("bound_to", "_mappings", "_of_memory", "_of_params"),
-        *("leaves", "overwrite_unread", "params", "trained", "unread"),
+        *("alike", "leaves", "overwrite_unread", "params", "trained", "unhooked", "unread", "values"),
     )
 
     def __init__(
@@ -87,6 +93,9 @@ class Held:
         self.leaves: FrozenDict[str, Tensor] | None = None
         self.bound_to: Any = None
         self.unread: object = None
+        self.unhooked: int | None = None
+        self.values: list[Tensor] = trained._tensors
+        self.alike = {tensor.dtype if tensor.is_cpu else None for tensor in self.values} in _OF_ONE_DTYPE
 
     def has_others(self, memory: Any) -> bool:
         """Whether the memory holds tensors that aren't in its mappings."""

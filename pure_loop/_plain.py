@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pure_loop.loop import Fit, Stopwatch
     from pure_loop.model import ModelDef
 
-__all__ = ["PLAIN_BATCHES", "PlainBatches", "can_watch", "plain_batches"]
+__all__ = ["PLAIN_BATCHES", "PlainBatches", "are_unseen", "can_watch", "plain_batches"]
 
 # A script yields it in the place of an event, with PlainBatches in the place of a State: a driver may go through them.
 PLAIN_BATCHES: Any = object()
@@ -67,12 +67,17 @@ BEFORE_DATALOADER, AFTER_DATALOADER, BATCH_START, BEFORE_TRAIN_BATCH = _EVENTS[:
 BEFORE_FORWARD, AFTER_FORWARD, BEFORE_LOSS, AFTER_LOSS, BEFORE_BACKWARD, AFTER_BACKWARD = _EVENTS[4:10]
 AFTER_TRAIN_BATCH, BATCH_END, BATCH_CHECKPOINT = _EVENTS[10:]
 
-_AFTER_UPDATE = frozenset({BATCH_END, BATCH_CHECKPOINT})
+_BEFORE_UPDATE = frozenset(_EVENTS) - {BATCH_END, BATCH_CHECKPOINT}
 
 
 def can_watch(watch: Collection[Event] | None) -> bool:
     """Whether plain batches can be gone through with these events watched: all, or none before the update."""
-    return watch is None or _AFTER_UPDATE.issuperset(set(watch).intersection(_EVENTS))
+    return watch is None or are_unseen(watch)
+
+
+def are_unseen(*events: Collection[Event]) -> bool:
+    """Whether none of these events is before the update of a batch."""
+    return all(map(_BEFORE_UPDATE.isdisjoint, events))
 
 
 def plain_batches(
@@ -106,7 +111,6 @@ def plain_batches(
         (watch is None or event in watch) + 2 * (event in attached) for event in _EVENTS
     ]
     before_forward, after_forward, before_loss, after_loss, before_backward, after_backward = of_microbatch
-    unseen = not any(of_microbatch)
     by_samples = stages.microbatch_size is None and task.weight is None
     state: Any = asked.given.pop()
     try:
@@ -157,12 +161,6 @@ def plain_batches(
             count, losses = len(pieces), []
             for index in range(count):
                 last, weight = index == count - 1, weights.shares[index]
-                if unseen:
-                    state = stages.microbatch(
-                        state, pieces[index], index=index, last=last, weight=weight, alone=index > 0
-                    )
-                    losses.append(state.loss)
-                    continue
                 cls = state.__class__
                 state = fresh_draft_of(state)
                 state.microbatch, state.outputs, state.loss = pieces[index], None, None
@@ -225,7 +223,7 @@ def plain_batches(
             del pieces
             if count > 1 or weights.divisor != 1.0 or stages.clip_grad is not None or state.loss_scale is not None:
                 mean = mean_of(losses, weights.fractions) if count > 1 else None
-                state = stages.finish_gradients(state, divisor=weights.divisor, loss=mean, alone=unseen)
+                state = stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
                 del mean
             del losses
             if trained:

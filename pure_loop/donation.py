@@ -24,7 +24,7 @@ from pure_loop._cloning import clone_all
 from pure_loop._ownership import CAN_COUNT, Held, has_tensors
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
-from pure_loop.model import are_marked
+from pure_loop.model import are_marked, hooks_so_far
 from pure_loop.optim.optimizer import overwrite_unread_of
 from pure_loop.state import State, last_reading, memory_in
 
@@ -117,9 +117,12 @@ class Donation:
         if leaves is None:
             leaves = engine.leaves(state, index=index, last=last)
             held.lend(leaves)
-        elif leaves.holder is not None or are_marked(leaves):
-            # A graph goes through them still, or they stay somebody's.
-            return engine.leaves(state, index=index, last=last)
+        else:
+            hooks = hooks_so_far()
+            if leaves.holder is not None or are_marked(leaves, unhooked=held.unhooked == hooks):
+                # A graph goes through them still, or they stay somebody's.
+                return engine.leaves(state, index=index, last=last)
+            held.unhooked = hooks
         leaves.origin = params
         return leaves
 

@@ -11,8 +11,9 @@ from weakref import ref
 import torch
 
 from pure_loop._consumer import gives_up
-from pure_loop._plain import PLAIN_BATCHES, can_watch, plain_batches
+from pure_loop._plain import PLAIN_BATCHES, are_unseen, can_watch, plain_batches
 from pure_loop._returned import check_returned
+from pure_loop._unseen import unseen_batches
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
 from pure_loop.donation import ABOUT_TO_WRITE, Donation, drop_gradients
@@ -164,6 +165,7 @@ def run_script(
         swift = frozenset(Event) - set(attached) - writing
     known, swift = swift, swift - _OF_THE_FIRST_BATCH if unsure else swift
     in_one = strict is None and not marking and can_watch(watch)
+    in_one_go: Any = unseen_batches if watch is not None and are_unseen(watch, attached) else plain_batches
 
     def attend(event: Event, state: State) -> State:
         handling, observing = attached[event]
@@ -195,7 +197,7 @@ def run_script(
             if event is PLAIN_BATCHES:
                 given = asked = cast("Any", state)
                 if in_one and not unsure and not large:
-                    shown = yield from plain_batches(asked, attached, attend, watch, shown, followed)
+                    shown = yield from in_one_go(asked, attached, attend, watch, shown, followed)
                 continue
             if event in ignored:
                 given = state

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
@@ -26,7 +27,7 @@ from pure_loop._parts import whole_of
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["ModelDef", "are_marked", "refuse_untrainable"]
+__all__ = ["ModelDef", "are_marked", "hooks_so_far", "refuse_untrainable"]
 
 T = TypeVar("T")
 
@@ -242,10 +243,22 @@ class ModelDef:
 
 
 _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
+_gradient_of = attrgetter("grad")
 
 
-def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
-    """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient."""
+def hooks_so_far() -> int:
+    """Another number after a hook was registered, on whichever tensor."""
+    return RemovableHandle.next_id
+
+
+def are_marked(leaves: FrozenDict[str, Tensor], *, unhooked: bool = False) -> bool:
+    """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient.
+
+    ``unhooked`` says that there can be no hook.
+    """
+    if unhooked:
+        gradients = list(map(_gradient_of, leaves.values()))
+        return gradients.count(None) != len(gradients)
     marks = list(map(_marks_of, leaves.values()))
     if marks.count(_UNMARKED) == len(marks):
         return False

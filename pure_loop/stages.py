@@ -25,13 +25,13 @@ from pure_loop._finite import (
     nonfinite_error,
     total_loss,
 )
-from pure_loop._losses import check_loss, measured_loss
-from pure_loop._notes import noting
+from pure_loop._losses import check_loss, detached, detached_loss, measured_loss
+from pure_loop._notes import note_stage, noting
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import is_number
-from pure_loop.data import describe, map_tensors
-from pure_loop.donation import Donation
+from pure_loop.data import describe
+from pure_loop.donation import Donation, Taken
 from pure_loop.engine import ONE_RANK, Engine, writable
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
 from pure_loop.frozendict import FrozenDict
@@ -78,6 +78,19 @@ class Stages:
     nonfinite: str = "error"
     engine: Engine = ONE_RANK
     donation: Donation | None = None
+    # Whether an update is written where the old numbers are as soon as it may be, and asks nothing else.
+    writes_in_place: bool = attrs.field(init=False, repr=False, eq=False)
+
+    @writes_in_place.default
+    def _writes_in_place(self) -> bool:
+        return (
+            self.nonfinite == "error"
+            and type(self.engine) is Engine
+            and self.donation is not None
+            and not self.donation.compiled
+            and self.optimizer is not None
+            and self.optimizer.overwrite is not None
+        )
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
@@ -124,7 +137,7 @@ class Stages:
                 buffers = instance.read_buffers(state.buffers, copy=True) if instance.buffers else state.buffers
                 instance.be_held_by(params)
             except Exception as error:
-                _note(error, "forward", state, index)
+                note_stage(error, "forward", state, index)
                 raise
             finally:
                 if drawn is not None:
@@ -165,7 +178,7 @@ class Stages:
                 else:
                     loss = of_batch(state.outputs, microbatch)
             except Exception as error:
-                _note(error, "loss", state, index)
+                note_stage(error, "loss", state, index)
                 raise
             finally:
                 if drawn is not None:
@@ -214,7 +227,7 @@ class Stages:
                 "function of them. Replace params at BEFORE_FORWARD, or from AFTER_BACKWARD on."
             )
         if not loss.requires_grad:
-            raise _detached_loss(state)
+            raise detached_loss(state)
         counts = (type(weight) is not float and not is_number(weight)) or weight != 0
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         found: Any
@@ -245,7 +258,7 @@ class Stages:
         state.params = origin
         if found is not None:
             if counts and found[0] is None and all(gradient is None for gradient in found):
-                raise _detached_loss(state)
+                raise detached_loss(state)
             before, grads = state._grads, FrozenDict(zip(model.trainable, found, strict=False))
             layout = getattr(origin, "layout", None)
             if (
@@ -257,8 +270,8 @@ class Stages:
                 grads.layout = layout  # autograd sees to it that a gradient is as large as what it is of
             state._grads = grads
         outputs, loss = state.outputs, state.loss
-        state.outputs = outputs.detach() if type(outputs) is Tensor else _detach(outputs)
-        state.loss = loss.detach() if type(loss) is Tensor else _detach(loss)
+        state.outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
+        state.loss = loss.detach() if type(loss) is Tensor else detached(loss)
 
     def microbatch(
         self,
@@ -344,6 +357,12 @@ class Stages:
 
     def updated(self, state: State, buffers: FrozenDict[str, Tensor] | None) -> Any:
         """The draft of what :meth:`update` returns."""
+        taken = None
+        asked = self.writes_in_place and state.loss_scale is None
+        if asked:
+            taken = self.donation.take(state, shared=False)  # type: ignore[union-attr]
+            if taken is not None:
+                return self._written_in_place(state, taken, buffers)
         optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
@@ -364,28 +383,23 @@ class Stages:
         if overwrites and found is not None and not _leaves_out_itself(optimizer, state):
             donation.forget()  # type: ignore[union-attr]
             overwrites = False
-        taken = None
-        if overwrites:
+        if overwrites and not asked:
             shared = type(engine) is not Engine and engine.shares(state.params)
             taken = donation.take(state, shared=shared)  # type: ignore[union-attr]
+        if taken is not None and found is None and type(engine) is Engine:
+            draft = self._written_in_place(state, taken, buffers)
+            draft.loss_scale = scale
+            return draft
         draft = fresh_draft_of(state)
         draft.loss_scale = scale
-        overwrite = optimizer.overwrite
         if taken is not None:
-            params, trained, memory, overwrite_unread = taken
-            overwrite = overwrite_unread or overwrite
+            params, trained, memory, _ = taken
         else:
             params, memory = state.params, memory_in(state)
             trained = state.model.trained(params)
-        alone = found is None and type(engine) is Engine
-        grad_mode = _grad_enabled()
-        _set_grad_enabled(False)
-        try:
+        with GradMode(False):
             if taken is not None:
-                if alone:
-                    new, opt_state = overwrite(state._grads, memory, trained, state.timestamp)  # type: ignore[misc]
-                else:
-                    new, opt_state = engine.overwrite(optimizer, state, trained, memory, found)
+                new, opt_state = engine.overwrite(optimizer, state, trained, memory, found)
                 fresh = list(new.values())
             else:
                 new, opt_state = _updated(engine, optimizer, state, trained)
@@ -395,29 +409,57 @@ class Stages:
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            loss = state.loss
-            if (
-                alone
-                and optimizer.spreads_nonfinite
-                and fresh
-                and type(loss) is Tensor
-                and loss.is_cpu is fresh[0].is_cpu is True
-            ):
-                wrong: Any = is_nonfinite(loss, fresh)
-            else:
-                wrong = self._nonfinite(state, optimizer, fresh, found)
-            if type(wrong) is not bool and not wrong.is_cpu:
-                self._note_on_device(draft, state, found, wrong, buffers)
-            elif wrong:
-                raise nonfinite_error(state)
-        finally:
-            _set_grad_enabled(grad_mode)
+            self._look(draft, state, fresh, found, buffers)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
         if overwrites and not (taken is not None and donation.held is not None and donation.held.params is params):  # type: ignore[union-attr]
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
         return draft
+
+    def _written_in_place(self, state: State, taken: Taken, buffers: FrozenDict[str, Tensor] | None) -> Any:
+        """The draft after an update that writes where the old numbers are, on one rank."""
+        params, trained, memory, overwrite_unread = taken
+        optimizer, donation, loss = self.optimizer, self.donation, state.loss
+        assert optimizer is not None
+        assert donation is not None
+        draft = fresh_draft_of(state)
+        overwrite: Any = overwrite_unread or optimizer.overwrite
+        grad_mode = _grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            new, draft.opt_state = overwrite(state._grads, memory, trained, state.timestamp)
+            held = donation.held if new is trained else None
+            if held is not None and held.alike and optimizer.spreads_nonfinite and type(loss) is Tensor and loss.is_cpu:
+                if is_nonfinite(loss, held.values, alike=True):
+                    raise nonfinite_error(state)
+            else:
+                self._look(draft, state, list(new.values()), None, buffers)
+        finally:
+            _set_grad_enabled(grad_mode)
+        if new is trained:
+            draft.params = params
+        else:
+            draft.params = new if trained is params else FrozenDict({**params, **new})
+        if held is None or held.params is not params:
+            donation.keep(draft, new, (None, None), optimizer)
+        return draft
+
+    def _look(
+        self,
+        draft: Any,
+        state: State,
+        fresh: list[Tensor],
+        found: Tensor | None,
+        buffers: FrozenDict[str, Tensor] | None,
+    ) -> None:
+        """Look at the loss and the new parameters for NaN and infinity; see :meth:`update`."""
+        assert self.optimizer is not None
+        wrong = self._nonfinite(state, self.optimizer, fresh, found)
+        if type(wrong) is not bool and not wrong.is_cpu:
+            self._note_on_device(draft, state, found, wrong, buffers)
+        elif wrong:
+            raise nonfinite_error(state)
 
     def _overflow(self, state: State) -> Tensor:
         """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
@@ -519,7 +561,7 @@ class Stages:
             finally:
                 self._forget_casts()
         except Exception as error:
-            _note(error, stage, state, index)
+            note_stage(error, stage, state, index)
             raise
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
@@ -553,11 +595,6 @@ def _draws_on_host(params: Any) -> bool:
     return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
 
 
-def _note(error: Exception, stage: str, state: Any, index: int) -> None:
-    where = f"batch {state.timestamp.batch}, microbatch {index}"
-    error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
-
-
 def _frozen(draft: Any, state: State) -> State:
     """A State again; nobody else has seen the draft."""
     draft.__class__ = state.__class__
@@ -589,27 +626,6 @@ def _updated(
         odd = sorted(new.keys() ^ trained.keys())[:3]
         raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
     return FrozenDict((name, new[name]) for name in names), opt_state
-
-
-def _detached_loss(state: State) -> LossError:
-    if torch.is_inference_mode_enabled():
-        return LossError(
-            f"the loss of batch {state.timestamp.batch} has no graph, because the stream is run inside "
-            "torch.inference_mode(), which nothing can undo from within: run it outside."
-        )
-    return LossError(
-        f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
-        "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"
-    )
-
-
-def _detach(tree: Any) -> Any:
-    """A nesting of tensors, of the kinds that batches may be, without their graph."""
-    if type(tree) is Tensor:
-        return tree.detach()
-    if type(tree) is dict and all(type(value) is Tensor for value in tree.values()):
-        return {name: value.detach() for name, value in tree.items()}  # losses are, and opening a tree is slow
-    return map_tensors(Tensor.detach, tree)
 
 
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:
@@ -654,4 +670,4 @@ def value_and_grad(
                 "depends on the parameters it was given: return loss, or (loss, anything)."
             )
         found = gradient_of(value, list(leaves.values()))
-    return _detach(result), FrozenDict(zip(leaves, found, strict=True))
+    return detached(result), FrozenDict(zip(leaves, found, strict=True))

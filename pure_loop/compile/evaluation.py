@@ -45,7 +45,7 @@ class CompiledEvaluation(LoopStages):
     def of(
         cls, stages: LoopStages, recorders: Recorders, *, with_loss: bool, where_possible: bool
     ) -> CompiledEvaluation:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages)}
+        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
 
         def program(state: State, flight: tuple[Any, ...], traced: Traced) -> tuple[State, None, tuple[Any, ...]]:
             draft = fresh_draft_of(state)

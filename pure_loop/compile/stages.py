@@ -258,7 +258,7 @@ class TracedStages(LoopStages):
 
     @classmethod
     def of(cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]]) -> TracedStages:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages)}
+        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
         fields |= {"handlers": handlers, "attended": frozenset(Event), "donation": None}
         return cls(**fields, tracing=tracing)
