@@ -4,7 +4,7 @@ Where neither the consumer, an algorithm nor a callback is at an event from BEFO
 batch needs one State, that of BATCH_END, and no way back to anybody in between. What is left between the kernels of a
 small model is calls, each of which takes a microsecond or two there; so forward, loss, backward and update of the
 commonest batch stand here once more, without what others need: one rank, ``(inputs, targets)`` at once and in full
-precision, a loss of torch's, nothing drawn. Any other batch goes through the stages.
+precision, and a loss of torch's. Any other batch goes through the stages.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from pure_loop.engine import Engine
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import lie_plainly
+from pure_loop.random import seed_host, unseed_host
 from pure_loop.sources import END
+from pure_loop.stages import Stages, draws_on_host
 from pure_loop.state import State, fresh_draft_of, outside_batch_at
 from pure_loop.task import OnTargets, default_forward
 
 if TYPE_CHECKING:
     from pure_loop._plain import PlainBatches
-    from pure_loop.stages import Stages
 
 __all__ = ["unseen_batches"]
 
@@ -71,7 +72,7 @@ def unseen_batches(
                 draft = fresh_draft_of(state)
                 draft.batch = batch
                 draft.__class__ = state.__class__
-                draft = stages.gradients(draft)
+                draft = stages.gradients_of(draft)
             state = draft
             del draft, batch, ready
 
@@ -137,18 +138,19 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     None, and nothing is done, where it is of another kind after all.
     """
     model, donation = state.model, stages.donation
+    draws = model.may_draw
     weights = of_numbers((samples,))
     if (
         weights is None
         or weights.divisor != 1.0
         or type(batch) is not tuple
         or len(batch) != 2
-        or model.may_draw
         or state.timestamp.batch == 0  # the first backward looks through its graph
         or state.loss_scale is not None
         or len(model.trainable) != len(model.parameter_names)
         or not _grad_enabled()
         or _any_autocast()
+        or (draws and not draws_on_host(state.params))
     ):
         return None
     assert donation is not None
@@ -156,13 +158,15 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     draft.batch = draft.microbatch = batch
     params = state.params
     leaves = donation.leaves(draft, stages.engine, index=0, last=True)
-    stage = "forward"
+    stage, drawn = "forward", None
     try:
+        if draws:
+            drawn = seed_host(stages.seed_of(state, "forward", 0))
         instance = model.enter(leaves, draft.buffers, training=True)
         outputs = instance.module(batch[0])
         _set_grad_enabled(True)  # whatever the user's code has left
         if instance.buffers:
-            draft.buffers = instance.read_buffers(draft.buffers, copy=True)
+            draft.buffers = instance.read_buffers(draft.buffers, copy=not model.is_done_after_forward)
         instance.be_held_by(leaves)
         stage = "loss"
         loss: Any = stages.task.loss.loss(outputs, batch[1])  # type: ignore[union-attr]
@@ -170,6 +174,8 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
         note_stage(error, stage, draft, 0)
         raise
     finally:
+        if drawn is not None:
+            unseed_host(drawn)
         _set_grad_enabled(True)
     held = donation.held
     if held is not None and held.bound_to is None:
@@ -178,7 +184,12 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
         check_loss(loss, draft, "AFTER_LOSS", stages.task)
     if not loss.requires_grad:
         raise detached_loss(draft)
-    found = gradient_of(loss, tuple(leaves.values()), weights.shares[0])
+    drawn = seed_host(stages.seed_of(state, "backward", 0)) if draws else None
+    try:
+        found = gradient_of(loss, tuple(leaves.values()), weights.shares[0])
+    finally:
+        if drawn is not None:
+            unseed_host(drawn)
     model.give_back(leaves)
     if found[0] is None and all(gradient is None for gradient in found):
         raise detached_loss(draft)

@@ -80,7 +80,11 @@ class LoopStages(Stages):
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
                 "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
             )
-        return run_silently(gradients(state.replace(grads=None), self), self.handlers, self)
+        return self.gradients_of(state.replace(grads=None))
+
+    def gradients_of(self, state: State) -> State:
+        """The same of a State without gradients that nobody else has, which is written to."""
+        return run_silently(gradients(state, self), self.handlers, self)
 
 
 @attrs.frozen(kw_only=True)

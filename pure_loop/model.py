@@ -35,6 +35,12 @@ T = TypeVar("T")
 class ModelDef:
     """The structure of a ``torch.nn.Module``, immutable and free of numbers.
 
+    Attributes:
+        parameter_names, buffer_names: in the order of the module.
+        trainable: the names of parameters that require a gradient.
+        may_draw: whether calling the module may draw random numbers, or run code of the user's.
+        is_done_after_forward: whether a backward, which may call modules again, is sure to write to no buffer.
+
     Two structures are equal when their modules have the same classes, settings, and names, shapes
     and dtypes of tensors; that is what makes two States of one architecture mappable together.
 
@@ -53,6 +59,7 @@ class ModelDef:
         "_signature",
         "_skeleton",
         "buffer_names",
+        "is_done_after_forward",
         "may_draw",
         "parameter_names",
         "trainable",
@@ -67,6 +74,7 @@ class ModelDef:
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
         self.buffer_names = tuple(name for name, _ in skeleton.named_buffers())
         self.may_draw = any(_may_draw(module) for module in skeleton.modules())
+        self.is_done_after_forward = not self.may_draw and not any(map(_has_backward_hooks, skeleton.modules()))
 
     @classmethod
     def split(
@@ -349,6 +357,11 @@ def _may_draw(module: nn.Module) -> bool:
     """Whether calling this module may draw random numbers; a class of the user's may always."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something of the user's is called in its backward, and given the module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _places(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tuple[str, dict[str, Any], str]]:

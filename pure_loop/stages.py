@@ -43,7 +43,7 @@ from pure_loop.random import derive, seed_host, seeded, tracer, unseed_host
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
 from pure_loop.task import OnTargets, Task, default_forward
 
-__all__ = ["Stages", "value_and_grad"]
+__all__ = ["Stages", "draws_on_host", "value_and_grad"]
 
 T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
@@ -123,18 +123,21 @@ class Stages:
         forward = task.forward
         draws = model.may_draw or forward is not default_forward
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and type(engine) is Engine and (not draws or _draws_on_host(params)):
+        if plain and type(engine) is Engine and (not draws or draws_on_host(params)):
             # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.
             drawn = None
             try:
                 if draws:
-                    drawn = seed_host(self._seed(state, "forward", index))
+                    drawn = seed_host(self.seed_of(state, "forward", index))
                 instance = model.enter(params, state.buffers, training=True)
                 if forward is default_forward and type(microbatch) is tuple and len(microbatch) == 2:
                     outputs = instance.module(microbatch[0])
                 else:
                     outputs = forward(instance.module, microbatch)
-                buffers = instance.read_buffers(state.buffers, copy=True) if instance.buffers else state.buffers
+                buffers = state.buffers
+                if instance.buffers:
+                    copy = forward is not default_forward or not model.is_done_after_forward
+                    buffers = instance.read_buffers(buffers, copy=copy)
                 instance.be_held_by(params)
             except Exception as error:
                 note_stage(error, "forward", state, index)
@@ -168,11 +171,11 @@ class Stages:
         of_batch = task.loss
         draws = task.loss_may_draw
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and of_batch is not None and (not draws or _draws_on_host(state.params)):
+        if plain and of_batch is not None and (not draws or draws_on_host(state.params)):
             drawn = None
             try:
                 if draws:
-                    drawn = seed_host(self._seed(state, "loss", index))
+                    drawn = seed_host(self.seed_of(state, "loss", index))
                 if type(of_batch) is OnTargets and type(microbatch) is tuple and len(microbatch) == 2:
                     loss = of_batch.loss(state.outputs, microbatch[1])
                 else:
@@ -241,11 +244,11 @@ class Stages:
                 refuse_strangers(loss, engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
-            if _any_autocast() or (draws and not _draws_on_host(origin)):
+            if _any_autocast() or (draws and not draws_on_host(origin)):
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone)
             else:
-                drawn = seed_host(self._seed(state, "backward", 0)) if draws else None
+                drawn = seed_host(self.seed_of(state, "backward", 0)) if draws else None
                 try:
                     if state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
                         found = gradient_of(loss, tuple(leaves.values()), seed)
@@ -565,9 +568,10 @@ class Stages:
             raise
 
     def _seeded(self, state: State, stage: str, index: int) -> seeded:
-        return seeded(self._seed(state, stage, index), device_of(state))
+        return seeded(self.seed_of(state, stage, index), device_of(state))
 
-    def _seed(self, state: State, stage: str, index: int) -> int:
+    def seed_of(self, state: State, stage: str, index: int) -> int:
+        """Where the random numbers of a stage come from, in a microbatch of this number."""
         t = state.timestamp
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
@@ -590,7 +594,7 @@ class Stages:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
-def _draws_on_host(params: Any) -> bool:
+def draws_on_host(params: Any) -> bool:
     """Whether the generator of the CPU is all that is seeded with these parameters, and by itself."""
     return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
 
