@@ -23,6 +23,7 @@ from pure_loop._consumer import gives_up
 from pure_loop._losses import check_loss, detached, detached_loss
 from pure_loop._notes import note_stage
 from pure_loop._weights import of_numbers
+from pure_loop.donation import drop_gradients
 from pure_loop.engine import Engine
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -66,6 +67,13 @@ def unseen_batches(
                 asked.at = END
                 return shown
             batch, samples, tokens = ready
+            # As in the driver, which is what has called: who has what the consumer was given last. While this runs, he
+            # waits.
+            seen = shown()
+            followed_now = followed and gives_up(_getframe(1).f_back, state if seen is None else seen)
+            if seen is not None and followed_now and getrefcount(seen) == 3:
+                drop_gradients(seen)  # else they would be in the way of those of this batch
+            del seen
             before, buffers = state.timestamp, state.buffers
             draft = _gone_through(state, stages, batch, samples) if common else None
             if draft is None:
@@ -76,14 +84,10 @@ def unseen_batches(
             state = draft
             del draft, batch, ready
 
-            # As in the driver, which is what has called: nothing but `state` refers to it here, and who counts.
-            others = getrefcount(state) - 2
-            seen = shown()
-            if seen is None:
-                replaced = others == 1 and followed and gives_up(_getframe(1).f_back, state)
-            else:
-                replaced = getrefcount(seen) == 3 and followed and gives_up(_getframe(1).f_back, seen)
-            donation.look(others, seen, replaced=replaced)
+            # Nothing but `state` refers to it here, and who counts.
+            others, seen = getrefcount(state) - 2, shown()
+            alone = others == 1 if seen is None else getrefcount(seen) == 3
+            donation.look(others, seen, replaced=alone and followed_now)
             del seen
             draft = updated(state, buffers)
             draft.timestamp, draft.previous_timestamp = before.next_batch(samples, tokens, lap()), before
@@ -124,7 +128,6 @@ def _is_common(stages: Stages) -> bool:
         type(stages.engine) is Engine
         and stages.microbatch_size is None
         and stages.precision.dtype is None
-        and stages.clip_grad is None
         and task.weight is None
         and task.forward is default_forward
         and type(task.loss) is OnTargets
@@ -142,7 +145,6 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     weights = of_numbers((samples,))
     if (
         weights is None
-        or weights.divisor != 1.0
         or type(batch) is not tuple
         or len(batch) != 2
         or state.timestamp.batch == 0  # the first backward looks through its graph
@@ -200,4 +202,6 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     draft._grads, draft.loss = grads, loss.detach()
     draft.outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
     draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+    if weights.divisor == 1.0 and stages.clip_grad is None:
+        return draft  # type: ignore[no-any-return]
+    return stages.finish_gradients(draft, divisor=weights.divisor, alone=True)

@@ -1,0 +1,305 @@
+"""Batches that nobody looks into train as those that somebody does, and what goes wrong in them says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import pure_loop as pl
+from pure_loop import Event, _unseen, donation
+from pure_loop import model as model_file
+from pure_loop.errors import DonatedStateError
+from tests.sameness import assert_same, assert_same_stream
+from tests.test_plain import one_by_one
+from tests.tiers import examples
+
+UNSEEN = [set(), {Event.BATCH_END}, {Event.BATCH_CHECKPOINT}, {Event.BATCH_END, Event.EPOCH_CHECKPOINT}]
+
+
+class Own(nn.Module):
+    """A class of the user's: it draws, writes to a buffer, and has a parameter that it uses now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.rare = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = functional.dropout(self.first(x).relu(), 0.5, self.training)
+        out: Tensor = self.last(hidden)
+        return out * self.rare if int(self.calls) % 3 == 0 else out
+
+
+class Recomputed(nn.Module):
+    """Its backward goes through a part of it again, which writes to buffers and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
+        return out
+
+
+class WithoutGradients(nn.Linear):
+    """It forgets to turn gradients on again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        torch.set_grad_enabled(False)
+        return out
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    module[0].weight.requires_grad_(False)
+    return module
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "torch's": lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)),
+    "own": Own,
+    "recomputed": Recomputed,
+    "without gradients": lambda: WithoutGradients(4, 3),
+    "frozen": frozen,
+}
+
+
+def data(*sizes: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in sizes]
+
+
+def fit(name: str = "torch's", model: Any = None, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "loss": functional.cross_entropy,
+        "optimizer": pl.optim.adamw(lr=0.1),
+        "max_duration": "2ep",
+        "watch": {Event.BATCH_END},
+    }
+    batches = arguments.pop("data", None) or data(4, 4, 8, 6, 3)
+    return pl.fit(MODELS[name]() if model is None else model, batches, **{**settings, **arguments})
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """How many batches were of the commonest kind."""
+    counted = [0]
+    real = _unseen._gone_through
+
+    def gone_through(*args: Any) -> Any:
+        found = real(*args)
+        counted[0] += found is not None
+        return found
+
+    with patch.object(_unseen, "_gone_through", gone_through):
+        yield counted
+
+
+@examples(80, 2000)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    sizes=st.lists(st.integers(2, 9), min_size=2, max_size=6),
+    watch=st.sampled_from(UNSEEN),
+    optimizer=st.sampled_from([pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9), pl.optim.adam(lr=0.1)]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "donate": st.sampled_from([True, "auto"]),
+            "microbatch_size": st.integers(1, 6),
+            "clip_grad": st.just(0.1),
+            "nonfinite": st.just("skip"),
+            "precision": st.sampled_from(["amp_bf16", "amp_fp16"]),
+        },
+    ),
+)
+def test_training_is_the_same_as_one_by_one(
+    name: str, sizes: list[int], watch: set[Event], optimizer: Any, options: dict[str, Any]
+) -> None:
+    size = options.get("microbatch_size")
+    # Of a single sample BatchNorm has no variance.
+    assume(size is None or name not in ("batchnorm", "recomputed") or all(n % size != 1 for n in (*sizes, size)))
+    options |= {"watch": watch | {Event.FIT_END}, "optimizer": optimizer, "data": data(*sizes)}
+    keep = options.get("donate") != True  # noqa: E712  (it is a string otherwise)
+
+    def stream() -> list[Any]:
+        return [pair for pair in fit(name, **options) if keep or pair[0] is Event.FIT_END]
+
+    given = stream()
+    with one_by_one():
+        wanted = stream()
+    assert_same_stream(given, wanted, "unseen and one by one")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_are_of_the_commonest_kind(name: str) -> None:
+    with counting() as counted:
+        list(fit(name))
+    assert counted == [0 if name == "frozen" else 9]  # the first one shows who holds what
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatch_size": 2},
+        {"precision": "amp_bf16"},
+        {"loss": lambda outputs, targets: functional.cross_entropy(outputs, targets)},
+        {"task": pl.Task(forward=lambda model, batch: model(batch[0]))},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_others_go_through_the_stages(options: dict[str, Any]) -> None:
+    with counting() as counted:
+        list(fit(**options))
+    assert counted == [0]
+
+
+@pytest.mark.parametrize("stage", ["forward", "loss", "shape", "detached", "nan"])
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_error_says_the_same_one_by_one(stage: str, at: int) -> None:
+    def error() -> tuple[Any, ...]:
+        calls = [0]
+
+        class Model(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                calls[0] += 1
+                out = super().forward(x)
+                if calls[0] != at + 1:
+                    return out
+                if stage == "forward":
+                    raise ValueError("odd forward")
+                return {"loss": out[:, :0], "shape": out, "detached": out.detach(), "nan": out * torch.nan}[stage]
+
+        loss = nn.CrossEntropyLoss()
+        if stage == "shape":
+            loss.register_forward_hook(lambda module, args, out: out.expand(2) if calls[0] == at + 1 else None)
+        seen: list[Any] = []
+        torch.manual_seed(0)
+        with pytest.raises((ValueError, IndexError, RuntimeError, ArithmeticError)) as caught:
+            seen.extend(fit(model=Model(4, 3), loss=loss))
+        return seen, type(caught.value), str(caught.value), getattr(caught.value, "__notes__", [])
+
+    given = error()
+    with one_by_one():
+        wanted = error()
+    assert given[1:] == wanted[1:]
+    assert_same_stream(given[0], wanted[0], "before the error")
+
+
+def test_the_parameters_that_a_consumer_has_after_an_error_are_those_that_he_was_given() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.sum()) == 0.0:
+                raise ValueError("odd")
+            return super().forward(x)
+
+    batches = [*data(4, 4), (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))]
+    state: Any = None
+    with suppress(ValueError):
+        for _, state in fit(model=Model(4, 3), data=batches):
+            weight = state.params["weight"].clone()
+    assert state.timestamp.batch == 2
+    assert torch.equal(state.params["weight"], weight)
+    with pytest.raises(DonatedStateError):
+        _ = state.grads["weight"]  # those of a batch that is over made room for the next
+    pl.run(fit(model=state, data=[*batches[:2], batches[0]]))
+
+
+@pytest.mark.parametrize("name", ["torch's", "batchnorm", "own", "recomputed"])
+def test_what_was_kept_never_changes(name: str) -> None:
+    kept = []
+    for _, state in fit(name, max_duration="3ep"):
+        if state.timestamp.batch % 2 == 0:  # the first one shows that this is a loop with a variable
+            before = [each if each is None else each.clone() for each in tensors_of(state)]
+            kept.append((state, before))
+            del state  # so that one reference is left, as there is of a loop variable's
+    for state, before in kept:
+        assert_same(tensors_of(state), before, f"kept at batch {state.timestamp.batch}")
+
+
+def tensors_of(state: pl.State) -> list[Any]:
+    assert state.grads is not None
+    return [*state.params.values(), *state.buffers.values(), *state.grads.values(), state.outputs, state.loss]
+
+
+def test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state() -> None:
+    def write(module: nn.Module, *_: Any) -> None:
+        module.running_mean.fill_(7.0)
+
+    def norm() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        module[1].register_full_backward_hook(write)
+        return module
+
+    for watch in ({Event.BATCH_END}, None):
+        states = [s for event, s in fit(model=norm(), watch=watch) if event is Event.BATCH_END]
+        assert all(not torch.equal(s.buffers["1.running_mean"], torch.full((5,), 7.0)) for s in states)
+
+
+@pytest.mark.parametrize("what", ["hook", "gradient"])
+def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(what: str) -> None:
+    found: list[bool] = []
+
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(bool(self.weight._backward_hooks) or self.weight.grad is not None)
+            if len(found) == 4 and what == "hook":
+                self.weight.register_hook(lambda gradient: 2 * gradient)
+            if len(found) == 4 and what == "gradient":
+                self.weight.sum().backward()
+            return super().forward(x)
+
+    for _event, _state in fit(model=Leaves(4, 3)):
+        pass
+    assert found == [False] * 10
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (_unseen, "gives_up", lambda *_: True),
+        (donation, "are_marked", lambda *_, **__: False),
+        (donation, "hooks_so_far", lambda: 0),
+        (model_file, "_has_backward_hooks", lambda *_: False),
+        (_unseen, "unseed_host", lambda *_: None),
+        (_unseen, "seed_host", lambda seed: torch.get_rng_state()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_wrong_loop_is_caught(owner: Any, name: str, wrong: Any) -> None:
+    def holds() -> bool:
+        try:
+            for model in ("torch's", "own", "batchnorm"):
+                test_what_was_kept_never_changes(model)
+            test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state()
+            for what in ("hook", "gradient"):
+                test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(what)
+            stream = fit("own")
+            before = torch.get_rng_state()
+            given = list(stream)
+            assert torch.equal(torch.get_rng_state(), before)
+            with one_by_one():
+                assert_same_stream(given, list(fit("own")), "both ways")
+        except (AssertionError, DonatedStateError):
+            return False
+        return True
+
+    assert holds()
+    with patch.object(owner, name, wrong):
+        assert not holds()
