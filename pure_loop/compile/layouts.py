@@ -70,9 +70,21 @@ def _laid_out(*tensors: Tensor) -> list[Tensor] | None:
     """Images and weights with their channels last; None where they lie so, or are not what a CPU likes so."""
     if not all(tensor.is_cpu and tensor.ndim == 4 and tensor.dtype in _DTYPES for tensor in tensors):
         return None
-    if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors):
+    if all(map(_lies_so, tensors)):
         return None
-    return [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
+    return [tensor if _lies_so(tensor) else _with_channels_last(tensor) for tensor in tensors]
+
+
+def _lies_so(tensor: Tensor) -> bool:
+    """Whether its channels lie last, and it says so: of a single channel strides may say either."""
+    return tensor.is_contiguous(memory_format=torch.channels_last) and (tensor.shape[1] != 1 or tensor.stride(1) == 1)
+
+
+def _with_channels_last(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous(memory_format=torch.channels_last):
+        _, channels, _, width = tensor.shape
+        return tensor.as_strided(tensor.shape, (tensor.stride(0), channels, width * channels, channels))
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _viewing(target: Any) -> Callable[..., Any]:
