@@ -47,8 +47,10 @@ def next_batch(
     return None if batch is END else (to_device(batch, state.device), samples, tokens)
 
 
-def train_batch(state: State, fit: Fit, loaded: Any, seconds: Callable[[], float]) -> tuple[Any, int, int] | None:
-    """The same of ``fit``'s own data, with its errors."""
+def train_batch(
+    state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
+) -> tuple[Any, int, int] | None:
+    """The same of ``fit``'s own data, with its errors; ``number`` is the batch's, if it isn't the State's next one."""
     task = fit.stages.task
     if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not fit.counts_tokens:
         # By far the commonest batch, without the calls that it takes to find out the same.
@@ -67,7 +69,7 @@ def train_batch(state: State, fit: Fit, loaded: Any, seconds: Callable[[], float
     try:
         ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
     except DataError as error:
-        error.add_note(f"raised by batch {state.timestamp.batch} of train_dataloader")
+        error.add_note(f"raised by batch {state.timestamp.batch if number is None else number} of train_dataloader")
         raise
     if fit.counts_tokens and ready is not None and ready[2] == 0 and not fit.stages.engine.padding:
         raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +190,26 @@ def test_complex_memory_that_moves() -> None:
 def test_a_compiler_that_believes_in_zero() -> None:
     with pytest.raises(NonFiniteError, match=r"batch 0 .*optimizer's step"):
         fit(plain, compile=True, optimizer=pl.optim.sgd(lr=1e38), loss=lambda o, t: 1e10 * cross_entropy(o, t))
+
+
+@pytest.mark.slow
+def test_how_code_is_made_and_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases are added by what comes next and not by a product; nothing of torch's stands before the C++."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    entered: list[Any] = []
+    real = trace._entered_directly
+
+    def noted(call: Any) -> Any:
+        entered.append(real(call))
+        return entered[-1]
+
+    monkeypatch.setattr(trace, "_entered_directly", noted)
+    settings: dict[str, Any] = {"model": plain, "data": batches((8, 8), 1), "watch": {Event.FIT_END}}
+    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+    made = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert "mm_out(" in made
+    assert "addmm_out(" not in made
+    assert [each.__name__ for each in entered] == ["enter"] * len(entered) != []
 
 
 def test_importing_pure_loop_imports_no_compiler() -> None:

@@ -90,6 +90,28 @@ def test_every_convolution_reads_channels_last(monkeypatch: pytest.MonkeyPatch) 
     assert all(found)
 
 
+def test_images_of_one_channel_say_that_it_lies_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their strides may say either, and what a convolution gives lies as its images say."""
+    net = Net()
+    net.one = nn.Conv2d(1, 4, 3, bias=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.test_compile_layouts.DATA", [(x[:, :1].contiguous(), y) for x, y in DATA])
+        lower, strides = trace.lower, []
+
+        def noted(graph: Any, examples: Any) -> Any:
+            convolutions = [node for node in graph.graph.nodes if "convolution" in str(node.target)]
+            for node in convolutions:
+                images = node.args[node.target is torch.ops.aten.convolution_backward.default].meta["val"]
+                strides.append(images.stride(1))
+                strides.extend(value.stride(1) for value in [node.meta["val"]] if isinstance(value, Tensor))
+            return lower(graph, examples)
+
+        patched.setattr(trace, "lower", noted)
+        with interpreted():
+            assert_as_eager(lambda: net, watch={Event.EPOCH_END})
+    assert strides == [1] * 6  # of two convolutions what they read and give, and what their backwards read
+
+
 def test_double_precision_stays_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch's fast convolutions don't take."""
     with monkeypatch.context() as patched:

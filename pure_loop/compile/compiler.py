@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._batches import next_batch
+from pure_loop._batches import train_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.microbatch import INSIDE, Piece, microbatch
@@ -274,7 +274,7 @@ class Compiler:
             while len(calls) < ahead:
                 try:
                     loaded = next(batches, END)
-                    ready = next_batch(state, fit.stages, fit.source, loaded, stopwatch.lap, Event.AFTER_DATALOADER)
+                    ready = train_batch(state, fit, loaded, stopwatch.lap, now.batch)
                 except Exception as error:
                     failed = error  # its turn comes after the steps before it
                     break
@@ -360,7 +360,9 @@ class Compiler:
 
 def _loop_is_due(now: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:
     """Whether training ends with the batch between these, or an evaluator is due after it."""
-    return after.get(end.unit) >= end.value or any(
+    if after.get(end.unit) >= end.value:
+        return True
+    return bool(fit.evaluators) and any(
         due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
         for each in fit.evaluators
     )

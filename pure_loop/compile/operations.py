@@ -28,6 +28,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         _aten.add.Tensor: _with_factor(_aten.add.Tensor),
         _aten.sub.Tensor: _with_factor(_aten.sub.Tensor),
+        _aten.addmm.default: _product_and_bias,
     }
     for full_name in torch._C._dispatch_get_all_op_names():
         if full_name.startswith(_PREFIX):
@@ -43,6 +44,14 @@ def _with_factor(target: Any) -> Callable[..., Any]:
         return NotImplemented if alpha == 1 else target(one, other * alpha)
 
     return apply
+
+
+def _product_and_bias(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """On a CPU, apart: torch's kernel writes the bias to each row first, and apart it is added by what comes next."""
+    if not (bias.is_cpu and bias.dtype is torch.float32 and beta == 1 and alpha == 1):
+        return NotImplemented
+    # Subtracted, because torch's compiler puts a product and an addition together again.
+    return torch.mm(one, other) - (-bias)
 
 
 def _looped(name: str) -> Callable[..., Any]:

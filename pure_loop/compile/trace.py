@@ -410,7 +410,30 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
     if is_on():
         return interpret(graph)
     made = _made(graph, examples)
-    return getattr(made, "current_callable", None) or made  # type: ignore[no-any-return]
+    return _entered_directly(getattr(made, "current_callable", None) or made)  # type: ignore[no-any-return]
+
+
+def _entered_directly(call: Any) -> Any:
+    """The same, without a look at each argument whether it is a tensor, as torch's function around C++ has it.
+
+    All of ours are. A function of another kind is given back as it is.
+    """
+    is_torchs = getattr(call, "__qualname__", None) == "_wrap_func.<locals>.g" and call.__code__.co_freevars == ("f",)
+    if not is_torchs or _to_handles is None or _from_handles is None:
+        return call
+    entry = call.__closure__[0].cell_contents
+
+    def enter(tensors: list[Tensor]) -> Any:
+        handles = _to_handles(tensors)
+        tensors.clear()
+        return _from_handles(entry(handles))
+
+    return enter
+
+
+# Private to torch: what that function calls, too.
+_to_handles: Any = getattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", None)
+_from_handles: Any = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
 
 
 def _half(graph: torch.fx.GraphModule, backward: bool) -> tuple[Call, Sequence[Any] | None]:
