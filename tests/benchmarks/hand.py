@@ -37,30 +37,41 @@ def hand_written(*, fused: bool = False, compiled: bool = False) -> Callable[[Wo
 
 
 def kernels_alone(workload: Workload) -> Steps:
-    """Forward, loss, autograd's engine and the fused kernel called directly: what is left if a loop costs nothing."""
+    """Forward, loss, autograd's engine, the fused kernel and a look for NaN, each called directly.
+
+    What is left if a loop costs nothing: it asks nobody anything, keeps nothing, and whatever can be made once is. The
+    module finds its tensors and submodules as attributes, at once.
+    """
     torch.manual_seed(0)
     model = workload.model()
+    for module in model.modules():
+        vars(module).update(module._parameters | module._buffers | module._modules)
     leaves = list(model.parameters())
     params = [leaf.detach() for leaf in leaves]
     averages, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
     step, one, scale, found = torch.zeros(()), torch.ones(()), torch.ones(1), torch.zeros(1)
+    steps = [step] * len(params)
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8}
     count = workload.microbatches
     size = len(workload.data()[0][0]) // count
-    for inputs, targets in itertools.cycle(workload.data()):
+    seed = torch.full((), 1 / count)
+    engine, inputs = torch.autograd.Variable._execution_engine.run_backward, tuple(leaves)
+    for batch in itertools.cycle(workload.data()):
+        pieces = [batch] if count == 1 else zip(*(each.split(size) for each in batch), strict=True)
         total: list[torch.Tensor] = []
-        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        for x, y in pieces:
             loss = workload.loss(model(x), y)
-            seed = torch.full_like(loss, 1 / count)
-            grads = torch.autograd.graph._engine_run_backward(
-                (loss,), (seed,), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
-            )
-            total = list(torch._foreach_add(total, grads)) if total else list(grads)
+            grads = engine((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=False)
+            if total:
+                torch._foreach_add_(total, grads)
+            else:
+                total = list(grads)
+        del loss, grads
         with torch.no_grad():
-            step = torch.add(step, one)
-            steps = [step] * len(params)
+            step.add_(one)
             torch._fused_adamw_(params, total, averages, squares, [], steps, **rates, amsgrad=False, maximize=False)
             torch._amp_foreach_non_finite_check_and_unscale_(params, found, scale)
             if found.item():
                 raise ArithmeticError("not finite")
+        del total
         yield 1
