@@ -76,7 +76,7 @@ def can_watch(watch: Collection[Event] | None) -> bool:
 
 
 def are_unseen(*events: Collection[Event]) -> bool:
-    """Whether none of these events is before the update of a batch."""
+    """Whether batches are unseen before their update by who is at these events."""
     return all(map(_BEFORE_UPDATE.isdisjoint, events))
 
 
@@ -105,7 +105,7 @@ def plain_batches(
     task, engine, donation = stages.task, stages.engine, stages.donation
     assert donation is not None
     forward_into, loss_into = stages.forward_into, stages.loss_into
-    backward_into, updated = stages.backward_into, stages.updated
+    backward_into, update_draft = stages.backward_into, stages.update_draft
     # Of an event: 1 where the consumer is given it, and 2 more where something is attached to it.
     before_dataloader, after_dataloader, batch_start, before_train_batch, *of_microbatch, trained, end, checkpoint = [
         (watch is None or event in watch) + 2 * (event in attached) for event in _EVENTS
@@ -247,7 +247,7 @@ def plain_batches(
             del seen
             before = state.timestamp
             now = before.next_batch(samples, tokens, lap())
-            draft = updated(state, buffers)
+            draft = update_draft(state, buffers)
             draft.timestamp, draft.previous_timestamp = now, before
             draft.event = draft.position = BATCH_END
             draft.__class__ = state.__class__

@@ -20,6 +20,7 @@ from torch import Tensor
 from pure_loop._autograd import gradient_of
 from pure_loop._batches import train_batch
 from pure_loop._consumer import gives_up
+from pure_loop._finite import total_loss
 from pure_loop._losses import check_loss, detached, detached_loss
 from pure_loop._notes import note_stage
 from pure_loop._weights import of_numbers
@@ -56,7 +57,7 @@ def unseen_batches(
     """:func:`pure_loop._plain.plain_batches`, where nobody looks before BATCH_END."""
     fit, batches, lap = asked.fit, asked.batches, asked.stopwatch.lap
     stages = fit.stages
-    donation, updated, common = stages.donation, stages.updated, _is_common(stages)
+    donation, update_draft, common = stages.donation, stages.update_draft, _is_common(stages)
     assert donation is not None
     end, checkpoint = [(event in watch) + 2 * (event in attached) for event in (BATCH_END, BATCH_CHECKPOINT)]
     state: Any = asked.given.pop()
@@ -67,15 +68,16 @@ def unseen_batches(
                 asked.at = END
                 return shown
             batch, samples, tokens = ready
-            # As in the driver, which is what has called: who has what the consumer was given last. While this runs, he
-            # waits.
+            # As in the driver, which is what has called: who has what the consumer was given last.
             seen = shown()
-            followed_now = followed and gives_up(_getframe(1).f_back, state if seen is None else seen)
-            if seen is not None and followed_now and getrefcount(seen) == 3:
-                drop_gradients(seen)  # else they would be in the way of those of this batch
+            given_up = seen is not None and followed and gives_up(_getframe(1).f_back, seen)
+            if given_up and getrefcount(seen) == 3:
+                drop_gradients(seen)  # type: ignore[arg-type]  # else they would be in the way of those of this batch
             del seen
             before, buffers = state.timestamp, state.buffers
             draft = _gone_through(state, stages, batch, samples) if common else None
+            if draft is None or state.model.may_draw:
+                given_up = given_up and gives_up(_getframe(1).f_back, shown())  # code of the user's has run
             if draft is None:
                 draft = fresh_draft_of(state)
                 draft.batch = batch
@@ -86,11 +88,12 @@ def unseen_batches(
 
             # Nothing but `state` refers to it here, and who counts.
             others, seen = getrefcount(state) - 2, shown()
-            alone = others == 1 if seen is None else getrefcount(seen) == 3
-            donation.look(others, seen, replaced=alone and followed_now)
+            given_up = given_up and getrefcount(seen) == 3
+            donation.look(others, seen, replaced=given_up)
             del seen
-            draft = updated(state, buffers)
-            draft.timestamp, draft.previous_timestamp = before.next_batch(samples, tokens, lap()), before
+            now = before.next_batch(samples, tokens, lap())
+            draft = update_draft(state, buffers)
+            draft.timestamp, draft.previous_timestamp = now, before
             draft.event = draft.position = BATCH_END
             draft.__class__ = state.__class__
             state = draft
@@ -168,7 +171,7 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
         outputs = instance.module(batch[0])
         _set_grad_enabled(True)  # whatever the user's code has left
         if instance.buffers:
-            draft.buffers = instance.read_buffers(draft.buffers, copy=not model.is_done_after_forward)
+            draft.buffers = instance.read_buffers(draft.buffers, copy=model.may_write_later())
         instance.be_held_by(leaves)
         stage = "loss"
         loss: Any = stages.task.loss.loss(outputs, batch[1])  # type: ignore[union-attr]
@@ -184,11 +187,12 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
         donation.bound(leaves)
     if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
         check_loss(loss, draft, "AFTER_LOSS", stages.task)
-    if not loss.requires_grad:
+    total = loss if type(loss) is Tensor else total_loss(loss)
+    if not total.requires_grad:
         raise detached_loss(draft)
     drawn = seed_host(stages.seed_of(state, "backward", 0)) if draws else None
     try:
-        found = gradient_of(loss, tuple(leaves.values()), weights.shares[0])
+        found = gradient_of(total, tuple(leaves.values()), weights.shares[0])
     finally:
         if drawn is not None:
             unseed_host(drawn)
@@ -199,9 +203,10 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     layout = getattr(params, "layout", None)
     if type(layout) is list and lie_plainly(found):
         grads.layout = layout
-    draft._grads, draft.loss = grads, loss.detach()
+    draft._grads = grads
+    draft.loss = loss.detach() if type(loss) is Tensor else detached(loss)
     draft.outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
     draft.__class__ = state.__class__
     if weights.divisor == 1.0 and stages.clip_grad is None:
         return draft  # type: ignore[no-any-return]
-    return stages.finish_gradients(draft, divisor=weights.divisor, alone=True)
+    return stages.finish_gradients(draft, divisor=weights.divisor)

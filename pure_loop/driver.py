@@ -152,7 +152,8 @@ def run_script(
     measured, large = marking, False
     # Whether the State after the update is sure to take the place of the last one in the consumer's variable: it is
     # yielded at once, and, as far as the first batch shows, nothing in between picks some events out.
-    followed, unsure = watch is None or Event.BATCH_END in watch, donation is not None
+    followed = watch is None or Event.BATCH_END in watch
+    unsure = followed and donation is not None
     shown: Any = _no_state
     ignored: frozenset[Event] = frozenset()
     if watch is not None and strict is None:
@@ -196,7 +197,7 @@ def run_script(
                 continue
             if event is PLAIN_BATCHES:
                 given = asked = cast("Any", state)
-                if in_one and not unsure and not large:
+                if in_one and measured and not unsure and not large:
                     shown = yield from in_one_go(asked, attached, attend, watch, shown, followed)
                 continue
             if event in ignored:

@@ -39,7 +39,7 @@ class ModelDef:
         parameter_names, buffer_names: in the order of the module.
         trainable: the names of parameters that require a gradient.
         may_draw: whether calling the module may draw random numbers, or run code of the user's.
-        is_done_after_forward: whether a backward, which may call modules again, is sure to write to no buffer.
+        is_done_after_forward: whether the user has nothing in the module that runs in a backward.
 
     Two structures are equal when their modules have the same classes, settings, and names, shapes
     and dtypes of tensors; that is what makes two States of one architecture mappable together.
@@ -153,6 +153,10 @@ class ModelDef:
         if instance.buffers or instance.training is not training or instance.bound() is not params:
             instance.bind(params, buffers, training)
         return instance
+
+    def may_write_later(self) -> bool:
+        """Whether a backward may write to a buffer: by calling modules again, or by a hook that is given one."""
+        return not self.is_done_after_forward or _has_any_global_hook()
 
     def give_back(self, leaves: FrozenDict[str, Tensor]) -> None:
         """The graph of these leaves is gone: their instance is free for other calls."""
@@ -357,6 +361,10 @@ def _may_draw(module: nn.Module) -> bool:
     """Whether calling this module may draw random numbers; a class of the user's may always."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
+
+
+# Private to torch, which asks itself so before it calls a module.
+_has_any_global_hook: Callable[[], bool] = getattr(nn.modules.module, "_has_any_global_hook", lambda: True)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

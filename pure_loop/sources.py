@@ -194,10 +194,11 @@ class Source(ABC):
             share = None if self._shares else self._share
             batches: Any = given if stop is None else islice(given, stop)
             if share is not None:
-                batches = map(share.of, batches)
+                batches = (share.of(batch) for batch in batches)  # in which a StopIteration is an error
             first = next(batches, END)
             if first is not END:
                 yield first
+                del first  # it would be there for as long as the others come
                 yield from batches
             elif start == 0:
                 raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")

@@ -136,7 +136,7 @@ class Stages:
                     outputs = forward(instance.module, microbatch)
                 buffers = state.buffers
                 if instance.buffers:
-                    copy = forward is not default_forward or not model.is_done_after_forward
+                    copy = forward is not default_forward or model.may_write_later()
                     buffers = instance.read_buffers(buffers, copy=copy)
                 instance.be_held_by(params)
             except Exception as error:
@@ -353,19 +353,19 @@ class Stages:
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
-        draft = self.updated(state, buffers)
+        draft = self.update_draft(state, buffers)
         for name, value in counted.items():
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def updated(self, state: State, buffers: FrozenDict[str, Tensor] | None) -> Any:
+    def update_draft(self, state: State, buffers: FrozenDict[str, Tensor] | None) -> Any:
         """The draft of what :meth:`update` returns."""
         taken = None
-        asked = self.writes_in_place and state.loss_scale is None
-        if asked:
+        in_place = self.writes_in_place and state.loss_scale is None
+        if in_place:
             taken = self.donation.take(state, shared=False)  # type: ignore[union-attr]
             if taken is not None:
-                return self._written_in_place(state, taken, buffers)
+                return self._update_in_place(state, taken, buffers)
         optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
@@ -386,11 +386,11 @@ class Stages:
         if overwrites and found is not None and not _leaves_out_itself(optimizer, state):
             donation.forget()  # type: ignore[union-attr]
             overwrites = False
-        if overwrites and not asked:
+        if overwrites and not in_place:
             shared = type(engine) is not Engine and engine.shares(state.params)
             taken = donation.take(state, shared=shared)  # type: ignore[union-attr]
         if taken is not None and found is None and type(engine) is Engine:
-            draft = self._written_in_place(state, taken, buffers)
+            draft = self._update_in_place(state, taken, buffers)
             draft.loss_scale = scale
             return draft
         draft = fresh_draft_of(state)
@@ -412,7 +412,7 @@ class Stages:
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            self._look(draft, state, fresh, found, buffers)
+            self._refuse_nonfinite(draft, state, fresh, found, buffers)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
@@ -420,7 +420,7 @@ class Stages:
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
         return draft
 
-    def _written_in_place(self, state: State, taken: Taken, buffers: FrozenDict[str, Tensor] | None) -> Any:
+    def _update_in_place(self, state: State, taken: Taken, buffers: FrozenDict[str, Tensor] | None) -> Any:
         """The draft after an update that writes where the old numbers are, on one rank."""
         params, trained, memory, overwrite_unread = taken
         optimizer, donation, loss = self.optimizer, self.donation, state.loss
@@ -437,7 +437,7 @@ class Stages:
                 if is_nonfinite(loss, held.values, alike=True):
                     raise nonfinite_error(state)
             else:
-                self._look(draft, state, list(new.values()), None, buffers)
+                self._refuse_nonfinite(draft, state, list(new.values()), None, buffers)
         finally:
             _set_grad_enabled(grad_mode)
         if new is trained:
@@ -448,7 +448,7 @@ class Stages:
             donation.keep(draft, new, (None, None), optimizer)
         return draft
 
-    def _look(
+    def _refuse_nonfinite(
         self,
         draft: Any,
         state: State,
@@ -456,7 +456,7 @@ class Stages:
         found: Tensor | None,
         buffers: FrozenDict[str, Tensor] | None,
     ) -> None:
-        """Look at the loss and the new parameters for NaN and infinity; see :meth:`update`."""
+        """Raise for a loss or new parameters that are NaN or infinite, or note it on a device; see :meth:`update`."""
         assert self.optimizer is not None
         wrong = self._nonfinite(state, self.optimizer, fresh, found)
         if type(wrong) is not bool and not wrong.is_cpu:

@@ -84,10 +84,12 @@ def leaves_no_process() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def collected() -> None:
+def collected() -> Iterator[None]:
     """The garbage collector looks at nothing from before this module: torch's compiler alone is 400 000 objects."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks import limits, tables
+from tests.benchmarks import limits, parts, tables
 from tests.benchmarks.loops import BASE, HAND, OURS
 from tests.benchmarks.malloc import KEPT
 from tests.benchmarks.memory import peaks
@@ -144,3 +144,10 @@ def test_a_table_is_as_wide_in_all_rows() -> None:
     table = [["", "one"], ["a longer name", "1.00"], ["b", ""]]
     assert tables.as_text(table).splitlines() == ["                one", "a longer name  1.00", "b                  "]
     assert tables.as_markdown(table).splitlines()[1:3] == ["|---|---:|", "| a longer name | 1.00 |"]
+
+
+def test_the_parts_of_a_step_are_all_there() -> None:
+    """A function that a step no longer calls by this name would take no time."""
+    found = parts._of(WORKLOADS[0], turns=2, seconds=0.005)
+    assert all(part > 0 for part in found.values()), found
+    assert len(found) == len(parts._PARTS) + 2

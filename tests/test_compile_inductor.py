@@ -212,6 +212,25 @@ def test_how_code_is_made_and_entered(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [each.__name__ for each in entered] == ["enter"] * len(entered) != []
 
 
+class Kernel(nn.Module):
+    """It has a constant, which code is given beside its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.tensor([[float(i * j % 7) for i in range(CLASSES)] for j in range(CLASSES)])
+        out: Tensor = self.head(x) @ kernel
+        return out
+
+
+@pytest.mark.slow
+def test_a_constant_of_a_forward() -> None:
+    settings: dict[str, Any] = {"model": Kernel, "data": batches((8, 8), 1), "watch": {Event.FIT_END}}
+    assert_close(fit(compile=True, **settings), fit(**settings), 1e-4)
+
+
 def test_importing_pure_loop_imports_no_compiler() -> None:
     import subprocess
     import sys

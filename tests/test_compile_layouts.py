@@ -112,6 +112,25 @@ def test_images_of_one_channel_say_that_it_lies_last(monkeypatch: pytest.MonkeyP
     assert strides == [1] * 6  # of two convolutions what they read and give, and what their backwards read
 
 
+class OneChannel(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(1, 4, 3, bias=False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(images[:, :1].contiguous())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_images_of_one_channel_through_the_compiler(microbatch_size: int | None) -> None:
+    """Those of a microbatch are a part of those of the batch."""
+    data = [(x[:, :1].contiguous(), y) for x, y in DATA]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tests.test_compile_layouts.DATA", data)
+        assert_as_eager(OneChannel, watch={Event.BATCH_END}, microbatch_size=microbatch_size)
+
+
 def test_double_precision_stays_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch's fast convolutions don't take."""
     with monkeypatch.context() as patched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pure_loop.sources import source
+from pure_loop.sources import Share, source
 from tests.loaders import (
     LAW,
     Again,
@@ -304,3 +305,22 @@ def test_a_tables_rows_are_what_its_loader_gives(n: int, size: int, stop: int, s
         for mine, theirs in zip(got, expected, strict=True):
             assert [x.stride() for x in mine] == [x.stride() for x in theirs]
             assert mine[0].untyped_storage().data_ptr() != table(n).tensors[0].untyped_storage().data_ptr()
+
+
+def test_a_batch_is_let_go_of_when_the_next_one_is_asked_for() -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.full((2,), float(i)) for i in range(4))
+
+    batches = source(Loader(), seed=0, stream="train").epoch(0)
+    seen = [weakref.ref(next(batches)), weakref.ref(next(batches)), weakref.ref(next(batches))]
+    assert [each() for each in seen[:2]] == [None, None]
+
+
+def test_a_part_of_a_batch_that_ends_an_iteration_ends_no_epoch() -> None:
+    def split(batch: Any, size: int) -> list[Any]:
+        return [next(iter(()))]
+
+    share = Share(0, 2, len, split)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(source([torch.zeros(4)] * 3, seed=0, stream="train", share=share).epoch(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,9 +20,13 @@ import pure_loop as pl
 from pure_loop import Event, _unseen, donation
 from pure_loop import model as model_file
 from pure_loop.errors import DonatedStateError
-from tests.sameness import assert_same, assert_same_stream
+from pure_loop.random import seed_host, unseed_host
+from tests.sameness import assert_same, assert_same_stream, frozen_copy
 from tests.test_plain import one_by_one
 from tests.tiers import examples
+
+# A hook of all modules has those of the first one, too.
+no_gradients_of_inputs = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 
 UNSEEN = [set(), {Event.BATCH_END}, {Event.BATCH_CHECKPOINT}, {Event.BATCH_END, Event.EPOCH_CHECKPOINT}]
 
@@ -112,6 +117,13 @@ def counting() -> Iterator[list[int]]:
         yield counted
 
 
+@functools.wraps(functional.cross_entropy)
+def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """By its module one of torch's, which gives a tensor."""
+    found = functional.cross_entropy(outputs, targets)
+    return {"total": found + 0.1 * outputs.square().mean(), "found": found}
+
+
 @examples(80, 2000)
 @given(
     name=st.sampled_from(list(MODELS)),
@@ -122,29 +134,58 @@ def counting() -> Iterator[list[int]]:
         {},
         optional={
             "donate": st.sampled_from([True, "auto"]),
-            "microbatch_size": st.integers(1, 6),
+            "microbatch_size": st.integers(2, 6),
             "clip_grad": st.just(0.1),
             "nonfinite": st.just("skip"),
             "precision": st.sampled_from(["amp_bf16", "amp_fp16"]),
+            "loss": st.just(in_parts),
         },
     ),
+    every=st.sampled_from([1, 3, 1000]),
 )
 def test_training_is_the_same_as_one_by_one(
-    name: str, sizes: list[int], watch: set[Event], optimizer: Any, options: dict[str, Any]
+    name: str, sizes: list[int], watch: set[Event], optimizer: Any, options: dict[str, Any], every: int
 ) -> None:
     size = options.get("microbatch_size")
     # Of a single sample BatchNorm has no variance.
-    assume(size is None or name not in ("batchnorm", "recomputed") or all(n % size != 1 for n in (*sizes, size)))
+    assume(size is None or name not in ("batchnorm", "recomputed") or all(n % size != 1 for n in sizes))
     options |= {"watch": watch | {Event.FIT_END}, "optimizer": optimizer, "data": data(*sizes)}
-    keep = options.get("donate") != True  # noqa: E712  (it is a string otherwise)
 
-    def stream() -> list[Any]:
-        return [pair for pair in fit(name, **options) if keep or pair[0] is Event.FIT_END]
+    def read(stream: Any) -> list[Any]:
+        """What each so many States hold; the memory of others is nobody's but the loop's."""
+        found: list[Any] = []
+        count = 0
+        for event, state in stream:
+            count += 1  # noqa: SIM113 - `enumerate` keeps the pair
+            if count % every == 0 or event is Event.FIT_END:
+                found.append((event, frozen_copy(state)))
+        return found
 
-    given = stream()
+    given = read(fit(name, **options))
     with one_by_one():
-        wanted = stream()
-    assert_same_stream(given, wanted, "unseen and one by one")
+        wanted = read(fit(name, **options | {"donate": False}))
+    assert [event for event, _ in given] == [event for event, _ in wanted]
+    for (event, one), (_, other) in zip(given, wanted, strict=True):
+        assert_same(one, other, f"unseen and one by one, at {event.name}")
+
+
+@pytest.mark.parametrize("watch", [set(), {Event.BATCH_END}, {Event.EPOCH_END}], ids=["none", "batches", "epochs"])
+def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    real = donation.Donation.take
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(donation.Donation, "take", take)
+    with counting() as counted:
+        for _event, _state in fit(watch=watch):
+            pass
+    assert counted == [9]
+    # Of a State that is followed by none, the loop variable has the parameters still.
+    assert taken == [True] * 10 if Event.EPOCH_END not in watch else taken.count(False) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -238,18 +279,45 @@ def tensors_of(state: pl.State) -> list[Any]:
     return [*state.params.values(), *state.buffers.values(), *state.grads.values(), state.outputs, state.loss]
 
 
-def test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state() -> None:
+@no_gradients_of_inputs
+@pytest.mark.parametrize("of", ["the module", "all modules"])
+def test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state(of: str) -> None:
     def write(module: nn.Module, *_: Any) -> None:
-        module.running_mean.fill_(7.0)
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.fill_(7.0)
 
-    def norm() -> nn.Module:
-        module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    handle = None
+    if of == "the module":
         module[1].register_full_backward_hook(write)
-        return module
+    else:
+        handle = nn.modules.module.register_module_full_backward_hook(write)
+    try:
+        for watch in ({Event.BATCH_END}, None):
+            states = [s for event, s in fit(model=module, watch=watch) if event is Event.BATCH_END]
+            assert all(not torch.equal(s.buffers["1.running_mean"], torch.full((5,), 7.0)) for s in states)
+    finally:
+        if handle is not None:
+            handle.remove()
 
-    for watch in ({Event.BATCH_END}, None):
-        states = [s for event, s in fit(model=norm(), watch=watch) if event is Event.BATCH_END]
-        assert all(not torch.equal(s.buffers["1.running_mean"], torch.full((5,), 7.0)) for s in states)
+
+def test_a_forward_that_takes_the_last_state_out_of_its_variable_keeps_it() -> None:
+    """The variable is looked at again after code of the user's has run."""
+    kept: list[tuple[Any, Tensor]] = []
+    scope: dict[str, Any] = {}
+
+    class Taking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if "state" in scope and scope["state"].timestamp.batch == 4:
+                state = scope.pop("state")
+                kept.append((state, state.params["weight"].clone()))
+                del state
+            return super().forward(x)
+
+    scope["stream"] = fit(model=Taking(4, 3))
+    exec("for event, state in stream: pass", scope)
+    ((state, weight),) = kept
+    assert torch.equal(state.params["weight"], weight)
 
 
 @pytest.mark.parametrize("what", ["hook", "gradient"])
@@ -277,17 +345,21 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
         (donation, "are_marked", lambda *_, **__: False),
         (donation, "hooks_so_far", lambda: 0),
         (model_file, "_has_backward_hooks", lambda *_: False),
-        (_unseen, "unseed_host", lambda *_: None),
-        (_unseen, "seed_host", lambda seed: torch.get_rng_state()),
+        (model_file, "_has_any_global_hook", lambda: False),
+        (_unseen, "unseed_host", lambda _: unseed_host(torch.get_rng_state())),
+        (_unseen, "seed_host", lambda _: seed_host(torch.initial_seed())),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
+@no_gradients_of_inputs
 def test_a_wrong_loop_is_caught(owner: Any, name: str, wrong: Any) -> None:
     def holds() -> bool:
         try:
             for model in ("torch's", "own", "batchnorm"):
                 test_what_was_kept_never_changes(model)
-            test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state()
+            for of in ("the module", "all modules"):
+                test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state(of)
+            test_a_forward_that_takes_the_last_state_out_of_its_variable_keeps_it()
             for what in ("hook", "gradient"):
                 test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(what)
             stream = fit("own")

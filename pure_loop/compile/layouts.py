@@ -82,8 +82,7 @@ def _lies_so(tensor: Tensor) -> bool:
 
 def _with_channels_last(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous(memory_format=torch.channels_last):
-        _, channels, _, width = tensor.shape
-        return tensor.as_strided(tensor.shape, (tensor.stride(0), channels, width * channels, channels))
+        return tensor.squeeze(1).unsqueeze(-1).permute(0, 3, 1, 2)  # the same, with strides that say so
     return tensor.contiguous(memory_format=torch.channels_last)
 
 

@@ -416,10 +416,16 @@ def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list
 def _entered_directly(call: Any) -> Any:
     """The same, without a look at each argument whether it is a tensor, as torch's function around C++ has it.
 
-    All of ours are. A function of another kind is given back as it is.
+    All of ours are. A function that does anything else, such as giving the code constants, is given back as it is.
     """
-    is_torchs = getattr(call, "__qualname__", None) == "_wrap_func.<locals>.g" and call.__code__.co_freevars == ("f",)
-    if not is_torchs or _to_handles is None or _from_handles is None:
+    code: Any = getattr(call, "__code__", None)
+    if (
+        getattr(call, "__qualname__", None) != "_wrap_func.<locals>.g"
+        or code.co_freevars != ("f",)
+        or not _IN_TORCHS.issuperset(code.co_varnames)
+        or "item" in code.co_names
+        or None in (_to_handles, _from_handles)
+    ):
         return call
     entry = call.__closure__[0].cell_contents
 
@@ -431,6 +437,7 @@ def _entered_directly(call: Any) -> Any:
     return enter
 
 
+_IN_TORCHS = frozenset({"args", "arg", "input_tensors", "input_handles", "output_handles", "output_tensors"})
 # Private to torch: what that function calls, too.
 _to_handles: Any = getattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", None)
 _from_handles: Any = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)

@@ -117,13 +117,13 @@ def keeps_nothing(
             has any tensor of it: it may write to all of them, and give the same mapping.
     """
     known: Any = partial(overwrite)
-    known.unread = known if overwrite_unread is None else overwrite_unread
+    known.overwrite_unread = known if overwrite_unread is None else overwrite_unread
     return known  # type: ignore[no-any-return]
 
 
 def overwrite_unread_of(optimizer: Optimizer) -> Callable[..., Any] | None:
     """How an optimizer overwrites a memory that nobody has read; None: it may itself have kept what it was given."""
-    return getattr(optimizer.overwrite, "unread", None)
+    return getattr(optimizer.overwrite, "overwrite_unread", None)
 
 
 # Hyperparameters, at the door.

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import events, growth, length, limits, malloc, memory, saving, startup, tables
+from tests.benchmarks import events, growth, length, limits, malloc, memory, parts, saving, startup, tables
 from tests.benchmarks.loops import HAND, OURS, Loop
 from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.steps import measure
 from tests.benchmarks.workloads import WORKLOADS
 
-MEASURED = ("steps", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc")
+MEASURED = ("steps", "parts", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc")
 
 
 def main() -> int:
@@ -99,6 +99,8 @@ def _steps(competitors: list[Any], options: argparse.Namespace, before: dict[str
 def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: list[Peer]) -> Any:
     print(f"measuring {name} ...", flush=True)
     match name:
+        case "parts":
+            return parts.measure(options.turns, options.seconds)
         case "memory":
             return memory.measure([loop for loop in loops if not loop.compiled and "default AdamW" not in loop.name])
         case "imports":

@@ -64,6 +64,15 @@ def _compilation(results: Results) -> Table:
     return rows
 
 
+def _parts(results: Results) -> Table:
+    """What a step is made of, as parts of the hand-written one."""
+    found = results["parts"]
+    rows = [["of the hand-written step", *found]]
+    names = list(next(iter(found.values())))
+    rows += [[name, *(f"{found[workload][name]:.3f}" for workload in found)] for name in names]
+    return [*rows, ["together", *(f"{sum(parts.values()):.3f}" for parts in found.values())]]
+
+
 def _memory(results: Results) -> Table:
     rows = [["", "first two steps, MB", "later steps, MB", "ratio", "in 4 microbatches"]]
     for name, cell in results["memory"].items():
@@ -168,6 +177,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "readme": _readme,
     "missing": _missing,
     "compilation": _compilation,
+    "parts": _parts,
     "memory": _memory,
     "imports": _imports,
     "processes": _processes,

@@ -1,0 +1,98 @@
+"""What a step of ours is made of: the kernels, what the loop asks before it writes, and the rest of its Python.
+
+Each part is a function that is replaced by one that takes the time around it, so a part also has the microsecond or two
+that its call and the clock cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import attrs
+import torch
+from torch import nn
+
+from pure_loop import Event, _unseen, donation, stages
+from tests.benchmarks.hand import hand_written
+from tests.benchmarks.loops import ours
+from tests.benchmarks.turns import OfGenerator
+from tests.benchmarks.workloads import WORKLOADS, Workload
+
+__all__ = ["measure"]
+
+# Those whose model is one nn.Sequential.
+_MEASURED = ("W1", "W2", "W4")
+
+# The name of a part, and the function that it is, by its owner's name for it.
+_PARTS: list[tuple[str, Any, str]] = [
+    ("forward", nn.Sequential, "forward"),
+    ("backward", _unseen, "gradient_of"),
+    ("the optimizer's kernel", torch, "_fused_adamw_"),
+    ("the look for NaN", stages, "is_nonfinite"),
+    ("who else has parameters and memory", donation.Donation, "take"),
+    ("what was left on the parameters", donation.Donation, "leaves"),
+    ("the consumer's variable", _unseen, "gives_up"),
+]
+
+
+class _Clock:
+    """Seconds by part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.seconds[name] = 0.0
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[name] += time.perf_counter() - begin
+            return result
+
+        return timed
+
+
+@contextmanager
+def _timed(clock: _Clock) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, owner, function in _PARTS:
+            stack.enter_context(patch.object(owner, function, clock.around(name, getattr(owner, function))))
+        yield
+
+
+def measure(turns: int, seconds: float) -> dict[str, dict[str, float]]:
+    """For each workload what part of the hand-written step each part of ``pl.fit(watch={BATCH_END})`` takes."""
+    return {each.name: _of(each, turns, seconds) for each in WORKLOADS if each.name in _MEASURED}
+
+
+def _of(workload: Workload, turns: int, seconds: float) -> dict[str, float]:
+    clock = _Clock()
+    found: dict[str, list[float]] = {}
+    timed = attrs.evolve(workload, loss=clock.around("loss", workload.loss))
+    hand = OfGenerator(hand_written(fused=True)(workload))
+    with _timed(clock):
+        loop = OfGenerator(ours(watch={Event.BATCH_END})(timed))
+        loop.run(50)
+        used, done = hand.run(20)
+        steps = max(2, int(seconds / (used / done)))
+        for _ in range(turns):
+            used, done = hand.run(steps)
+            by_hand = used / done
+            clock.seconds = dict.fromkeys(clock.seconds, 0.0)
+            used, done = loop.run(steps)
+            parts = {name: taken / done / by_hand for name, taken in clock.seconds.items()}
+            parts["the rest"] = used / done / by_hand - sum(parts.values())
+            for name, part in parts.items():
+                found.setdefault(name, []).append(part)
+        loop.close()
+    hand.close()
+    order = ["forward", "loss", *(name for name, _, _ in _PARTS[1:]), "the rest"]
+    return {name: statistics.median(found[name]) for name in order}
