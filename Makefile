@@ -24,10 +24,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: six to eight minutes on two cores
+test: $(STAMP)  ## the fast tier: three to eight minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
 
-test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; ten to sixteen minutes
+test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; five to sixteen minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws

@@ -45,6 +45,9 @@ def _turns(what: str, name: str) -> Any:
         from tests.benchmarks.loops import ours
 
         return OfGenerator(ours()(workload))
+    from tests.benchmarks.operators import let_torchvision_be_imported
+
+    let_torchvision_be_imported()
     module = importlib.import_module(f"tests.benchmarks.peers.{what}")
     if hasattr(module, "train"):
         return InThread(lambda tick: module.train(workload, tick))

@@ -14,6 +14,8 @@ from tests.benchmarks.peers import Peer
 
 __all__ = ["imports", "output", "processes"]
 
+# What peers import may import torchvision, which is not theirs to count.
+_OF_PEERS = "from tests.benchmarks.operators import let_torchvision_be_imported as let; let()"
 _IMPORT = """
 import json, time
 from tests.benchmarks.alone import resident_megabytes
@@ -21,6 +23,7 @@ def now():
     return time.process_time(), resident_megabytes()
 before = now()
 import torch
+{before}
 between = now()
 {statement}
 after = now()
@@ -36,11 +39,13 @@ def imports(peers: Sequence[Peer], runs: int = 3) -> dict[str, dict[str, float]]
     statements = {"torch": "", "pure_loop": "import pure_loop"}
     # What constructing a torch.optim optimizer imports, so that a loop by hand has it too.
     statements["torch._dynamo (the first torch.optim optimizer)"] = "import torch._dynamo"
+    ours = list(statements)
     statements |= {peer.name: peer.uses or f"import {peer.imports}" for peer in peers if peer.function != "scanned"}
     found: dict[str, list[Any]] = {name: [] for name in statements}
     for _ in range(runs):
         for name, statement in statements.items():
-            torch, more = json.loads(output("-c", _IMPORT.format(statement=statement)))
+            before = "" if name in ours else _OF_PEERS
+            torch, more = json.loads(output("-c", _IMPORT.format(before=before, statement=statement)))
             found[name].append(torch if name == "torch" else more)
     return {
         name: {

@@ -12,13 +12,12 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
 import attrs
-import torch
 
+from tests.benchmarks.operators import let_torchvision_be_imported
 from tests.benchmarks.turns import InThread, OfGenerator, Turns
 from tests.benchmarks.workloads import Workload
 
@@ -57,7 +56,7 @@ class Peer:
             return f"not installed: {', '.join(absent)}"
         try:
             with quiet():
-                _let_torchvision_be_imported()
+                let_torchvision_be_imported()
                 importlib.import_module(f"tests.benchmarks.peers.{self.module}")
         except Exception as error:
             return f"can't be imported here: {type(error).__name__}: {error}"
@@ -68,25 +67,11 @@ class Peer:
         return {name: version(name) for name in self.packages}
 
     def turns(self, workload: Workload) -> Turns:
+        let_torchvision_be_imported()
         function = getattr(importlib.import_module(f"tests.benchmarks.peers.{self.module}"), self.function)
         if self.function == "train":
             return InThread(lambda tick: function(workload, tick))
         return OfGenerator(function(workload))
-
-
-@cache
-def _let_torchvision_be_imported() -> None:
-    """Composer imports torchvision, and others do where it is installed; its operators in C++ need CUDA.
-
-    Without them it stops at the two that it describes in Python, unless they are there. Training calls none.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        return
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 @contextlib.contextmanager
