@@ -48,8 +48,6 @@ ONCE = {1}
 # A storage's Python object, of which there is one however often it is asked for: by torch, in a list, and asked about.
 LISTED = {3}
 address_of = torch.UntypedStorage.data_ptr
-
-
 _OF_ONE_DTYPE = ({torch.float32}, {torch.float64})
 
 
