@@ -87,6 +87,7 @@ def measured_loss(loss: Any, task: Task) -> Tensor:
 
 
 def detached_loss(state: State) -> LossError:
+    """The error about a loss that no parameter has a part in."""
     if torch.is_inference_mode_enabled():
         return LossError(
             f"the loss of batch {state.timestamp.batch} has no graph, because the stream is run inside "
