@@ -93,7 +93,7 @@ def test_every_convolution_reads_channels_last(monkeypatch: pytest.MonkeyPatch) 
 def test_images_of_one_channel_say_that_it_lies_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their strides may say either, and what a convolution gives lies as its images say."""
     net = Net()
-    net.one = nn.Conv2d(1, 4, 3, bias=False)
+    net.one = nn.Conv2d(1, 4, (2, 5), padding=(0, 1), bias=False)  # too large a kernel for a product
     with monkeypatch.context() as patched:
         patched.setattr("tests.test_compile_layouts.DATA", [(x[:, :1].contiguous(), y) for x, y in DATA])
         lower, strides = trace.lower, []
@@ -115,7 +115,7 @@ def test_images_of_one_channel_say_that_it_lies_last(monkeypatch: pytest.MonkeyP
 class OneChannel(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Conv2d(1, 4, 3, bias=False)
+        self.one = nn.Conv2d(1, 4, (2, 5), padding=(0, 1), bias=False)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(images[:, :1].contiguous())

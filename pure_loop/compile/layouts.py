@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from pure_loop.compile.convolutions import Products
+
 __all__ = ["channels_last", "laid_out_like"]
 
 _aten: Any = torch.ops.aten
@@ -35,9 +37,10 @@ def channels_last(graph: GraphModule) -> dict[Any, Callable[..., Any]]:
     called = [target for target in found if isinstance(target, torch._ops.OpOverload)]
     if _CONVOLUTIONS.isdisjoint(called) or any(map(_minds, called)):
         return {}
+    products = Products()
     return {
-        _aten.convolution.default: _convolution,
-        _aten.convolution_backward.default: _convolution_backward,
+        _aten.convolution.default: _first(products.convolution, _convolution),
+        _aten.convolution_backward.default: _first(products.backward, _convolution_backward),
         _aten.view.default: _viewing(_aten.view.default),
         _aten._unsafe_view.default: _viewing(_aten._unsafe_view.default),
     }
@@ -54,6 +57,14 @@ def _minds(target: torch._ops.OpOverload) -> bool:
     name: str = target._schema.name
     namespace, _, short = name.partition("::")
     return namespace not in ("aten", "prims", "pure_loop") or short in _BY_LAYOUT or target is _aten.view.dtype
+
+
+def _first(product: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def instead(*args: Any) -> Any:
+        found = product(*args)
+        return otherwise(*args) if found is None else found
+
+    return instead
 
 
 def _convolution(images: Tensor, weight: Tensor, *rest: Any) -> Any:
