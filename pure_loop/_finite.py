@@ -52,12 +52,20 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     It is torch's kernel for unscaling gradients, at scale 1: the cheapest that sees a NaN. It writes each
     tensor, times one, back, so the tensors must be nobody else's.
     """
-    device = loss.device
-    found = torch.zeros(1, dtype=torch.float32, device=device)
-    _look(list(fresh), found)
+    device, tensors = loss.device, list(fresh)
     if device.type == "cpu":
+        found = torch.zeros(1, dtype=torch.float32)
+        _look(tensors, found)
         return found if math.isfinite(loss.item()) else _one(device)
+    if not _SCALED.issuperset(map(_dtype, tensors)) or any(each.device != device for each in tensors):
+        return _any_nonfinite(loss, tensors)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    _look(tensors, found)
     return torch.maximum(found, (~torch.isfinite(loss)).float().reshape(1))
+
+
+# What that kernel takes on a GPU, in pairs of numbers where they are complex.
+_SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> bool:
@@ -101,11 +109,21 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
         # Sums are quick on a CPU; one of large numbers may overflow, too.
         if all(math.isfinite(each.item()) for each in (loss, *[each.sum() for each in looked_at])):
             return torch.zeros(1, dtype=torch.float32)
-    # The largest element of each: it is NaN where one is.
-    filled = [each for each in looked_at if each.numel()]
-    numbers = [loss.detach(), *(torch._foreach_norm(filled, math.inf) if filled else ())]
+    return _any_nonfinite(loss, looked_at)
+
+
+def _any_nonfinite(loss: Tensor, tensors: list[Tensor]) -> Tensor:
+    """The same by the largest element of each tensor, which is NaN where one is; of any dtypes and devices."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for each in map(_real, tensors):
+        if each.numel():
+            devices.setdefault(each.device, []).append(each)
+    numbers = [loss.detach()]
+    for filled in devices.values():
+        numbers += torch._foreach_norm(filled, math.inf)
     widest = reduce(torch.promote_types, map(_dtype, numbers))
-    return (~torch.isfinite(torch.stack([each.to(widest) for each in numbers]))).any().float().reshape(1)
+    moved = [each.to(loss.device, widest, non_blocking=True) for each in numbers]
+    return (~torch.isfinite(torch.stack(moved))).any().float().reshape(1)
 
 
 def _real(tensor: Tensor) -> Tensor:

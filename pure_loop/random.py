@@ -138,12 +138,12 @@ def _awake() -> tuple[torch.Generator, ...]:
 
 
 # The global generators can serve one thread at a time; the lock is the thread's own inside a nested `seeded`.
-_turn = threading.RLock()
+turn_to_draw = threading.RLock()
 
 
 def seed_host(seed: int) -> torch.Tensor:
     """What :class:`seeded` does on a CPU outside of traces; :func:`unseed_host` takes what this gives, in any case."""
-    _turn.acquire()
+    turn_to_draw.acquire()
     before = _get_cpu()
     _seed_cpu(seed)
     return before
@@ -151,7 +151,7 @@ def seed_host(seed: int) -> torch.Tensor:
 
 def unseed_host(before: torch.Tensor) -> None:
     _set_cpu(before)
-    _turn.release()
+    turn_to_draw.release()
 
 
 class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
@@ -231,7 +231,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
     def __enter__(self) -> None:
         # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,
         # because the code inside may, and would then find it seeded by the operating system.
-        _turn.acquire()
+        turn_to_draw.acquire()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random
         self._python_state = _python_random.set_aside()
@@ -249,7 +249,7 @@ class seeded_all(seeded):  # noqa: N801 - as above
         _python_random.put_back(self._python_state)
         if self._numpy is not None:
             put_back(self._numpy, self._numpy_state)
-        _turn.release()
+        turn_to_draw.release()
 
 
 def _reseed_hosts(seed: int, numpy_random: Any) -> None:

@@ -524,3 +524,75 @@ def waits(images: torch.Tensor) -> torch.Tensor:
 
 waits.register_fake(torch.empty_like)
 waits.register_autograd(lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None)
+
+
+def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(caplog: Any) -> None:
+    class WaitsInEvaluation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layers(inputs)
+            return found if self.training else waits(found)
+
+    def run() -> pl.State:
+        settings: dict[str, Any] = {
+            "watch": {Event.BATCH_END},
+            "compile": True,
+            "evaluators": {"val": batches((8,) * 4, seed=1)},
+        }
+        settings |= {"loss": functional.cross_entropy, "optimizer": pl.optim.adamw(lr=0.01)}
+        torch.manual_seed(0)
+        return pl.run(on_device(WaitsInEvaluation(), batches((8,) * 5, seed=0), max_duration="4ep", **settings))
+
+    with interpreted():
+        with caplog.at_level("INFO", logger="pure_loop.compile"):
+            found = run()
+        notes = ["can't" in each.message for each in caplog.records if "CUDA graph" in each.message]
+        # A step is recorded in each epoch, because an evaluation shows its State; the first evaluation can't be.
+        assert notes == [False, True, False, False, False]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
+            assert_same(found, run(), "beside one that failed and kernel by kernel")
+
+
+def test_numbers_written_in_python_are_no_second_device(caplog: Any) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) * torch.tensor(2.0)
+
+    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
+        found = pl.run(compiled(loss=loss))
+        assert "launched as one CUDA graph" in caplog.text
+        assert_same(found, launched(loss=loss), "as a CUDA graph and kernel by kernel")
+
+
+UNSAFE = torch.library.Library("pure_loop_gpu_tests", "DEF")
+UNSAFE.define("counted(Tensor images) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+UNSAFE.impl("counted", torch.clone, "CompositeExplicitAutograd")
+
+
+def test_what_says_that_it_must_not_be_recorded_is_not(caplog: Any) -> None:
+    """It counts its calls, it may be, which a recording makes once."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        entropy = functional.cross_entropy(outputs, targets)
+        return entropy + 0 * torch.ops.pure_loop_gpu_tests.counted(entropy.detach())
+
+    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
+        pl.run(compiled(loss=loss))
+    assert "launched as one CUDA graph" not in caplog.text
+    assert "CUDA can't record pure_loop_gpu_tests.counted" in caplog.text
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["finite", "nan"])
+def test_parameters_in_half_precision(broken: bool) -> None:
+    """For which torch's kernel that looks for NaN isn't there on a GPU."""
+    data = [(inputs.bfloat16(), targets) for inputs, targets in batches((8,) * 4, seed=0)]
+    if broken:
+        data[2] = (data[2][0] * float("nan"), data[2][1])
+    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.01)}
+    stream = on_device(mlp().bfloat16(), data, max_duration="1ep", **settings)
+    with pytest.raises(pl.errors.NonFiniteError, match="batch 2 ") if broken else nullcontext():
+        last = pl.run(stream)
+        assert {each.dtype for each in last.params.values()} == {torch.bfloat16}

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-__all__ = ["Recorders", "Replaying"]
+from pure_loop.random import turn_to_draw
+
+__all__ = ["Recorders", "Replaying", "note_not_recorded"]
 
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
 # (what is recorded, what it is called with) -> what replays it, what it gives.
@@ -53,15 +57,25 @@ class _Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         # Torch's own stream for this is of the device that was first to record, and has nothing to do on another one.
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Any]]:
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
+        # One at a time in a process, and nobody draws meanwhile: CUDA would take either for a part of the recording.
+        with turn_to_draw, torch.cuda.device(self._device):
+            if not self._graphs:
+                self._begin_anew()  # a pool goes with the last recording in it
+            graph: Any = torch.cuda.CUDAGraph()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            before = generator.clone_state()
+            # A recording notes in the generator's state that it is under way, and in torch 2.11 one that fails leaves
+            # it so, for whoever shares it. Nothing is drawn in it, so it may have a state of its own.
+            own = generator.graphsafe_get_state()
+            generator.graphsafe_set_state(own.clone_state())
             try:
                 with (
                     # A recording that fails leaves its stream the current one.
@@ -71,10 +85,29 @@ class _Recorder:
                 ):
                     outputs = call(tensors)
             except BaseException:
-                # And its generator, in torch 2.11, one that takes itself for recorded, and refuses to draw.
-                generator.graphsafe_set_state(before)
+                self._end_allocating()
                 raise
+            finally:
+                generator.graphsafe_set_state(own)
+            self._graphs.add(graph)
         return graph.replay, outputs
+
+    def _end_allocating(self) -> None:
+        """After a recording that failed, and whose memory torch's allocator, up to 2.12, would give out for ever."""
+        if _end_allocating_to_pool is not None:
+            with suppress(RuntimeError):  # it has ended: what else this might say, it says of that
+                _end_allocating_to_pool(torch.cuda.current_device(), self._pool)
+        self._begin_anew()
+
+
+# Private to torch: what stops memory from going to a pool.
+_end_allocating_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+
+
+def note_not_recorded(why: str) -> None:
+    """Log that a graph is no CUDA graph."""
+    log = logging.getLogger("pure_loop.compile")
+    log.warning("a graph is launched kernel by kernel, because it can't be a CUDA graph: %s", why)
 
 
 class Replaying:
@@ -117,7 +150,6 @@ class Replaying:
         assert self._record is not None
         lasting = set(self._lasting)
         self._others = [i for i in range(len(tensors)) if i not in lasting]
-        log = logging.getLogger("pure_loop.compile")
         given = list(tensors)
         for i in self._others:
             given[i] = given[i].clone()
@@ -131,14 +163,14 @@ class Replaying:
                 raise RuntimeError("it gives a part of what it is called with, and would hold it as long as itself")
         # Of a kernel that waits for the device, or allocates in a way of its own, CUDA says so in a RuntimeError.
         except RuntimeError as error:
-            log.warning("a graph is launched kernel by kernel, because it can't be a CUDA graph: %s", str(error))
+            note_not_recorded(str(error))
             self._record = None
             self._recordings.clear()
             return False
         if len(self._recordings) == MOST:
             del self._recordings[next(iter(self._recordings))]
         self._recordings[addresses] = _Recording(replay, inputs, outputs)
-        log.info("a graph is launched as one CUDA graph from here on")
+        logging.getLogger("pure_loop.compile").info("a graph is launched as one CUDA graph from here on")
         return True
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
-import optree
 import torch
 import torch.fx
 from torch import Tensor
@@ -31,15 +30,17 @@ from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.out_of_reach import out_of_reach
 from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
 from pure_loop.compile.private import private_to_torch
+from pure_loop.compile.recordable import device_of_recording
 from pure_loop.compile.recurrent import recurrent_layers
 from pure_loop.compile.repeated import Maker, Repeated
-from pure_loop.compile.replay import Recorders, Replaying
+from pure_loop.compile.replay import Recorders, Replaying, note_not_recorded
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 
 with private_to_torch():
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import preserve_rng_state
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._inductor import config as inductor
     from torch._inductor.compile_fx import compile_fx_inner
@@ -383,7 +384,7 @@ def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
     graph.recompile()
     operations = sum(node.op == "call_function" for node in graph.graph.nodes)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    device = _only_device(graph)
+    device = _device(graph)
     return _Code(lower(graph, examples), taken, written, operations, device)
 
 
@@ -399,10 +400,11 @@ def _joined(pieces: Pieces) -> _Code:
     )
 
 
-def _only_device(graph: torch.fx.GraphModule) -> torch.device | None:
-    values: Any = (each for node in graph.graph.nodes for each in optree.tree_leaves(node.meta.get("val")))
-    found = {each.device for each in values if isinstance(each, Tensor)}
-    return found.pop() if len(found) == 1 else None
+def _device(graph: torch.fx.GraphModule) -> torch.device | None:
+    device, why_not = device_of_recording(graph)
+    if why_not is not None:
+        note_not_recorded(why_not)
+    return device
 
 
 def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:
@@ -458,7 +460,8 @@ def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -
     # compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
     in_cpp = not on_gpu and len(graph.graph.nodes) <= CPP_WRAPPER_UP_TO
     try:
-        with inductor.patch(_SETTINGS):
+        # On a GPU it multiplies random matrices, to find out how.
+        with inductor.patch(_SETTINGS), preserve_rng_state() if on_gpu else nullcontext():
             joint_graph_passes(graph)
             # What torch replays itself is overwritten by the next step: see `replay`.
             no = BoxedBool(False)

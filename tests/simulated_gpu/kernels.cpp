@@ -203,6 +203,9 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* s
     } else {
       bool indices = value.isOptionalTensorList();
       each_tensor(value, [&](const Tensor& tensor) {
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            name != "aten::_amp_foreach_non_finite_check_and_unscale_" || tensor.scalar_type() != at::kBFloat16,
+            "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
         if (indices && tensor.defined() && tensor.scalar_type() == at::kBool) wait_for(name + " by a mask");
         return arguments.take(tensor);
       });

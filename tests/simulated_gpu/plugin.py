@@ -16,6 +16,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 HERE = Path(__file__).parent
 
@@ -95,42 +96,85 @@ def install() -> None:
     kernels = loaded("kernels", built("kernels", "torch_python"))
     cuda: Any = torch.cuda
 
+    class GeneratorState:
+        """What a generator has, and graphs are registered with: they take it for recording as long as it says so."""
+
+        def __init__(self, numbers: torch.Tensor) -> None:
+            self.numbers = numbers
+            self.capturing = False
+
+    class Reference:
+        """A generator that shares its state with another one."""
+
+        def __init__(self, state: GeneratorState, numbers: torch.Tensor) -> None:
+            self.state = state
+            self.numbers = numbers
+
+        def clone_state(self) -> Reference:
+            return Reference(GeneratorState(self.numbers), self.numbers)
+
     class Generator:
-        """The device's own. A recording that failed leaves it refusing to draw, as in torch 2.11."""
+        """The device's own. A recording that failed leaves its state refusing to draw, as in torch 2.11."""
 
         real = kernels.generator()
+        state = GeneratorState(real.get_state())
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.real, name)
 
-        def clone_state(self) -> torch.Generator:
-            other = torch.Generator()
-            other.set_state(self.real.get_state())
-            return other
+        def graphsafe_get_state(self) -> Reference:
+            return Reference(self.state, self.real.get_state())
 
-        def graphsafe_set_state(self, other: torch.Generator) -> None:
-            self.real.set_state(other.get_state())
-            kernels.refuse_drawing(False)
+        def clone_state(self) -> Reference:
+            return self.graphsafe_get_state().clone_state()
+
+        def graphsafe_set_state(self, other: Reference) -> None:
+            self.state.numbers = self.real.get_state()
+            self.state = other.state
+            self.real.set_state(other.state.numbers)
+            kernels.refuse_drawing(other.state.capturing)
 
     generator = Generator()
     pools = itertools.count(1)
+    # Where torch's allocator takes memory from until it is told to stop, and who has memory there.
+    underway: set[Any] = set()
+    recorded: dict[Any, WeakSet[Any]] = {}
 
     class CUDAGraph:
         def replay(self) -> None:
+            if self.state.capturing:
+                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
             self.recording.replay()
 
     class graph:  # noqa: N801 - torch's name
         def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> None:
-            self.graph = cuda_graph
+            self.graph, self.pool = cuda_graph, pool
 
         def __enter__(self) -> None:
+            if self.pool in underway:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            if self.pool in recorded and not recorded[self.pool]:
+                raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+            recorded.setdefault(self.pool, WeakSet()).add(self.graph)
+            underway.add(self.pool)
+            self.graph.state = generator.state
+            generator.state.capturing = True
             kernels.begin()
 
         def __exit__(self, kind: Any, *_: object) -> None:
             self.graph.recording = kernels.end()
-            if kind is not None:
+            if kind is not None:  # and the rest isn't done, as in torch 2.11
                 kernels.refuse_drawing(True)
+                return
+            underway.remove(self.pool)
+            generator.state.capturing = False
 
+    def end_allocating(device: int, pool: Any) -> None:
+        if pool not in underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        underway.remove(pool)
+
+    torch._C._cuda_endAllocateToPool = end_allocating  # type: ignore[attr-defined]
     stream = Stream()
     # Each a function of its own: dynamo keeps a table of these by object.
     simulated: dict[str, Any] = {
