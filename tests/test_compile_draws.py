@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Event as Flag
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy
@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import mse_loss
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
@@ -24,6 +26,7 @@ from pure_loop import Event
 from pure_loop.compile import record
 from pure_loop.errors import ArgumentTypeError, CompileError
 from pure_loop.random import derive, generator, seeded, seeded_all, tracer
+from tests.models import batches
 from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -477,3 +480,39 @@ def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None
         return dict(pl.run(pl.fit(model, data, watch={Event.FIT_END}, **settings, **options)).params)
 
     torch.testing.assert_close(trained(compile=True), trained())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("positional", [False, True])
+def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(p: float, positional: bool) -> None:
+    """Such as a GPU has; on a CPU torch has none that drops out."""
+    kernels: list[tuple[bool, bool, bool]] = []
+
+    class Asking(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is functional.scaled_dot_product_attention:
+                cuda = torch.backends.cuda
+                kernels.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()))
+            return function(*args, **(kwargs or {}))
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            each = inputs.view(-1, 1, 2, 2)
+            given = (None, p) if positional else ()
+            options: Any = {} if positional else {"dropout_p": p}
+            found = functional.scaled_dot_product_attention(each, each, each, *given, **options)
+            return cast(Tensor, self.layer(found.flatten(1)))
+
+    def run(**options: Any) -> pl.State:
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+        return pl.run(pl.fit(Attends(), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
+
+    with Asking():
+        found = run(compile=True, watch={Event.EPOCH_END})
+    assert kernels == [(False,) * 3 if p else (True,) * 3]
+    torch.testing.assert_close(dict(found.params), dict(run().params))

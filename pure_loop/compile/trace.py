@@ -19,6 +19,7 @@ import torch.fx
 from torch import Tensor
 
 from pure_loop.compile.arithmetic import arithmetic
+from pure_loop.compile.attention import DrawnApart
 from pure_loop.compile.connected import Connection, connect
 from pure_loop.compile.draws import Draw, Group, RecordedDraw, is_draw
 from pure_loop.compile.generators import DrawnFromDataError, traced_generators
@@ -286,7 +287,8 @@ def _compile(
 
     steps = Maker(tracing.mode, lambda graph: _functional(graph, decompositions()))
     with enable_python_dispatcher(), tracing.mode:
-        with recurrent_layers(steps), out_of_reach(), arithmetic(), traced_generators(tracing.host, tracing.drawing):
+        generators = traced_generators(tracing.host, tracing.drawing)
+        with recurrent_layers(steps), out_of_reach(), arithmetic(), DrawnApart(), generators:
             raw = make_fx(body)(*fakes)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
