@@ -29,7 +29,7 @@ from pure_loop.engine import Engine
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import lie_plainly
-from pure_loop.random import seed_host, unseed_host
+from pure_loop.random import seed_host, seed_host_again, unseed_host
 from pure_loop.sources import END
 from pure_loop.stages import Stages, draws_on_host
 from pure_loop.state import State, fresh_draft_of, outside_batch_at
@@ -167,31 +167,30 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     try:
         if draws:
             drawn = seed_host(stages.seed_of(state, "forward", 0))
-        instance = model.enter(leaves, draft.buffers, training=True)
-        outputs = instance.module(batch[0])
-        _set_grad_enabled(True)  # whatever the user's code has left
-        if instance.buffers:
-            draft.buffers = instance.read_buffers(draft.buffers, copy=model.may_write_later())
-        instance.be_held_by(leaves)
-        stage = "loss"
-        loss: Any = stages.task.loss.loss(outputs, batch[1])  # type: ignore[union-attr]
-    except Exception as error:
-        note_stage(error, stage, draft, 0)
-        raise
-    finally:
+        try:
+            instance = model.enter(leaves, draft.buffers, training=True)
+            outputs = instance.module(batch[0])
+            _set_grad_enabled(True)  # whatever the user's code has left
+            if instance.buffers:
+                draft.buffers = instance.read_buffers(draft.buffers, copy=model.may_write_later())
+            instance.be_held_by(leaves)
+            stage = "loss"
+            loss: Any = stages.task.loss.loss(outputs, batch[1])  # type: ignore[union-attr]
+        except Exception as error:
+            note_stage(error, stage, draft, 0)
+            raise
+        finally:
+            _set_grad_enabled(True)
+        held = donation.held
+        if held is not None and held.bound_to is None:
+            donation.bound(leaves)
+        if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
+            check_loss(loss, draft, "AFTER_LOSS", stages.task)
+        total = loss if type(loss) is Tensor else total_loss(loss)
+        if not total.requires_grad:
+            raise detached_loss(draft)
         if drawn is not None:
-            unseed_host(drawn)
-        _set_grad_enabled(True)
-    held = donation.held
-    if held is not None and held.bound_to is None:
-        donation.bound(leaves)
-    if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
-        check_loss(loss, draft, "AFTER_LOSS", stages.task)
-    total = loss if type(loss) is Tensor else total_loss(loss)
-    if not total.requires_grad:
-        raise detached_loss(draft)
-    drawn = seed_host(stages.seed_of(state, "backward", 0)) if draws else None
-    try:
+            seed_host_again(stages.seed_of(state, "backward", 0))
         found = gradient_of(total, tuple(leaves.values()), weights.shares[0])
     finally:
         if drawn is not None:

@@ -149,6 +149,10 @@ def seed_host(seed: int) -> torch.Tensor:
     return before
 
 
+# Another seed, before what the first one put aside is put back.
+seed_host_again = _seed_cpu
+
+
 def unseed_host(before: torch.Tensor) -> None:
     _set_cpu(before)
     turn_to_draw.release()
