@@ -149,5 +149,7 @@ def test_a_table_is_as_wide_in_all_rows() -> None:
 def test_the_parts_of_a_step_are_all_there() -> None:
     """A function that a step no longer calls by this name would take no time."""
     found = parts._of(WORKLOADS[0], turns=2, seconds=0.005)
-    assert all(part > 0 for part in found.values()), found
     assert len(found) == len(parts._PARTS) + 2
+    # What others do on the machine meanwhile counts in the parts, and not in the step that the rest is the rest of.
+    del found["the rest"]
+    assert all(part > 0 for part in found.values()), found
