@@ -37,14 +37,16 @@ def next_batch(
     if engine.ranks == 1:
         if loaded is END:
             return None
-        whole = beside(loaded, next(iter(state.params.values())))
+        whole = beside(loaded, next(iter(state.params.values())), source)
         return whole, task.samples(whole), task.tokens(whole)
     padding = type(loaded) is Padding
     batch = loaded.batch if padding else loaded
     counted = not padding and batch is not END
     samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
     batch = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source)
-    return None if batch is END else (to_device(batch, state.device), samples, tokens)
+    if batch is END:
+        return None
+    return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens
 
 
 def train_batch(

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from functools import cached_property
 from itertools import count, islice
 from typing import Any
 
@@ -51,6 +52,10 @@ class _Indexed(Source):
     @property
     def batches_stay(self) -> bool:
         return self._free or self._loader.num_workers > 0 or _loaders.collates_by_default(self._loader)
+
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        return self.batches_stay or self._loader.pin_memory
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         order = _samplers.indices(
@@ -127,6 +132,10 @@ class _Rebuilt(Iterated):
         super().__init__(loader, seed, stream, limit, share)
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
 
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        return _is_plain(self._loader) and self._loader.pin_memory
+
     def _count(self) -> int:
         # Of a copy: a DataLoader remembers that it was asked, and warns later.
         return len(copy.copy(self._loader))
@@ -134,6 +143,8 @@ class _Rebuilt(Iterated):
     def _for_epoch(self, epoch: int) -> Any:
         loader = self._loader
         changes: dict[str, Any] = {"persistent_workers": False}
+        if _is_plain(loader):
+            changes |= _loaders.pinning_anew(loader)
         if isinstance(loader.dataset, IterableDataset):
             changes["dataset"] = at_epoch(loader.dataset, epoch)
         else:

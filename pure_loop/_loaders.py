@@ -20,10 +20,11 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from pure_loop import _samplers
+from pure_loop.data import map_tensors
 from pure_loop.random import reseed
 from pure_loop.sources import shut
 
-__all__ = ["Refillable", "collates_by_default", "draws_nothing", "is_table", "rebuilt", "rows"]
+__all__ = ["Refillable", "collates_by_default", "draws_nothing", "is_table", "pinning_anew", "rebuilt", "rows"]
 
 
 class Refillable:
@@ -42,6 +43,7 @@ class Refillable:
             "sampler": self._feed,
             "batch_sampler": None if loader.batch_sampler is None else self._feed,
             "persistent_workers": persistent,
+            **pinning_anew(loader),
         }
         if loader.num_workers and reseeding:
             changes["dataset"] = _Reseeding(loader.dataset)
@@ -100,6 +102,24 @@ def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> D
     )
     vars(new).update(changes)
     return new
+
+
+def pinning_anew(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What to change in a loader with ``pin_memory``, so that each batch is in pinned memory of its own.
+
+    Torch leaves what is pinned already where it is, and a dataset or a collate may fill that again for the next batch.
+    """
+    if not loader.pin_memory or loader.num_workers or collates_by_default(loader) or draws_nothing(loader):
+        return {}
+    return {"collate_fn": partial(_collate_unpinned, loader.collate_fn)}
+
+
+def _collate_unpinned(collate: Callable[[Any], Any], samples: Any) -> Any:
+    return map_tensors(_unpinned, collate(samples))
+
+
+def _unpinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_cpu and tensor.is_pinned() else tensor
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:

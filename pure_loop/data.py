@@ -121,10 +121,14 @@ def split(batch: Any, size: int) -> list[Any]:
     return list(rows) if kind is tuple else list(map(list, rows))
 
 
-def to_device(batch: Any, device: torch.device | str) -> Any:
+def to_device(batch: Any, device: torch.device | str, *, stays: bool = False) -> Any:
     """A batch with its tensors on ``device``, each moved once; the same object where nothing has to move.
 
-    The copy doesn't wait for itself to end (``non_blocking``) where the tensor is in pinned memory.
+    Args:
+        batch: what to move.
+        device: where to.
+        stays: whether its pinned memory stays as it is until the device has read it: a copy from there isn't waited
+            for then (``non_blocking``).
 
     >>> batch = (torch.zeros(2), "name")
     >>> to_device(batch, "cpu") is batch
@@ -141,23 +145,24 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in moved:
-            # A copy to the host must end before it is read, and nothing would wait for it.
-            apart = device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
+            # A copy to the host must end before it is read, and nothing would wait for it. One from pinned memory is
+            # still to come when this returns, while one from other memory has been read.
+            apart = stays and device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
             moved[id(tensor)] = tensor.to(device, non_blocking=apart)
         return moved[id(tensor)]
 
     return map_tensors(move, batch)
 
 
-def beside(batch: Any, tensor: Tensor) -> Any:
-    """A batch with its tensors on the device of this one; on the CPU without asking which one that is."""
+def beside(batch: Any, tensor: Tensor, given_by: Source) -> Any:
+    """A source's batch with its tensors on the device of this one; on the CPU without asking which one that is."""
     if tensor.is_cpu and (type(batch) is tuple or type(batch) is list):
         for leaf in batch:
             if type(leaf) is not Tensor or not leaf.is_cpu:
                 break
         else:
             return batch
-    return to_device(batch, tensor.device)
+    return to_device(batch, tensor.device, stays=given_by.keeps_pinned)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

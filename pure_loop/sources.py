@@ -178,6 +178,11 @@ class Source(ABC):
         """Whether a batch is known to stay as it is while the next ones are loaded: others may use its memory again."""
         return False
 
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        """Whether pinned memory of a batch stays as it is until a copy from it is done, which nobody waits for."""
+        return self.batches_stay
+
     def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
         """The batches of one epoch; closing it early stops the workers.
 

@@ -126,6 +126,7 @@ ROWS = [(torch.zeros(1), i) for i in range(4)]
 )
 def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
     assert source(make(), seed=0, stream="train").batches_stay is wanted
+    assert source(make(), seed=0, stream="train").keeps_pinned is wanted
 
 
 def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:

@@ -3,7 +3,8 @@
 Its tensors are torch's own, on ``cuda:0``; autograd, autocast, random numbers and pinned memory take the ways that they
 take on a GPU. Each operator runs on the CPU, in the memory that the tensor has. It is strict where a GPU is: tensors
 with dimensions don't meet those of another device (of numbers on the host it lets some through that a GPU doesn't), and
-what makes the host wait, or can't be recorded as a CUDA graph, is an error where that is asked for.
+what makes the host wait, or can't be recorded as a CUDA graph, is an error where that is asked for. A copy from pinned
+memory that nobody waits for reads it a second time later, when the host next waits or copies.
 
 CUDA graphs are recorded and replayed by addresses. It says nothing of speed, of streams and memory pools, of a second
 device, or of what is computed on a GPU in another way.

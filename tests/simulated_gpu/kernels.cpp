@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -80,9 +81,23 @@ static void note_birth(const Storage& storage) {
   if (recording) recording->born.emplace(storage.unsafeGetStorageImpl(), storage);
 }
 
+// A copy from pinned memory that nobody waits for reads it at once or later: here, both.
+static std::mutex under_way_lock;
+static std::vector<std::pair<Tensor, Tensor>> under_way;
+
+static void finish_copies() {
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  {
+    std::lock_guard<std::mutex> guard(under_way_lock);
+    copies.swap(under_way);
+  }
+  for (auto& [to, from] : copies) to.copy_(from);
+}
+
 static void wait_for(const std::string& what) {
   TORCH_CHECK(!recording, "CUDA error: operation not permitted when stream is capturing: ", what);
   TORCH_CHECK(!waiting_is_an_error, "called a synchronizing CUDA operation: ", what);
+  finish_copies();
 }
 
 static Tensor to_gpu(const Tensor& cpu) {
@@ -248,6 +263,11 @@ static Tensor& copy_(Tensor& self, const Tensor& other, bool non_blocking) {
   }
   Arguments arguments;
   Tensor to = arguments.take(self), from = arguments.take(other);
+  if (self.is_cuda() && other.is_cpu() && other.numel() > 0 && non_blocking && other.is_pinned()) {
+    finish_copies();
+    std::lock_guard<std::mutex> guard(under_way_lock);
+    under_way.emplace_back(to, from);
+  }
   to.copy_(from);
   if (recording) recording->steps.push_back([to, from] { to.copy_(from); });
   return self;
@@ -305,6 +325,7 @@ static std::shared_ptr<Recording> end() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_waiting", [](bool refuse) { waiting_is_an_error = refuse; });
   module.def("refuse_drawing", [](bool refuse) { drawing_is_an_error = refuse; });
+  module.def("finish_copies", &finish_copies);
   module.def("allocated", [] { return allocated.load(); });
   module.def("generator", [] {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(at::detail::getCUDAHooks().getDefaultGenerator(0)));

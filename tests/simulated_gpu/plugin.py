@@ -204,7 +204,8 @@ def install() -> None:
         "set_rng_state": lambda state, device="cuda": generator.set_state(state),
         "set_sync_debug_mode": lambda mode: kernels.refuse_waiting(mode == "error"),
         "stream": lambda stream: nullcontext(),
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: kernels.finish_copies(),
+        "_sleep": lambda cycles: None,
     }
     for name, value in simulated.items():
         setattr(cuda, name, value)

@@ -1,0 +1,134 @@
+"""What a CUDA device has still to do is not overtaken. Skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event
+from tests.models import batches, mlp
+
+pytestmark = pytest.mark.gpu
+
+DATA = batches((8,) * 5, seed=0)
+# A twentieth of a second, in which the host goes on.
+LONG = 100_000_000
+
+
+def fit(data: Any, **settings: Any) -> Any:
+    settings.setdefault("max_duration", "1ep")
+    torch.manual_seed(0)
+    return pl.fit(
+        mlp(), data, loss=functional.cross_entropy, optimizer=pl.optim.adamw(lr=0.1), device="cuda", **settings
+    )
+
+
+class Refilled:
+    """Pinned memory for one batch, which is filled again for each."""
+
+    def __init__(self) -> None:
+        self.memory: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.memory is None:
+            self.memory = DATA[0][0].pin_memory(), DATA[0][1].pin_memory()
+        for tensor, numbers in zip(self.memory, DATA[index], strict=True):
+            tensor.copy_(numbers)
+        return self.memory
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self[index] for index in range(len(self)))
+
+
+class RefilledDataset(Refilled, Dataset[Any]): ...
+
+
+class RefilledStream(Refilled, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.batches()
+
+
+REFILLED: dict[str, Callable[[], Any]] = {
+    "a generator": lambda: Refilled().batches(),
+    "a sequence": Refilled,
+    "a DataLoader": lambda: DataLoader(RefilledDataset(), batch_size=None),
+    "a DataLoader that pins": lambda: DataLoader(RefilledDataset(), batch_size=None, pin_memory=True),
+    "a DataLoader of a stream that pins": lambda: DataLoader(RefilledStream(), batch_size=None, pin_memory=True),
+}
+
+
+def assert_data(found: list[Any]) -> None:
+    torch.cuda.synchronize()
+    assert len(found) == len(DATA)
+    for batch, wanted in zip(found, DATA, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(batch, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", REFILLED)
+def test_memory_that_is_filled_again_is_read_before(kind: str) -> None:
+    found = []
+    for event, state in fit(REFILLED[kind]()):
+        if event is Event.BATCH_END:
+            found.append(state.batch)
+            torch.cuda._sleep(LONG)  # what the next copy stands behind
+    assert_data(found)
+
+
+@pytest.mark.parametrize("kind", REFILLED)
+def test_so_it_is_in_evaluation_and_prediction(kind: str) -> None:
+    state = pl.State.create(mlp(), device="cuda")
+    predicted = pl.predict(state, REFILLED[kind]())
+    evaluated = pl.evaluate(state, REFILLED[kind](), loss=functional.cross_entropy)
+    for stream, at in ((predicted, Event.PREDICT_BATCH_END), (evaluated, Event.EVAL_BATCH_END)):
+        found = []
+        for event, now in stream:
+            if event is at:
+                found.append(now.batch)
+                torch.cuda._sleep(LONG)
+        assert_data(found)
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return DATA[index // 8][0][index % 8], DATA[index // 8][1][index % 8]
+
+
+def stacked(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+APART: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [tuple(part.pin_memory() for part in batch) for batch in DATA],
+    "a table": lambda: DataLoader(TensorDataset(*map(torch.cat, zip(*DATA, strict=True))), 8, pin_memory=True),
+    "a dataset": lambda: DataLoader(Samples(), 8, pin_memory=True),
+    "a collate": lambda: DataLoader(Samples(), 8, pin_memory=True, collate_fn=stacked),
+    "workers": lambda: DataLoader(Samples(), 8, pin_memory=True, collate_fn=stacked, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_memory_that_stays_is_not_waited_for(kind: str) -> None:
+    found = []
+    try:
+        for event, state in fit(APART[kind]()):
+            if event is Event.BATCH_END:
+                found.append(state.batch)
+                # The first step may set things up, and the last one is followed by a look at the losses.
+                torch.cuda.set_sync_debug_mode("error" if 1 <= state.timestamp.batch <= 3 else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_data(found)
