@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.callbacks import CheckpointSaver, checkpoint_saver
 from tests.models import batches, mlp
 
 pytestmark = pytest.mark.gpu
@@ -132,3 +136,53 @@ def test_memory_that_stays_is_not_waited_for(kind: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_data(found)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on a stream of one's own are waited for by no other stream, and the saver's thread has another."""
+    read_on, write = [], checkpoint_saver.write_state
+
+    def noting(state: pl.State, *given: Any, **options: Any) -> Any:
+        read_on.append(torch.cuda.current_stream(state.device))
+        return write(state, *given, **options)
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def late(state: pl.State) -> pl.State:
+        torch.cuda._sleep(LONG)  # the update stands behind it
+        return state
+
+    monkeypatch.setattr(checkpoint_saver, "write_state", noting)
+    saver = CheckpointSaver(tmp_path, interval="1ba", filename="{batch}.safetensors", background=background)
+    params = {}
+    stream = torch.cuda.Stream()
+    before = torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        for event, state in fit(DATA, callbacks=[saver], algorithms=[late], donate=False):
+            if event is Event.BATCH_END:
+                params[state.timestamp.batch] = state.params
+    torch.cuda.synchronize()
+    assert torch.cuda.current_stream() == before
+    assert read_on == [stream] * len(read_on)
+    assert len(read_on) >= len(DATA)
+    for batch, wanted in params.items():
+        found = pl.load(tmp_path / f"{batch}.safetensors", model=mlp()).params
+        assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in wanted.items())
+
+
+def test_a_score_is_read_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_on = []
+
+    def isfinite(score: float) -> bool:
+        read_on.append(torch.cuda.current_stream())
+        return math.isfinite(score)
+
+    monkeypatch.setattr(checkpoint_saver, "math", SimpleNamespace(isfinite=isfinite))
+    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/loss", mode="min")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        pl.run(fit(DATA, callbacks=[saver], evaluators={"val": DATA}))
+    assert read_on
+    assert read_on == [stream] * len(read_on)

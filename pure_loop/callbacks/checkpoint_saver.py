@@ -19,7 +19,7 @@ from pure_loop.checkpoint.keeping import Names, Saved
 from pure_loop.checkpoint.places import PathLike, place
 from pure_loop.checkpoint.run_folder import RunFolder
 from pure_loop.checkpoint.signals import HeldSignals
-from pure_loop.checkpoint.snapshot import snapshot
+from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -215,6 +215,7 @@ class CheckpointSaver(Callback):
         measured = self._measured == state.timestamp.batch
         # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
         waiting = [(state, protect(state))]
+        streams = streams_of(state)
 
         def job() -> None:
             state, release = waiting.pop()
@@ -225,16 +226,17 @@ class CheckpointSaver(Callback):
                         release()
                     del kept
                 notes: dict[str, Any] = {}
-                if measured:
-                    score = float(state.metrics[self._label][self._measure])
-                    # NaN and infinity are never the best, and JSON doesn't have them.
-                    notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
-                if meeting is None:
-                    write_state(state, path, notes, after=folder.newest)
-                else:
-                    from pure_loop.checkpoint.sharded import write
+                with streams:
+                    if measured:
+                        score = float(state.metrics[self._label][self._measure])
+                        # NaN and infinity are never the best, and JSON doesn't have them.
+                        notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
+                    if meeting is None:
+                        write_state(state, path, notes, after=folder.newest)
+                    else:
+                        from pure_loop.checkpoint.sharded import write
 
-                    write(meeting, state, path, notes)
+                        write(meeting, state, path, notes)
                 if self.rank == 0:
                     folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
             except Exception as error:

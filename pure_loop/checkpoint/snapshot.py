@@ -1,17 +1,20 @@
-"""Copies of what is being saved, made beside training."""
+"""Reading what is being saved beside training: from copies, and on a GPU in the order of its streams."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from pure_loop._parts import is_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.state import State, outside_batch
 
-__all__ = ["snapshot"]
+__all__ = ["snapshot", "streams_of"]
 
 
 def snapshot(state: State) -> State:
@@ -36,3 +39,21 @@ def snapshot(state: State) -> State:
     durable: Any = outside_batch(state).replace(event=state.event)
     found: Any = optree.tree_map(copied, durable, namespace=NAMESPACE)
     return found  # type: ignore[no-any-return]
+
+
+def streams_of(state: State) -> AbstractContextManager[None]:
+    """In which another thread reads this State: behind all that this thread has had GPUs compute so far.
+
+    A thread begins on the default stream, which doesn't wait for that which ``torch.cuda.stream`` made current here.
+    """
+    devices = {param.device for param in state.params.values() if param.is_cuda}
+    current: Any = torch.cuda.current_stream
+    return _on([current(device) for device in devices])
+
+
+@contextmanager
+def _on(streams: Sequence[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

@@ -6,6 +6,7 @@ with dimensions don't meet those of another device (of numbers on the host it le
 what makes the host wait, or can't be recorded as a CUDA graph, is an error where that is asked for. A copy from pinned
 memory that nobody waits for reads it a second time later, when the host next waits or copies.
 
-CUDA graphs are recorded and replayed by addresses. It says nothing of speed, of streams and memory pools, of a second
-device, or of what is computed on a GPU in another way.
+CUDA graphs are recorded and replayed by addresses. Which stream is current it knows thread by thread, but not what
+waits for what on them. It says nothing of speed, of memory pools, of a second device, or of what is computed on a GPU
+in another way.
 """

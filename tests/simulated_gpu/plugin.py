@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from contextlib import nullcontext
+import threading
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -74,6 +74,27 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         return event
+
+
+class Current(threading.local):
+    """The stream of a thread."""
+
+    stream = Stream()
+
+
+class On:
+    """Makes a stream the thread's."""
+
+    current = Current()
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before, self.current.stream = self.current.stream, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        self.current.stream = self.before
 
 
 class Device:
@@ -175,13 +196,12 @@ def install() -> None:
         underway.remove(pool)
 
     torch._C._cuda_endAllocateToPool = end_allocating  # type: ignore[attr-defined]
-    stream = Stream()
     # Each a function of its own: dynamo keeps a table of these by object.
     simulated: dict[str, Any] = {
         "CUDAGraph": CUDAGraph,
         "Stream": Stream,
         "current_device": lambda: 0,
-        "current_stream": lambda device=None: stream,
+        "current_stream": lambda device=None: On.current.stream,
         "default_generators": (generator,),
         "device": Device,
         "device_count": lambda: 1,
@@ -203,7 +223,7 @@ def install() -> None:
         "set_device": lambda device: None,
         "set_rng_state": lambda state, device="cuda": generator.set_state(state),
         "set_sync_debug_mode": lambda mode: kernels.refuse_waiting(mode == "error"),
-        "stream": lambda stream: nullcontext(),
+        "stream": lambda stream: On(stream),
         "synchronize": lambda device=None: kernels.finish_copies(),
         "_sleep": lambda cycles: None,
     }
