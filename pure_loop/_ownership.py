@@ -7,13 +7,14 @@ one reference more is somebody else's, whenever it was taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import shared_cache
 
 from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
 from pure_loop._parts import part_of
@@ -31,12 +32,15 @@ __all__ = [
     "held_once",
     "storage_uses",
     "tensor_uses",
+    "were_sent",
 ]
 
 Path: TypeAlias = tuple[str, ...]
 
 tensor_uses: Any = getattr(Tensor, "_use_count", None)
 storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+# Where torch is built for CUDA: whether memory, by its storage's pointer, goes straight back to torch's allocator.
+_goes_back: Any = getattr(torch._C, "_has_Standard_Deleter", None)
 # Inside torch.func's transforms tensors have no memory of their own.
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -170,7 +174,7 @@ class Held:
 class _Counted:
     """Tensors of the loop's own, and what refers to them and to their storages, if nobody else does."""
 
-    __slots__ = ("_addresses", "_pointers", "_storage_counts", "_storages", "counts", "tensors")
+    __slots__ = ("_addresses", "_pointers", "_storage_counts", "_storages", "_there", "counts", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -178,6 +182,7 @@ class _Counted:
         self._storages: list[Any] = []
         self._pointers: list[int] = []
         self._addresses: list[int] = []
+        self._there: list[int] = []
         self._storage_counts: list[int] = []
 
     def add(self, mapping: FrozenDict[str, Tensor], in_mappings: int = 1) -> None:
@@ -191,8 +196,9 @@ class _Counted:
         storages = [tensor.untyped_storage() for tensor in held]
         self._storages += storages
         self._pointers += [storage._cdata for storage in storages]
-        # Handing one to another process moves it, and leaves no reference here.
+        # Handing one to another process moves it, and leaves no reference here. On a GPU it doesn't even move.
         self._addresses += map(address_of, storages)
+        self._there += [storage._cdata for storage, tensor in zip(storages, held, strict=True) if not tensor.is_cpu]
         self._storage_counts += [_OF_STORAGE] * len(storages)
         # A part is a tensor of its own, which is in the whole.
         parts = [part for part, tensor in zip(held, tensors, strict=True) if part is not tensor]
@@ -217,7 +223,22 @@ class _Counted:
             and set(map(getrefcount, self._storages)) <= LISTED
             and list(map(address_of, self._storages)) == self._addresses
             and list(map(storage_uses, self._pointers)) == storage_counts
+            and not (self._there and were_sent(self._there))
         )
+
+
+def were_sent(there: Iterable[int]) -> bool:
+    """Whether one of these storages, by their pointers and not on the CPU, was handed to another process.
+
+    Torch lists what was handed over, in both directions and of the CPU too, by the allocation that it is in: of several
+    storages in one allocation the last is there. But it also sees to it that memory which another process may have
+    doesn't go straight back to its allocator, and that tells of each.
+    """
+    if not shared_cache:
+        return False
+    if _goes_back is not None:
+        return not all(map(_goes_back, there))
+    return not {weak.cdata for weak in list(shared_cache.values())}.isdisjoint(there)
 
 
 def _tensor_mappings(memory: Any, path: Path = ()) -> Iterator[tuple[Path, FrozenDict[str, Tensor]]]:
@@ -267,6 +288,7 @@ def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
         == [_OF_STORAGE + tensor._is_view() for tensor in tensors]
         and all(map(torch.UntypedStorage.resizable, storages))  # else it is another library's
         and all(map(_is_contiguous, tensors))
+        and not were_sent(storage._cdata for storage in storages if storage.device.type != "cpu")
     )
 
 

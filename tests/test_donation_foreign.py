@@ -13,10 +13,12 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event, donation
+from pure_loop import Event, _ownership, donation
+from pure_loop._ownership import were_sent
 from pure_loop.frozendict import FrozenDict
 from tests.donating import DATA, Count, assert_same, fit, plain
 
@@ -80,6 +82,24 @@ def test_memory_that_processes_share_stays_what_it_is() -> None:
     for name, handle in handles.items():
         elsewhere = torch.empty(0).set_(torch.UntypedStorage._new_shared_filename_cpu(*handle))  # as a process maps it
         assert torch.equal(elsewhere, state.params[name].flatten())
+
+
+def test_what_processes_hand_each_other_costs_no_copies(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a loader's workers are on torch's list, too; what a CPU has moves when it is handed over."""
+    other = torch.ones(3)
+    monkeypatch.setattr(_ownership, "shared_cache", {"other": reductions.StorageWeakRef(other.untyped_storage())})
+    for _event, _state in fit():
+        pass
+    assert count.copied == 0
+
+
+def test_a_storage_on_torchs_list_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ownership, "_goes_back", None)
+    one, other = torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage()
+    monkeypatch.setattr(_ownership, "shared_cache", {"one": reductions.StorageWeakRef(one)})
+    assert were_sent([other._cdata, one._cdata])
+    assert not were_sent([other._cdata])
+    assert not were_sent([])
 
 
 MEMORIES: dict[str, Callable[[FrozenDict[str, Tensor]], Any]] = {

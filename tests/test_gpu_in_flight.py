@@ -1,4 +1,4 @@
-"""What a CUDA device has still to do is not overtaken. Skipped where there is none."""
+"""What a CUDA device has still to do is not overtaken, nor what others read there. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, _ownership, donation
+from pure_loop._ownership import held_once
 from pure_loop.callbacks import CheckpointSaver, checkpoint_saver
+from pure_loop.compile import interpreted
+from tests.donating import Count
 from tests.models import batches, mlp
 
 pytestmark = pytest.mark.gpu
@@ -186,3 +190,71 @@ def test_a_score_is_read_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pl.run(fit(DATA, callbacks=[saver], evaluators={"val": DATA}))
     assert read_on
     assert read_on == [stream] * len(read_on)
+
+
+needs_counts = pytest.mark.skipif(not donation.CAN_COUNT, reason="references can't be counted in this interpreter")
+SENT: dict[str, Callable[[pl.State], Tensor]] = {
+    "parameter": lambda state: state.params["0.weight"],
+    "view": lambda state: state.params["0.weight"][1:],
+    "memory": lambda state: state.opt_state["exp_avg"]["0.weight"],
+}
+
+
+def hand_over(tensor: Tensor) -> None:
+    """As a queue to another process does, and then something else from the same allocation."""
+    reduce_tensor(tensor)
+    reduce_tensor(torch.ones(3, device="cuda"))
+
+
+@needs_counts
+@pytest.mark.parametrize("donate", ["auto", True])
+@pytest.mark.parametrize("what", SENT)
+def test_what_another_process_was_given_is_not_written_to(
+    what: str, donate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = Count(monkeypatch)
+    copied = []
+    for event, state in fit(DATA, donate=donate):
+        if event is Event.BATCH_END:
+            copied.append(count.copied)
+            if state.timestamp.batch == 2:
+                hand_over(SENT[what](state))
+    # Once, and then the memory is the loop's own again.
+    assert [after - copied[1] for after in copied[1:]] == [0, 1, 1, 1]
+
+
+@needs_counts
+def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = Count(monkeypatch)
+    monkeypatch.setattr(_ownership, "_goes_back", None)
+    for event, state in fit(DATA):
+        if event is Event.BATCH_END and state.timestamp.batch == 2:
+            before = count.copied
+            reduce_tensor(state.params["0.weight"])
+    assert count.copied == before + 1
+
+
+@needs_counts
+def test_compiled_steps_do_not_write_to_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, own = [], donation.Donation.own
+
+    def noting(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        given = own(this, tensors, alone)
+        copied.append(given is not tensors)
+        return given
+
+    monkeypatch.setattr(donation.Donation, "own", noting)
+    with interpreted():
+        for _, state in fit(DATA, compile=True, watch={Event.BATCH_END}):
+            if state.timestamp.batch == 2:
+                hand_over(state.params["0.weight"])
+    assert copied == [True, False, True, False, False]
+
+
+@needs_counts
+def test_nothing_is_added_to_gradients_that_another_process_was_given() -> None:
+    gradients = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
+    assert held_once(gradients)
+    hand_over(gradients[0])
+    assert not held_once(gradients)
+    assert held_once([torch.ones(3, device="cuda")])

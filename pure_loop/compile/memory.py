@@ -13,7 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from pure_loop._ownership import LISTED, ONCE, address_of, storage_uses, tensor_uses
+from pure_loop._ownership import LISTED, ONCE, address_of, storage_uses, tensor_uses, were_sent
 from pure_loop._pytree import NAMESPACE
 from pure_loop.compile.trees import Durable
 from pure_loop.frozendict import FrozenDict
@@ -35,7 +35,10 @@ class Memory:
         positions: of the durable leaves that they are.
     """
 
-    __slots__ = ("_addresses", "_containers", "_ends", "_fields", "_pointers", "_storages", "_tensors", "positions")
+    __slots__ = (
+        *("_addresses", "_containers", "_ends", "_fields", "_pointers", "_storages", "_tensors", "_there"),
+        "positions",
+    )
 
     def __init__(self, positions: Sequence[int], durable: Durable) -> None:
         self.positions = frozenset(positions)
@@ -44,6 +47,7 @@ class Memory:
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._pointers = [storage._cdata for storage in self._storages]
         self._addresses = list(map(address_of, self._storages))
+        self._there = [at for at, tensor in zip(self._pointers, self._tensors, strict=True) if not tensor.is_cpu]
         # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
         self._fields: list[int] | None = []
         self._containers: list[tuple[int, tuple[Any, ...] | None]] = []
@@ -102,6 +106,7 @@ class Memory:
             and set(map(getrefcount, self._storages)) == LISTED
             and list(map(address_of, self._storages)) == self._addresses
             and all(uses == _OF_STORAGE for uses in map(storage_uses, self._pointers))
+            and not (self._there and were_sent(self._there))
         )
 
 

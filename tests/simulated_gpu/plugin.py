@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 HERE = Path(__file__).parent
@@ -196,6 +196,17 @@ def install() -> None:
         underway.remove(pool)
 
     torch._C._cuda_endAllocateToPool = end_allocating  # type: ignore[attr-defined]
+
+    # Tensors that were handed to other processes, of which there are none: all lie in one allocation.
+    sent: dict[int, Any] = {}
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        sent[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)  # so that no other is there
+        return 0, b"allocation", storage.nbytes(), storage.data_ptr(), b"counter", 0, b"event", False
+
+    untyped, builtin = cast(Any, torch.UntypedStorage), cast(Any, torch._C)
+    untyped._share_cuda_ = share
+    builtin._has_Standard_Deleter = lambda pointer: pointer not in sent
     # Each a function of its own: dynamo keeps a table of these by object.
     simulated: dict[str, Any] = {
         "CUDAGraph": CUDAGraph,
