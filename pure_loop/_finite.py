@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pure_loop._cells import KINDS, cell_of
 from pure_loop._cloning import clone_all
+from pure_loop._constants import one_on
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
 from pure_loop.state import NON_FINITE_ADVICE, State
@@ -33,17 +34,11 @@ def loss_is_finite(loss: Any) -> bool:
 _dtype = attrgetter("dtype")
 
 
-@lru_cache
-def _one(device: torch.device) -> Tensor:
-    """A constant; the kernel only reads it."""
-    return torch.ones(1, dtype=torch.float32, device=device)
-
-
 # Zeros that the kernel has left alone, and their cells; who uses one takes it out meanwhile.
 _zeros: list[tuple[Tensor, Any]] = []
 
 
-_one_on_cpu = _one(torch.device("cpu"))
+_one_on_cpu = one_on(torch.device("cpu"), 1)
 
 
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
@@ -56,7 +51,7 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     if device.type == "cpu":
         found = torch.zeros(1, dtype=torch.float32)
         _look(tensors, found)
-        return found if math.isfinite(loss.item()) else _one(device)
+        return found if math.isfinite(loss.item()) else one_on(device, 1)
     if not _SCALED.issuperset(map(_dtype, tensors)) or any(each.device != device for each in tensors):
         return _any_nonfinite(loss, tensors)
     found = torch.zeros(1, dtype=torch.float32, device=device)
@@ -90,7 +85,7 @@ _SINGLE, _DOUBLE = {torch.float32}, {torch.float64}
 
 
 def _look(tensors: list[Tensor], found: Tensor) -> None:
-    one = _one_on_cpu if found.is_cpu else _one(found.device)
+    one = _one_on_cpu if found.is_cpu else one_on(found.device, 1)
     dtypes = set(map(_dtype, tensors))
     if len(dtypes) == 1 and not dtypes.pop().is_complex:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)

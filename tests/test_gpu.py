@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event, engine
+from pure_loop import Event, _constants, engine
 from pure_loop._ownership import held_once
 from pure_loop.compile import interpreted
 from pure_loop.donation import Donation
@@ -555,6 +555,23 @@ def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(caplog: A
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
             assert_same(found, run(), "beside one that failed and kernel by kernel")
+
+
+@pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1)], ids=lambda each: each.name)
+def test_eager_steps_after_a_compiled_one_are_what_they_are_alone(optimizer: Any) -> None:
+    """What is made while a step is traced, and has no numbers, is kept by nobody."""
+    _constants._ones.clear()
+
+    def trained(**options: Any) -> pl.State:
+        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": optimizer, "max_duration": "1ep"}
+        torch.manual_seed(0)
+        return pl.run(on_device(nn.Linear(4, 3), batches((8,) * 3, seed=0), **settings, **options))
+
+    with interpreted():
+        compiled = trained(compile=True, watch={Event.EPOCH_END})
+    eager = trained()
+    assert all(type(each) is torch.Tensor for each in leaves(eager).values() if isinstance(each, torch.Tensor))
+    torch.testing.assert_close(dict(eager.params), dict(compiled.params))
 
 
 def test_numbers_written_in_python_are_no_second_device(caplog: Any) -> None:

@@ -241,11 +241,10 @@ class _Scalar:
 
     def set(self, env: Env) -> None:
         value = self.evaluate(env)
-        if value != self.last or not value:  # 0.0 and -0.0 are equal, and not the same
-            if self._memory is not None:
-                self._memory.value = value
-            else:
-                self.tensor.fill_(value)
+        if self._memory is not None:
+            self._memory.value = value
+        elif value != self.last or (not value and str(value) != str(self.last)):  # -0.0 is equal to 0.0
+            self.tensor.fill_(value)
             self.last = value
 
 

@@ -17,7 +17,7 @@ AMSGrad: https://openreview.net/forum?id=ryQu7f-RZ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,6 +27,7 @@ from torch import Tensor
 from pure_loop._autograd import GradMode
 from pure_loop._calls import teaching
 from pure_loop._cells import cell_of
+from pure_loop._constants import one_on
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -118,13 +119,8 @@ def adam(
     return _Adam.make("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
 
 
-@lru_cache
-def _one(device: torch.device) -> Tensor:
-    """A constant: adding a tensor takes half as long as wrapping a number first."""
-    return torch.ones((), dtype=torch.float32, device=device)
-
-
-_one_on_cpu = _one(torch.device("cpu"))
+# To add a tensor takes half as long as to wrap a number first.
+_one_on_cpu = one_on(torch.device("cpu"))
 
 
 @attrs.frozen
@@ -263,7 +259,7 @@ class _Adam:
             number = cell_of(step)
             number.value += 1.0  # which takes a tenth of an operation's time
         else:
-            one = _one_on_cpu if values[0].is_cpu else _one(values[0].device)
+            one = _one_on_cpu if values[0].is_cpu else one_on(values[0].device)
             step = torch.add(step, one if found_inf is None else one - found_inf[0])
             opt_state = FrozenDict({**opt_state, "step": step})
         steps = [step] * len(values)
@@ -287,9 +283,11 @@ class _Adam:
         counts = opt_state["skipped"]
         skipped = memory_of(opt_state, "skipped", names)
         step = opt_state["step"]
-        # A constant that was made while a step is traced would be kept, and has no number.
-        one = _one(step.device) if found_inf is None else _one(step.device) - found_inf[0]
-        step = step + 1 if isinstance(lr, Tensor) else torch.add(step, one)
+        if isinstance(lr, Tensor):  # in a trace, where a number is part of the graph
+            step = step + 1
+        else:
+            one = one_on(step.device)
+            step = torch.add(step, one if found_inf is None else one - found_inf[0])
         # Bias correction counts the updates that a parameter took part in.
         steps = [step - n if n else step for n in skipped] if any(skipped) else [step] * len(names)
         kernel = partial(self.kernel, lr, found_inf=found_inf)
