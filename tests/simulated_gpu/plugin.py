@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -59,6 +60,25 @@ def loaded(name: str, path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# What a compiler asks of a device: an H100 has so many of each.
+PROPERTIES = SimpleNamespace(
+    name="a simulated GPU",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 << 20,
+    total_memory=80 << 30,
+    gcnArchName="",
+)
 
 
 class Stream:
@@ -216,8 +236,9 @@ def install() -> None:
         "default_generators": (generator,),
         "device": Device,
         "device_count": lambda: 1,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "a simulated GPU",
+        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": lambda device=None: PROPERTIES.name,
+        "get_device_properties": lambda device=None: PROPERTIES,
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "graph": graph,
         "graph_pool_handle": lambda: (0, next(pools)),
