@@ -7,12 +7,15 @@ STAMP := $(VENV)/.installed
 # Other libraries, which are measured and not used: an environment of their own.
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+# Triton beside the environment and not in it: torch's compiler asks for it on a CPU, too, where it is there.
+TRITON ?= .triton
+TRITON_STAMP := $(TRITON)/.installed
 BENCH ?=
 
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu lint typecheck bench bench-peers bench-page bench-ranks docs clean
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +43,17 @@ test-compiler: $(STAMP)  ## compiled steps through torch's compiler, and not ope
 
 test-simulated-gpu: $(STAMP)  ## the tests that need a GPU, on one that computes on the CPU: two minutes, with g++
 	$(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin -m "gpu and not thorough"
+
+$(TRITON_STAMP): constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --constraint constraints.txt --target $(TRITON) triton
+	@touch $@
+
+# What is compiled, and what is interpreted, are processes of their own: triton asks which when it is imported.
+test-triton: $(STAMP) $(TRITON_STAMP)  ## compiled steps as kernels for a GPU, on a simulated one: four minutes, with g++
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
+		-m "gpu and not thorough" tests/test_compile_triton.py
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
+		-m "gpu and not thorough" tests/test_compile_triton_numbers.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
