@@ -37,42 +37,22 @@ class Products:
         # What a backward asks for a second time, by the images, which are held so that no others take their place.
         self._rows: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
-    def convolution(
-        self,
-        images: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> Tensor | None:
+    def convolution(self, images: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor | None:
         """``(N, C, H, W)`` by ``(O, C, KH, KW)`` as ``(N, O, OH, OW)``, with the channels last in memory."""
-        if transposed or groups != 1 or not _pays(images, weight, stride, padding, dilation):
+        if not _pays(images, weight, *geometry):
             return None
+        stride, padding = geometry[:2]
         rows, kernels = self._rows_of(images, weight, stride, padding), _as_rows(weight).t()
         found = torch.mm(rows, kernels) if bias is None else torch.addmm(bias, rows, kernels)
         return found.view(len(images), *_places(images, weight, stride, padding), len(weight)).permute(0, 3, 1, 2)
 
     def backward(
-        self,
-        gradient: Tensor,
-        images: Tensor,
-        weight: Tensor,
-        bias_sizes: Sequence[int] | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-        wanted: Sequence[bool],
+        self, gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *geometry: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """The gradients of images, weight and bias, as far as they are wanted."""
-        if transposed or groups != 1 or not _pays(images, weight, stride, padding, dilation):
+        """The gradients of images, weight and bias, as far as they are wanted: the last of ``geometry`` says which."""
+        if not _pays(images, weight, *geometry[:-1]):
             return None
+        (stride, padding), wanted = geometry[:2], geometry[-1]
         out, channels, *kernel = weight.shape
         flat = gradient.permute(0, 2, 3, 1).reshape(-1, out)
         of_images = of_weight = of_bias = None
@@ -102,9 +82,18 @@ class Products:
 
 
 def _pays(
-    images: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    images: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
 ) -> bool:
     """Whether a product is known to be quicker."""
+    if transposed or groups != 1:
+        return False
     if not all(each.is_cpu and each.dtype is torch.float32 and each.ndim == 4 for each in (images, weight)):
         return False
     channels, taps = images.shape[1], weight.shape[2] * weight.shape[3]
