@@ -66,7 +66,7 @@ class Held:
         unread: what :func:`pure_loop.state.last_reading` gave when the memory was last found to be nobody else's; it
             is still, while that gives the same, if the optimizer keeps nothing.
         overwrite_unread: how the optimizer overwrites a memory that is nobody else's; None: it may itself keep it.
-        unhooked: what :func:`pure_loop._shortcuts.hooks_so_far` gave when no leaf had a hook.
+        unhooked: what :func:`pure_loop.model.hooks_so_far` gave when no leaf had a hook.
         values: those that are trained, as a list.
         alike: whether these are on the CPU, and of one dtype, float32 or float64.
     """

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from pure_loop._cloning import clone_all
 from pure_loop._ownership import CAN_COUNT, Held, has_tensors
-from pure_loop._shortcuts import hooks_so_far
 from pure_loop.engine import Engine
 from pure_loop.frozendict import OVERWRITTEN, FrozenDict, overwritten
-from pure_loop.model import are_marked
+from pure_loop.model import are_marked, hooks_so_far
 from pure_loop.optim.optimizer import overwrite_unread_of
 from pure_loop.state import State, last_reading, memory_in
 

@@ -19,15 +19,15 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
 from pure_loop._parts import whole_of
-from pure_loop._shortcuts import Shortcuts, has_any_global_hook
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["ModelDef", "are_marked", "refuse_untrainable"]
+__all__ = ["ModelDef", "are_marked", "hooks_so_far", "refuse_untrainable"]
 
 T = TypeVar("T")
 
@@ -150,14 +150,13 @@ class ModelDef:
                 instance = self._idle.pop()  # atomic: two threads never get the same instance
             except IndexError:
                 instance = Instance(self)
-        instance.shortcuts.hold()
         if instance.buffers or instance.training is not training or instance.bound() is not params:
             instance.bind(params, buffers, training)
         return instance
 
     def may_write_later(self) -> bool:
         """Whether a backward may write to a buffer: by calling modules again, or by a hook that is given one."""
-        return not self.is_done_after_forward or has_any_global_hook()
+        return not self.is_done_after_forward or _has_any_global_hook()
 
     def give_back(self, leaves: FrozenDict[str, Tensor]) -> None:
         """The graph of these leaves is gone: their instance is free for other calls."""
@@ -259,6 +258,11 @@ _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
 _gradient_of = attrgetter("grad")
 
 
+def hooks_so_far() -> int:
+    """Another number after a hook was registered, on whichever tensor."""
+    return RemovableHandle.next_id
+
+
 def are_marked(leaves: FrozenDict[str, Tensor], *, unhooked: bool = False) -> bool:
     """Whether somebody has left on one of these leaves what a next forward would go on with: a hook, or a gradient.
 
@@ -283,17 +287,15 @@ class Instance:
 
     Attributes:
         places: how many references the module has to each parameter.
-        shortcuts: to the forwards of torch's modules in it.
         bound: gives the mapping whose tensors stand in the module, if it is alive.
         params: that mapping, while no leaves hold this instance.
     """
 
-    __slots__ = ("_parameters", "bound", "buffers", "module", "params", "places", "shortcuts", "training")
+    __slots__ = ("_parameters", "bound", "buffers", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
         mirror(self.module)
-        self.shortcuts = Shortcuts(self.module)
         # A tied tensor has several places, which stand here one by one.
         self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))
         self.places = Counter[str]()
@@ -303,12 +305,6 @@ class Instance:
         self.params: FrozenDict[str, Tensor] | None = None
         self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self.training: bool | None = None
-
-    def __del__(self) -> None:
-        # Else the module would stay, with what it holds, until Python next looks for cycles.
-        shortcuts: Shortcuts | None = getattr(self, "shortcuts", None)
-        if shortcuts is not None:
-            shortcuts.remove()
 
     def bind(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], training: bool) -> None:
         if self.training is not training:
@@ -365,6 +361,10 @@ def _may_draw(module: nn.Module) -> bool:
     """Whether calling this module may draw random numbers; a class of the user's may always."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
+
+
+# Private to torch, which asks itself so before it calls a module.
+_has_any_global_hook: Callable[[], bool] = getattr(nn.modules.module, "_has_any_global_hook", lambda: True)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,12 +11,13 @@ import pytest
 import torch
 from hypothesis import assume, given
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import convolutions, interpreted, trace
-from pure_loop.compile.convolutions import MOST_NUMBERS, Products
+from pure_loop.compile.convolutions import MOST_NUMBERS, MOST_NUMBERS_OF_ONE, Products
 from tests.sameness import leaves
 from tests.tiers import examples
 
@@ -39,26 +41,39 @@ def arguments(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ..
     return images, weight, bias, (*rest, geometry["groups"])
 
 
+def _of_both(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    """A number for height and one for width, or one for both."""
+    return st.tuples(numbers, numbers) | st.tuples(numbers)
+
+
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     """Convolutions that are written as products."""
     channels = draw(st.sampled_from([1, 16, 32]))
     kernel = draw(st.tuples(*[st.integers(1, 3 if channels == 1 else 5)] * 2))
-    stride, padding = draw(st.tuples(*[st.integers(1, 3)] * 2)), draw(st.tuples(*[st.integers(0, 2)] * 2))
+    stride, padding = (draw(_of_both(st.integers(least, most))) for least, most in ((1, 3), (0, 2)))
     size = draw(st.tuples(*[st.integers(1, 7)] * 2))
-    assume(all(each + 2 * more >= taps for each, more, taps in zip(size, padding, kernel, strict=True)))
+    assume(all(each + 2 * more >= taps for each, more, taps in zip(size, (padding * 2)[:2], kernel, strict=True)))
     count, out = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 16]))
     return SMALL | {
         "images": (count, channels, *size), "weight": (out, channels, *kernel), "stride": stride, "padding": padding,
     }  # fmt: skip
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels last": lambda tensor: tensor.contiguous(memory_format=torch.channels_last),
+    "channels first": lambda tensor: tensor.contiguous(),
+    "expanded": lambda tensor: tensor[:, :, :1, :1].expand(tensor.shape),  # as the gradient of a sum is
+}
+
+
 @examples(60, 1000)
-@given(geometries(), st.booleans(), st.tuples(*[st.booleans()] * 3))
+@given(geometries(), st.booleans(), st.tuples(*[st.booleans()] * 3), st.tuples(*[st.sampled_from(list(LAYOUTS))] * 3))
 def test_a_product_gives_what_a_convolution_does(
-    geometry: Geometry, has_bias: bool, wanted: tuple[bool, bool, bool]
+    geometry: Geometry, has_bias: bool, wanted: tuple[bool, bool, bool], lie: tuple[str, str, str]
 ) -> None:
     images, weight, bias, rest = arguments(geometry)
+    images, weight = LAYOUTS[lie[0]](images), LAYOUTS[lie[1]](weight)
     products = Products()
     given_bias = bias if has_bias else None
     found = products.convolution(images, weight, given_bias, *rest)
@@ -67,7 +82,7 @@ def test_a_product_gives_what_a_convolution_does(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert found.is_contiguous(memory_format=torch.channels_last)
 
-    gradient = torch.randn(found.shape).to(memory_format=torch.channels_last)
+    gradient = LAYOUTS[lie[2]](torch.randn(found.shape))
     backward = gradient, images, weight, [len(bias)], *rest, wanted
     gradients, theirs = products.backward(*backward), torch.ops.aten.convolution_backward.default(*backward)
     assert gradients is not None
@@ -109,18 +124,30 @@ def test_others_stay_convolutions(what: str) -> None:
     assert products.backward(gradient, images, weight, None, *rest, geometry["groups"], (True,) * 3) is None
 
 
-def test_so_many_numbers_are_a_product_and_more_are_not() -> None:
+@pytest.mark.parametrize(("channels", "most"), [(16, MOST_NUMBERS), (1, MOST_NUMBERS_OF_ONE)])
+def test_so_many_numbers_are_a_product_and_more_are_not(channels: int, most: int) -> None:
     def found(count: int) -> Tensor | None:
-        images, weight = torch.zeros(count, 16, 8, 8, device="meta"), torch.zeros(2, 16, 2, 2, device="meta")
-        rest = (2, 2), (0, 0), (1, 1), False, (0, 0), 1
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-            fakes = [torch.empty(each.shape) for each in (images, weight)]
-            return Products().convolution(*fakes, None, *rest)
+        with FakeTensorMode():
+            images, weight = torch.empty(count, channels, 8, 8), torch.empty(2, channels, 2, 2)
+            return Products().convolution(images, weight, None, (2, 2), (0, 0), (1, 1), False, (0, 0), 1)
 
-    most = MOST_NUMBERS // (16 * 16 * 4)
-    assert most * 16 * 16 * 4 == MOST_NUMBERS
-    assert found(most) is not None
-    assert found(most + 1) is None
+    count, rest = divmod(most, 16 * 4 * channels)
+    assert not rest
+    assert found(count) is not None
+    assert found(count + 1) is None
+
+
+def test_products_that_are_rounded_are_left_to_convolutions_which_are_not() -> None:
+    images, weight, _, rest = arguments(SMALL)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert Products().convolution(images, weight, None, *rest) is None
+        with interpreted():
+            assert_as_eager(watch={Event.EPOCH_END})
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert Products().convolution(images, weight, None, *rest) is not None
 
 
 def test_the_same_images_are_laid_out_once() -> None:
@@ -172,26 +199,29 @@ def assert_as_eager(**options: Any) -> None:
             torch.testing.assert_close(found[path], value, rtol=1e-4, atol=1e-5, check_stride=True, msg=path)
 
 
+WATCHES = [{Event.EPOCH_END}, {Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BATCH_END}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "watch",
-    [{Event.EPOCH_END}, {Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BATCH_END}],
-    ids=["step", "pieces"],
-)
+@pytest.mark.parametrize("watch", WATCHES, ids=["step", "pieces"])
 def test_a_network_through_the_compiler(watch: set[Event]) -> None:
     assert_as_eager(watch=watch)
 
 
-def test_a_step_has_their_products_in_the_place_of_small_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower, found = trace.lower, Counter[str]()
+@pytest.mark.parametrize("watch", WATCHES, ids=["step", "pieces"])
+def test_a_step_has_their_products_in_the_place_of_small_convolutions(
+    watch: set[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functional, found = trace._functional, Counter[str]()
 
-    def noted(graph: Any, examples: Any) -> Any:
+    def noted(raw: Any, instead: Any) -> Any:
+        graph = functional(raw, instead)
         found.update(str(node.target) for node in graph.graph.nodes)
-        return lower(graph, examples)
+        return graph
 
-    monkeypatch.setattr(trace, "lower", noted)
+    monkeypatch.setattr(trace, "_functional", noted)
     with interpreted():
-        assert_as_eager(watch={Event.EPOCH_END})
+        assert_as_eager(watch=watch)
         assert found["aten.convolution.default"] == found["aten.convolution_backward.default"] == 1
         assert found["aten.unfold.default"] == 2 * 2  # of both, the backward uses what the forward has
         # A product and two backwards of the second, and none of the images of the first.
@@ -199,7 +229,8 @@ def test_a_step_has_their_products_in_the_place_of_small_convolutions(monkeypatc
 
         found.clear()
         monkeypatch.setattr(convolutions, "MOST_NUMBERS", 0)
-        assert_as_eager(watch={Event.EPOCH_END})
+        monkeypatch.setattr(convolutions, "MOST_NUMBERS_OF_ONE", 0)
+        assert_as_eager(watch=watch)
         assert found["aten.convolution.default"] == 3
         assert not found["aten.mm.default"]
 

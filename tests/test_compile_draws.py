@@ -17,13 +17,13 @@ import torch
 from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import mse_loss
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import record
+from pure_loop.compile import attention, record
 from pure_loop.errors import ArgumentTypeError, CompileError
 from pure_loop.random import derive, generator, seeded, seeded_all, tracer
 from tests.models import batches
@@ -482,37 +482,61 @@ def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None
     torch.testing.assert_close(trained(compile=True), trained())
 
 
+class Attends(nn.Module):
+    """Two tokens of two, by torch's function or by one of its modules."""
+
+    def __init__(self, how: str, p: float) -> None:
+        super().__init__()
+        self.how, self.p = how, p
+        modules = {
+            "in a module": lambda: nn.MultiheadAttention(2, 1, dropout=p, batch_first=True),
+            "in an encoder": lambda: nn.TransformerEncoderLayer(2, 1, 4, dropout=p, batch_first=True),
+        }
+        self.attention = modules.get(how, nn.Identity)()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        each = inputs.view(-1, 2, 2)
+        if self.how == "by name":
+            found = functional.scaled_dot_product_attention(each, each, each, dropout_p=self.p)
+        elif self.how == "by place":
+            found = functional.scaled_dot_product_attention(each, each, each, None, self.p)
+        elif self.how == "in a module":
+            found = self.attention(each, each, each, need_weights=False)[0]
+        else:
+            found = self.attention(each)
+        return cast(Tensor, self.last(found.flatten(1)))
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("positional", [False, True])
-def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(p: float, positional: bool) -> None:
+@pytest.mark.parametrize("how", ["by name", "by place", "in a module", "in an encoder"])
+def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(
+    p: float, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as a GPU has; on a CPU torch has none that drops out."""
-    kernels: list[tuple[bool, bool, bool]] = []
+    plain: list[bool] = []
+    kernels: list[bool] = []
+    real = functional.scaled_dot_product_attention
 
-    class Asking(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is functional.scaled_dot_product_attention:
-                cuda = torch.backends.cuda
-                kernels.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()))
-            return function(*args, **(kwargs or {}))
+    def noted(backend: Any) -> Any:
+        plain.append(backend is SDPBackend.MATH)
+        return sdpa_kernel(backend)
 
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            each = inputs.view(-1, 1, 2, 2)
-            given = (None, p) if positional else ()
-            options: Any = {} if positional else {"dropout_p": p}
-            found = functional.scaled_dot_product_attention(each, each, each, *given, **options)
-            return cast(Tensor, self.layer(found.flatten(1)))
+    def inside(*args: Any, **kwargs: Any) -> Tensor:
+        cuda = torch.backends.cuda
+        kernels.append(cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
 
     def run(**options: Any) -> pl.State:
         torch.manual_seed(0)
         settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
-        return pl.run(pl.fit(Attends(), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
+        return pl.run(pl.fit(Attends(how, p), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
 
-    with Asking():
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "sdpa_kernel", noted)
+        if how.startswith("in"):
+            patch.setattr(functional, "scaled_dot_product_attention", inside)
         found = run(compile=True, watch={Event.EPOCH_END})
-    assert kernels == [(False,) * 3 if p else (True,) * 3]
+    assert plain == [True] * bool(p)
+    assert kernels == [not p] * how.startswith("in")
     torch.testing.assert_close(dict(found.params), dict(run().params))

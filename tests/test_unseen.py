@@ -345,7 +345,7 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
         (donation, "are_marked", lambda *_, **__: False),
         (donation, "hooks_so_far", lambda: 0),
         (model_file, "_has_backward_hooks", lambda *_: False),
-        (model_file, "has_any_global_hook", lambda: False),
+        (model_file, "_has_any_global_hook", lambda: False),
         (_unseen, "unseed_host", lambda _: unseed_host(torch.get_rng_state())),
         (_unseen, "seed_host", lambda _: seed_host(torch.initial_seed())),
     ],

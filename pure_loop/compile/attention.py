@@ -6,13 +6,16 @@ same, and in no case that of the step.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["DrawnApart"]
+
+_SIGNATURE = signature(multi_head_attention_forward)
 
 
 class DrawnApart(TorchFunctionMode):
@@ -20,7 +23,15 @@ class DrawnApart(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is not scaled_dot_product_attention or not _dropout_p(*args, **kwargs):
+        if function is scaled_dot_product_attention:
+            drops_out = bool(_dropout_p(*args, **kwargs))
+        elif function is multi_head_attention_forward:  # and what that calls is not asked for again
+            given = _SIGNATURE.bind(*args, **kwargs)
+            given.apply_defaults()
+            drops_out = bool(given.arguments["dropout_p"]) and given.arguments["training"]
+        else:
+            drops_out = False
+        if not drops_out:
             return function(*args, **kwargs)
         with sdpa_kernel(SDPBackend.MATH):
             return function(*args, **kwargs)

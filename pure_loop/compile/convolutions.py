@@ -18,11 +18,12 @@ from torch import Tensor
 __all__ = ["Products"]
 
 _aten: Any = torch.ops.aten
+_onednn: Any = torch.backends.mkldnn
 
-# Measured, as docs/performance.md says: with so many numbers and fewer, products are quicker in each case.
-MOST_NUMBERS = 3 * 2**17
-# Rows are copied a vector at a time where it is filled with channels of one pixel; of other numbers of channels they
-# take longer than oneDNN does, but for a single one and a small kernel.
+# Measured (docs/compile.md): with so many numbers in all rows and fewer, products are quicker. Rows are copied a vector
+# at a time where channels of one pixel fill it; with other numbers of channels they take longer than oneDNN does, but
+# for a single one and a small kernel.
+MOST_NUMBERS, MOST_NUMBERS_OF_ONE = 3 * 2**17, 3 * 2**16
 _VECTOR = 16
 _MOST_TAPS, _MOST_TAPS_OF_ONE = 25, 9
 
@@ -39,9 +40,9 @@ class Products:
 
     def convolution(self, images: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor | None:
         """``(N, C, H, W)`` by ``(O, C, KH, KW)`` as ``(N, O, OH, OW)``, with the channels last in memory."""
-        if not _pays(images, weight, *geometry):
+        stride, padding = map(_of_both, geometry[:2])
+        if not _pays(images, weight, stride, padding, *geometry[2:]):
             return None
-        stride, padding = geometry[:2]
         rows, kernels = self._rows_of(images, weight, stride, padding), _as_rows(weight).t()
         found = torch.mm(rows, kernels) if bias is None else torch.addmm(bias, rows, kernels)
         return found.view(len(images), *_places(images, weight, stride, padding), len(weight)).permute(0, 3, 1, 2)
@@ -50,9 +51,9 @@ class Products:
         self, gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *geometry: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
         """The gradients of images, weight and bias, as far as they are wanted: the last of ``geometry`` says which."""
-        if not _pays(images, weight, *geometry[:-1]):
+        (stride, padding), wanted = map(_of_both, geometry[:2]), geometry[-1]
+        if not _pays(images, weight, stride, padding, *geometry[2:-1]):
             return None
-        (stride, padding), wanted = geometry[:2], geometry[-1]
         out, channels, *kernel = weight.shape
         flat = gradient.permute(0, 2, 3, 1).reshape(-1, out)
         of_images = of_weight = of_bias = None
@@ -92,16 +93,24 @@ def _pays(
     groups: int,
 ) -> bool:
     """Whether a product is known to be quicker."""
-    if transposed or groups != 1:
+    if transposed or groups != 1 or any(each != 1 for each in dilation):
         return False
     if not all(each.is_cpu and each.dtype is torch.float32 and each.ndim == 4 for each in (images, weight)):
         return False
+    # What it is set to round to holds for products, and has a setting of its own for convolutions.
+    if _onednn.matmul.fp32_precision not in ("none", "ieee"):
+        return False
     channels, taps = images.shape[1], weight.shape[2] * weight.shape[3]
-    if any(each != 1 for each in dilation) or (channels != 1 and channels % _VECTOR):
+    most_taps, most = (_MOST_TAPS_OF_ONE, MOST_NUMBERS_OF_ONE) if channels == 1 else (_MOST_TAPS, MOST_NUMBERS)
+    if taps > most_taps or (channels != 1 and channels % _VECTOR):
         return False
     high, wide = _places(images, weight, stride, padding)
-    numbers = len(images) * high * wide * taps * channels
-    return taps <= (_MOST_TAPS_OF_ONE if channels == 1 else _MOST_TAPS) and 0 < numbers <= MOST_NUMBERS
+    return 0 < len(images) * high * wide * taps * channels <= most
+
+
+def _of_both(values: Sequence[int]) -> list[int]:
+    """Of height and width, for which one number may stand."""
+    return list(values) * (2 // len(values))
 
 
 def _places(images: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[int, int]:
@@ -123,20 +132,16 @@ def _put_back(laid_on: Tensor, images: Tensor, stride: Sequence[int], padding: S
     count, channels, *size = images.shape
     high, wide = (each + 2 * more for each, more in zip(size, padding, strict=True))
     rows, columns = laid_on.shape[1:3]
-    total: Any = None
+    total: Any = 0
     for i in range(laid_on.shape[3]):
+        lines: Any = 0
         for j in range(laid_on.shape[4]):
-            lines = _aten.slice_scatter(
-                laid_on.new_zeros(count, rows, wide, channels),
-                laid_on[:, :, :, i, j],
-                *(2, j, j + stride[1] * (columns - 1) + 1, stride[1]),
-            )
-            whole = _aten.slice_scatter(
-                laid_on.new_zeros(count, high, wide, channels),
-                lines,
-                *(1, i, i + stride[0] * (rows - 1) + 1, stride[0]),
-            )
-            total = whole if total is None else total + whole
+            empty = laid_on.new_zeros(count, rows, wide, channels)
+            end = j + stride[1] * (columns - 1) + 1
+            lines = lines + _aten.slice_scatter(empty, laid_on[:, :, :, i, j], 2, j, end, stride[1])
+        empty = laid_on.new_zeros(count, high, wide, channels)
+        end = i + stride[0] * (rows - 1) + 1
+        total = total + _aten.slice_scatter(empty, lines, 1, i, end, stride[0])
     up, left = padding
     found: Tensor = total[:, up : up + size[0], left : left + size[1]].permute(0, 3, 1, 2)
     return found

@@ -39,8 +39,8 @@ def channels_last(graph: GraphModule) -> dict[Any, Callable[..., Any]]:
         return {}
     products = Products()
     return {
-        _aten.convolution.default: _first(products.convolution, _convolution),
-        _aten.convolution_backward.default: _first(products.backward, _convolution_backward),
+        _aten.convolution.default: _product_or(products.convolution, _convolution),
+        _aten.convolution_backward.default: _product_or(products.backward, _convolution_backward),
         _aten.view.default: _viewing(_aten.view.default),
         _aten._unsafe_view.default: _viewing(_aten._unsafe_view.default),
     }
@@ -59,7 +59,7 @@ def _minds(target: torch._ops.OpOverload) -> bool:
     return namespace not in ("aten", "prims", "pure_loop") or short in _BY_LAYOUT or target is _aten.view.dtype
 
 
-def _first(product: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _product_or(product: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def instead(*args: Any) -> Any:
         found = product(*args)
         return otherwise(*args) if found is None else found
