@@ -17,9 +17,6 @@ __all__ = ["device_of_recording"]
 with private_to_torch():
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
-# Of which the host looks at a number to know how they go on.
-_CONTROL = frozenset({"cond", "while_loop"})
-
 
 def device_of_recording(graph: GraphModule) -> tuple[torch.device | None, str | None]:
     """The device on which all of a graph runs, if it can be recorded there; or why it can't, where it is on a GPU."""
@@ -32,7 +29,7 @@ def device_of_recording(graph: GraphModule) -> tuple[torch.device | None, str | 
             constants.add(node)
             continue
         devices.update(each.device for each in tensors)
-        if unsafe is None and node.op == "call_function" and _cannot_be_recorded(node):
+        if unsafe is None and node.op == "call_function" and is_cudagraph_unsafe_fx_node(node):
             unsafe = node
     if not any(device.type == "cuda" for device in devices):
         return (devices.pop() if len(devices) == 1 else None), None
@@ -50,10 +47,3 @@ def _is_constant(node: Node, tensors: list[Tensor], constants: set[Node]) -> boo
     return node.op == "get_attr" or (
         node.op == "call_function" and bool(node.all_input_nodes) and constants.issuperset(node.all_input_nodes)
     )
-
-
-def _cannot_be_recorded(node: Node) -> bool:
-    """Whether it waits for the device, takes memory in ways of its own, or says of itself that it can't."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return str(node.target) in _CONTROL
-    return is_cudagraph_unsafe_fx_node(node)
