@@ -129,6 +129,14 @@ def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
     assert source(make(), seed=0, stream="train").keeps_pinned is wanted
 
 
+def test_each_batch_that_a_loader_pins_stays() -> None:
+    """In pinned memory of its own, whatever the loader does with what it was made of."""
+    loader = DataLoader(lazy(), batch_size=None, pin_memory=True)
+    given = source(loader, seed=0, stream="train")
+    assert given.keeps_pinned
+    assert not given.batches_stay
+
+
 def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:
     as_often({"data": SEVEN, "model": plain, "algorithms": [every_third]})
     assert together[:2] == [2, 0]  # batch 3 (and 6) needs another one, and so does what follows it

@@ -241,11 +241,14 @@ class _Scalar:
 
     def set(self, env: Env) -> None:
         value = self.evaluate(env)
+        # 0.0 and -0.0 are equal, and not the same.
+        if value == self.last and (value or (self._memory is None and str(value) == str(self.last))):
+            return
         if self._memory is not None:
             self._memory.value = value
-        elif value != self.last or (not value and str(value) != str(self.last)):  # -0.0 is equal to 0.0
+        else:
             self.tensor.fill_(value)
-            self.last = value
+        self.last = value
 
 
 def compile_function(
