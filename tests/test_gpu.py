@@ -21,6 +21,7 @@ from pure_loop._ownership import held_once
 from pure_loop.compile import interpreted
 from pure_loop.donation import Donation
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
+from pure_loop.random import turn_to_draw
 from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
 from tests.models import batches, mlp
 from tests.sameness import assert_same, assert_same_stream, leaves
@@ -494,6 +495,32 @@ def test_the_recordings_of_a_loop_share_a_stream_of_their_device_and_memory(monk
         assert stream.device_index == torch.cuda.current_device()
         pl.run(compiled())
     assert asked[-1][1] != pool
+
+
+def test_nobody_draws_or_records_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would take it for a part of the recording."""
+    had_turn: list[bool] = []
+    real = torch.cuda.graph
+
+    def take_turn() -> None:
+        had_turn.append(turn_to_draw.acquire(blocking=False))
+        if had_turn[-1]:
+            turn_to_draw.release()
+
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=take_turn)
+        thread.start()
+        thread.join()
+
+    def graph(*given: Any, **options: Any) -> Any:
+        in_another_thread()
+        return real(*given, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with interpreted():
+        pl.run(compiled())
+    in_another_thread()
+    assert had_turn == [False, True]
 
 
 def test_memory_on_the_host_is_not_recorded(caplog: Any) -> None:
