@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event, _constants, engine
 from pure_loop._ownership import held_once
-from pure_loop.compile import interpreted
+from pure_loop.compile import interpreted, replay
 from pure_loop.donation import Donation
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
 from pure_loop.random import turn_to_draw
@@ -495,6 +495,17 @@ def test_the_recordings_of_a_loop_share_a_stream_of_their_device_and_memory(monk
         assert stream.device_index == torch.cuda.current_device()
         pl.run(compiled())
     assert asked[-1][1] != pool
+
+
+def test_a_recording_after_the_last_one_went_is_in_a_pool_of_its_own() -> None:
+    """Torch 2.11 refuses to record in one whose recordings are all gone."""
+    recorder = replay._Recorder(torch.device("cuda", torch.cuda.current_device()))
+    number = torch.zeros(2, device="cuda")
+    for _ in range(2):
+        play, (found,) = recorder(lambda tensors: [tensors[0] + 1], [number])
+        play()
+        assert found.tolist() == [1.0, 1.0]
+        del play, found
 
 
 def test_nobody_draws_or_records_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
