@@ -19,12 +19,14 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
+from pure_loop._overlaps import overlapping_elements, overlapping_pair
 from pure_loop._parts import whole_of
-from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["ModelDef", "are_marked", "hooks_so_far", "refuse_untrainable"]
@@ -56,6 +58,7 @@ class ModelDef:
     __slots__ = (
         "__weakref__",
         "_idle",
+        "_modes",
         "_signature",
         "_skeleton",
         "buffer_names",
@@ -69,6 +72,8 @@ class ModelDef:
         self._skeleton = skeleton
         self._idle: list[Instance] = []
         self._signature: tuple[Any, ...] | None = None
+        # Of submodules in eval mode, and of those in them, in a module that is not: the mode in which they are trained.
+        self._modes = _modes_to_keep(skeleton)
         parameters = dict(skeleton.named_parameters())
         self.parameter_names = tuple(parameters)
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
@@ -86,9 +91,10 @@ class ModelDef:
         reaches a State.
 
         Raises:
-            ModelError: the module holds tensors that can't be copied (results of a computation), or has a parameter
-                or buffer in a plain attribute as well.
+            ModelError: the module holds tensors that can't be copied (results of a computation), has a parameter
+                or buffer in a plain attribute as well, or has two that share memory and are not one object.
         """
+        _refuse_shared_memory(module)
         meta: dict[int, Any] = {}
         for parameter in module.parameters():
             empty = torch.empty_like(parameter, device="meta")
@@ -105,6 +111,7 @@ class ModelDef:
                 "torch.nn.utils.parametrizations instead, or compute them in forward."
             ) from error
         _refuse_aliases(skeleton)
+        _own_classes(skeleton)
         params = FrozenDict((name, _copy(p, device)) for name, p in module.named_parameters())
         buffers = FrozenDict((name, _copy(b, device)) for name, b in module.named_buffers())
         return cls(skeleton), params, buffers
@@ -112,8 +119,8 @@ class ModelDef:
     def apply(
         self,
         function: Callable[[nn.Module], T],
-        params: FrozenDict[str, Tensor],
-        buffers: FrozenDict[str, Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
         *,
         training: bool,
         hold: bool = False,
@@ -125,12 +132,18 @@ class ModelDef:
 
         Args:
             function: of the module.
-            params: parameters, or the leaves of them that the gradient is to be taken by.
-            buffers: buffers.
-            training: train mode, or eval mode.
+            params: parameters, or the leaves of them that the gradient is to be taken by; any mapping of all names.
+            buffers: buffers; any mapping of all names.
+            training: train mode, or eval mode. Submodules that were in eval mode when the module, itself in train
+                mode, was split stay in it.
             hold: keep the instance with ``params`` until :meth:`give_back`: activation checkpointing goes through
                 it again in the backward, and a module's own ``loss`` may read what its forward left there.
+
+        Raises:
+            ArgumentError: a name is missing in ``params`` or ``buffers``, or unknown.
         """
+        params = _all_named("params", params, self.parameter_names)
+        buffers = _all_named("buffers", buffers, self.buffer_names)
         hold = hold or getattr(params, "holder", None) is not None
         instance = self.enter(params, buffers, training=training)
         result = function(instance.module)
@@ -195,12 +208,21 @@ class ModelDef:
             return params
         return FrozenDict((name, params[name]) for name in self.trainable)
 
-    def module(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor]) -> nn.Module:
+    def module(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, training: bool = True
+    ) -> nn.Module:
         """A plain, independent ``nn.Module`` with copies of these tensors; yours to change.
 
         Where ranks hold parts of them, all ranks have to ask for it.
+
+        Args:
+            params: parameters.
+            buffers: buffers.
+            training: train mode, in which submodules that are kept in eval mode stay so, or eval mode.
         """
         module = copy.deepcopy(self._skeleton)
+        _own_classes(module)
+        self.set_mode(module, training)
         wanted = frozenset(self.trainable)
         parameters = {
             name: nn.Parameter(whole_of(tensor.detach()).clone(), requires_grad=name in wanted)
@@ -212,6 +234,10 @@ class ModelDef:
         for name, tensors, key in _places(module, self.buffer_names, "_buffers"):
             tensors[key] = copies[name]
         return module
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """Put a copy of the module into train or eval mode; in train mode, what is kept in eval mode stays in it."""
+        _set_mode(module, training, self._modes)
 
     def release(self) -> None:
         """Forget the tensors that idle instances still hold."""
@@ -228,7 +254,7 @@ class ModelDef:
         if self._signature is None:
             tensors = [*self._skeleton.named_parameters(), *self._skeleton.named_buffers()]
             self._signature = (
-                tuple((name, type(module)) for name, module in self._skeleton.named_modules()),
+                tuple((name, _class_of(module)) for name, module in self._skeleton.named_modules()),
                 repr(self._skeleton),
                 tuple((name, tuple(t.shape), t.dtype) for name, t in tensors),
                 self.trainable,
@@ -291,7 +317,7 @@ class Instance:
         params: that mapping, while no leaves hold this instance.
     """
 
-    __slots__ = ("_parameters", "bound", "buffers", "module", "params", "places", "training")
+    __slots__ = ("_modes", "_parameters", "bound", "buffers", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
         self.module = copy.deepcopy(model._skeleton)
@@ -305,10 +331,11 @@ class Instance:
         self.params: FrozenDict[str, Tensor] | None = None
         self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self.training: bool | None = None
+        self._modes = model._modes
 
     def bind(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], training: bool) -> None:
         if self.training is not training:
-            self.module.train(training)
+            _set_mode(self.module, training, self._modes)
             self.training = training
         if self.bound() is not params:
             for name, tensors, key in self._parameters:
@@ -385,6 +412,96 @@ def _places(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tu
     for name in names:
         for tensors, key in places[first[name]]:
             yield name, tensors, key
+
+
+def _modes_to_keep(module: nn.Module) -> tuple[tuple[str, bool], ...]:
+    """The modes of submodules in eval mode and of what is in them; none where the whole module is in eval mode."""
+    if not module.training:
+        return ()
+    inside = {id(part) for each in module.modules() if not each.training for part in each.modules()}
+    return tuple((name, each.training) for name, each in module.named_modules() if id(each) in inside)
+
+
+def _set_mode(module: nn.Module, training: bool, modes: tuple[tuple[str, bool], ...]) -> None:
+    module.train(training)
+    if not training or not modes:
+        return
+    submodules = [(module.get_submodule(name), mode) for name, mode in modes]
+    for submodule, mode in submodules:
+        if submodule.training is not mode:
+            submodule.train(mode)
+    for submodule, mode in submodules:
+        submodule.training = mode  # of one that two others contain, too
+
+
+def _own_classes(module: nn.Module) -> None:
+    """Give parametrized modules classes of their own: torch keeps a property for each parametrized tensor there.
+
+    ``deepcopy`` leaves copy and original with one class, and ``remove_parametrizations`` on either changes both.
+    """
+    for each in module.modules():
+        cls = type(each)
+        if "parametrizations" in each._modules and parametrize.is_parametrized(each):
+            namespace = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+            metaclass: Any = type(cls)
+            each.__class__ = metaclass(cls.__name__, cls.__bases__, namespace)
+
+
+def _class_of(module: nn.Module) -> type:
+    """The class of a module, without what parametrizing this one has added to it."""
+    cls = type(module)
+    parametrized = "parametrizations" in module._modules and parametrize.is_parametrized(module)
+    return cls.__bases__[0] if parametrized else cls
+
+
+def _all_named(kind: str, given: Mapping[str, Tensor], names: tuple[str, ...]) -> FrozenDict[str, Tensor]:
+    if isinstance(given, FrozenDict) and len(given) == len(names):
+        return given
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(f"{kind} is {type(given).__name__}, and a mapping of names to tensors is needed.")
+    missing, unknown = set(names) - given.keys(), given.keys() - set(names)
+    if missing or unknown:
+        says = (("missing", missing), ("unknown", unknown))
+        raise ArgumentError(
+            f"{kind} has other names than the model: "
+            + "; ".join(f"{what} {sorted(some)[:3]}" for what, some in says if some)
+            + f". Give all of them: {{**state.{kind}, name: tensor}}."
+        )
+    return FrozenDict((name, given[name]) for name in names)
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse different tensors that have elements in common, which a State would hold twice."""
+    registered: list[tuple[str, str, Tensor]] = [
+        ("parameter", name, tensor) for name, tensor in module.named_parameters()
+    ]
+    registered += [("buffer", name, tensor) for name, tensor in module.named_buffers()]
+    for kind, name, tensor in registered:
+        if overlapping_elements(tensor):
+            raise ModelError(
+                f"{kind} {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its "
+                "elements are at one place in memory, as expand() leaves them, so that a write to one changes others. "
+                "Give it memory of its own: register tensor.clone(memory_format=torch.contiguous_format), or expand it "
+                "in the forward."
+            )
+    ids = {id(tensor) for _, _, tensor in registered}
+    attributes = [
+        (f"attribute {'.'.join(filter(None, (prefix, attribute)))!r}", tensor)
+        for prefix, submodule in module.named_modules()
+        if not isinstance(submodule, nn.RNNBase)
+        for attribute, value in vars(submodule).items()
+        if attribute not in ("_parameters", "_buffers", "_modules")
+        for tensor in _plain_tensors(value)
+        if id(tensor) not in ids
+    ]
+    pair = overlapping_pair([(f"{kind} {name!r}", tensor) for kind, name, tensor in registered], attributes)
+    if pair is not None:
+        raise ModelError(
+            f"{pair[0]} and {pair[1]} share memory and are different tensors. A write to one changes the other, and a "
+            "State holds each by itself. For one tensor under two names assign the object itself "
+            "(decoder.weight = encoder.weight, not .data); compute a part or view of another tensor in the forward, or "
+            "in a property (return self.base[:2]); else give each its own memory (tensor.clone())."
+        )
 
 
 def _refuse_aliases(skeleton: nn.Module) -> None:

@@ -213,9 +213,24 @@ class State(Record):
             timestamp=self.timestamp.next_batch(samples, tokens, seconds), previous_timestamp=self.timestamp
         )
 
-    def module(self) -> nn.Module:
-        """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change."""
-        return self.model.module(self.params, self.buffers)
+    def module(self, *, training: bool = True) -> nn.Module:
+        """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
+
+        Args:
+            training: True: in train mode, as ``fit`` trains it: submodules that were in eval mode in a model that was
+                not stay in eval mode. False: all of it in eval mode, to predict with or to export.
+
+        Raises:
+            ArgumentTypeError: ``training`` is no bool.
+
+        >>> import torch
+        >>> state = State.create(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()))
+        >>> state.module().training, state.module(training=False).training
+        (True, False)
+        """
+        if not isinstance(training, bool):
+            raise ArgumentTypeError(f"training={training!r}: write state.module(training=False) for eval mode.")
+        return self.model.module(self.params, self.buffers, training=training)
 
     def with_module(self: S, module: nn.Module) -> S:
         """A State that trains ``module`` instead: how model surgery is done, at INIT.

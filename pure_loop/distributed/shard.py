@@ -163,7 +163,7 @@ class ShardEngine(JointEngine):
                 torch._foreach_copy_([part_of(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
-            self._module.train(training)
+            self._model.set_mode(self._module, training)  # type: ignore[union-attr]
 
     def _bind(self, buffers: Mapping[str, Tensor]) -> None:
         for name, tensors, key in self._buffers:
