@@ -15,9 +15,9 @@ from pure_loop.driver import POSITIONS
 from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
 from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
+from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.precision import LossScale, Precision
 from pure_loop.state import State, in_order, refuse_misfit
 
@@ -144,54 +144,12 @@ def refuse_no_boundary(state: State) -> None:
 
 
 def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
-    """Refuse a State whose optimizer memory another optimizer made."""
-    if state.opt_state is None:
-        return
-    trained = state.model.trained(state.params)
-    wanted: Any = optimizer.init(FrozenDict((name, _on_meta(tensor)) for name, tensor in trained.items()))
-    given_spec = optree.tree_structure(state.opt_state, namespace=NAMESPACE)
-    wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
-    afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
-    # An optimizer of somebody's own may fill an empty memory as it goes; ours, which can overwrite it, never do.
-    if given_spec != wanted_spec and (wanted_spec.num_leaves or optimizer.overwrite is not None):
-        if _keys(state.opt_state) == _keys(wanted):
-            raise ResumeError(
-                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
-                f"Give the State that was made with this model, or {afresh}"
-            )
-        raise ResumeError(
-            f"opt_state was made by another optimizer than {optimizer.name}: it holds {_keys(state.opt_state)}, and "
-            f"{optimizer.name} needs {_keys(wanted)}. Go on with the optimizer that made it, or {afresh}"
-        )
-    if given_spec != wanted_spec:
-        return
-    paths: Any = optree.tree_paths(state.opt_state, namespace=NAMESPACE)
-    leaves: Any = optree.tree_leaves(state.opt_state, namespace=NAMESPACE)
-    needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
-    for path, given, leaf in zip(paths, leaves, needed, strict=True):
-        shape = next((state.params[each].shape for each in path if each in state.params), None)
-        if not isinstance(leaf, Tensor) or leaf.shape != shape:
-            continue
-        if not isinstance(given, Tensor):
-            raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] is a {type(given).__name__}, and {optimizer.name} needs a "
-                f"tensor there: give the State that was made with it, or {afresh}"
-            )
-        if given.shape != shape:
-            raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
-                f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {afresh}"
-            )
-
-
-def _keys(opt_state: Any) -> str:
-    if not isinstance(opt_state, dict):
-        return type(opt_state).__name__
-    return ", ".join(map(str, opt_state)) or "nothing"
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    """
+    Raises:
+        ResumeError: the State has the memory of another optimizer, or of other parameters.
+    """
+    if state.opt_state is not None:
+        refuse_other_memory(optimizer, state.opt_state, state.model.trained(state.params))
 
 
 def preparation(

@@ -39,7 +39,7 @@ from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import is_laid_out, lie_plainly
 from pure_loop.precision import Precision
-from pure_loop.random import derive, seed_host, seeded, tracer, unseed_host
+from pure_loop.random import derive, seed_host, seeded, seeded_all, tracer, unseed_host
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
 from pure_loop.task import OnTargets, Task, default_forward
 
@@ -616,7 +616,14 @@ def _updated(
     engine: Engine, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]
 ) -> tuple[FrozenDict[str, Tensor], Any]:
     """What the optimizer makes of the parameters; its author may be the user."""
-    updated: Any = engine.update(optimizer, state, trained)
+    updated: Any
+    if optimizer.draws and _tracer() is None:
+        # Of the batch, and not of the rank: replicated ranks draw alike.
+        seed = derive(state.seed, "update", state.timestamp.epoch, state.timestamp.batch)
+        with seeded_all(seed):
+            updated = engine.update(optimizer, state, trained)
+    else:
+        updated = engine.update(optimizer, state, trained)
     if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
         raise ArgumentTypeError(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
@@ -635,7 +642,9 @@ def _updated(
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:
     """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
-    others = optree.tree_leaves(yes, namespace=NAMESPACE)
+    others, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
+    if spec != other_spec:  # an optimizer that keeps more, or less, after this step
+        return yes if bool(condition) else no
     plain = [(a, b) for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)]
     if any(a != b for a, b in plain):
         return yes if bool(condition) else no

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ def written() -> bytes:
     torch.manual_seed(0)
     everything = {
         "tuple": (1, 2.5, float("inf"), "text", None, True, b"bytes", 1 + 2j),
-        "set": [{1, 2}, frozenset({"a"}), torch.Size([2, 3]), torch.float8_e5m2, torch.device("cpu")],
+        "set": [
+            {1, 2},
+            frozenset({"a"}),
+            torch.Size([2, 3]),
+            deque([1, (2,)], 3),
+            deque(),
+            torch.float8_e5m2,
+            torch.device("cpu"),
+        ],
+        "deque": [deque([1, (2,)], 3), deque()],
         "tensors": [torch.zeros(2, dtype=torch.complex128), torch.zeros(0, 3), torch.tensor(True), torch.ones(2, 3).T],
         "keys": {1: torch.arange(3), (2, "b"): {"inner": pl.Event.BATCH_END}},
         "time": pl.Time("3ep"),

@@ -10,7 +10,7 @@ import base64
 import enum
 import math
 import reprlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -192,6 +192,7 @@ Write = Callable[[Writer, Any, tuple[str, ...]], Any]
 _WRITERS: dict[type, Write] = {
     list: lambda writer, value, path: writer.all(value, path),
     tuple: lambda writer, value, path: {"tuple": writer.all(value, path)},
+    deque: lambda writer, value, path: {"deque": writer.all(value, path), "maxlen": value.maxlen},
     torch.Size: lambda writer, value, path: {"size": list(value)},
     set: lambda writer, value, path: {"set": writer.all(_sorted(value), path)},
     frozenset: lambda writer, value, path: {"frozenset": writer.all(_sorted(value), path)},
@@ -362,6 +363,7 @@ _READERS: dict[str, Read] = {
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),
     "tuple": lambda reader, value: tuple(reader.read(value["tuple"])),
+    "deque": lambda reader, value: deque(reader.read(value["deque"]), value["maxlen"]),
     "size": lambda reader, value: torch.Size(_counts(value["size"])),
     "set": lambda reader, value: set(reader.read(value["set"])),
     "frozenset": lambda reader, value: frozenset(reader.read(value["frozenset"])),

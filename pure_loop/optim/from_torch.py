@@ -1,12 +1,13 @@
 """Any ``torch.optim.Optimizer`` class as a pure optimizer.
 
-Each update builds the optimizer anew around copies of the parameters, gives it what ``opt_state`` says it
-remembered, lets it step, and reads its memory back. Building it costs a fraction of its step, and an
-object that lives for one call has nothing to leak to the next call or to another thread.
+Each update builds the optimizer anew around copies of the parameters, restores what ``opt_state`` holds of it, lets it
+step, and reads its state back. Building it costs a fraction of its step, and an object that lives for one call has
+nothing to leak to the next call or to another thread.
 
-A torch optimizer makes its memory in its first step. So that the structure of ``opt_state`` is the same from
-``init`` on, ``init`` takes a trial step on copies to learn the structure, keeps zeros in its place, and
-remembers for each parameter whether it has ``started``; until then the optimizer is given none of it.
+A torch optimizer makes its state in its first step. So that the structure of ``opt_state`` is the same from ``init``
+on, ``init`` takes a trial step on copies to learn the structure, keeps zeros in its place, and notes for each parameter
+whether it has ``started``; until then the optimizer is given none of it. Optimizers that add keys, or change shapes,
+in later steps do the same here: what ``opt_state`` holds is what the class held after its last step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import optree
@@ -24,8 +28,9 @@ import torch
 from torch import Tensor
 
 from pure_loop._cloning import clone_all
+from pure_loop._parts import is_part
 from pure_loop._pytree import NAMESPACE
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
     Grads,
@@ -41,16 +46,16 @@ from pure_loop.optim.optimizer import (
     memory_of,
     rate_at,
 )
+from pure_loop.random import seeded_all
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
 
 __all__ = ["from_torch"]
 
-# Attributes of every torch optimizer that say nothing about the training.
+# Attributes of every torch optimizer that hold nothing of the training.
 _MACHINERY = frozenset(
     {
-        "defaults",
         "param_groups",
         "state",
         "_need_device_dtype_check_for_fused",
@@ -62,8 +67,13 @@ _MACHINERY = frozenset(
 _ELEMENTWISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-_ATOMS = (bool, int, float, str)
-_KEYS = ("memory", "started", "shared", "group", "attributes")
+_KEYS = ("class", "memory", "started", "shared", "group", "attributes", "removed")
+
+# What a State, and so a checkpoint, can hold of an optimizer.
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+_LISTS = frozenset({list, tuple, deque, set, frozenset})
+_MAPPINGS = frozenset({dict, OrderedDict, FrozenDict})
+_COMMON = _ATOMS | {Tensor}
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
@@ -71,16 +81,22 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
     Args:
         cls: a subclass of ``torch.optim.Optimizer`` whose ``step()`` needs no closure.
-        options: its options. ``lr`` may be a function of the timestamp. All parameters are in one group; see
+        options: its options. ``lr`` may be a function of the timestamp: ``lr`` of the parameter group is set to its
+            value before each step, and the class is built with its own default. All parameters are in one group; see
             :func:`partition` for several.
 
     The state holds ``memory`` (for each parameter what the optimizer keeps for it), ``started``, ``shared`` (what it
-    keeps for no parameter), ``group`` (options of the parameter group that it changes, such as a learned step
-    size) and ``attributes`` (numbers and tensors that it changes on itself).
+    keeps for no parameter), ``group`` (options of the parameter group that it changes or adds, such as a learned step
+    size), ``attributes`` (values that it changes on itself), ``removed`` (keys that it removes from either) and
+    ``class`` (its name). These are tensors, numbers, texts, None and dicts, lists, tuples, sets and deques of such, so
+    that training resumes from a kept State and from a file. Random numbers that the class draws from the global
+    generators of torch, NumPy and Python are seeded by ``fit``, from its seed and the number of the batch.
 
     Raises:
         ArgumentTypeError: (a TypeError) if ``cls`` is no optimizer class.
-        ArgumentError: (a ValueError) if ``cls`` refuses the options, or its step needs a closure.
+        ArgumentError: (a ValueError) if ``cls`` refuses the options, its step needs a closure, or training with it
+            can't be resumed: it keeps a value that no State can hold, a second reference to a parameter, or several
+            parameter groups. A trial of three steps on a matrix of shape (2, 2) shows it.
 
     >>> import torch
     >>> from pure_loop.frozendict import FrozenDict
@@ -110,26 +126,44 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     if "lr" in rest:
         rest["lr"] = check_number(f"from_torch({name})", "lr", lr)
     rule = _FromTorch(cls, FrozenDict(rest), lr if scheduled else None)
-    # Two dimensions, because some classes serve only matrices.
-    defaults = rule.trial({"trial": torch.zeros(2, 2)})[0].defaults
+    # A matrix, because some classes serve nothing else.
+    tried = rule.trial({"trial": torch.zeros(2, 2)}, steps=3)
+    defaults = tried.new.defaults
     if scheduled and "lr" not in defaults:
         raise ArgumentError(f"from_torch: {name} has no option lr, got lr={lr!r}")
     rate: RateFunction = _no_rate
     if "lr" in defaults:
         rate = as_schedule("from_torch", lr if callable(lr) else float(defaults["lr"]))
     shown = FrozenDict({key: value for key, value in rest.items() if key != "lr"})
+    of_torch = cls.__module__.startswith("torch.optim.")
     return Optimizer(
-        name=f"from_torch({name})",
+        name=rule.name,
         init=rule.init,
         update=rule.update,
         lr=rate,
         options=shown,
-        elementwise=cls.__module__.startswith("torch.optim.") and cls.__name__ in _ELEMENTWISE,
+        elementwise=of_torch and name in _ELEMENTWISE,
+        draws=not of_torch,
+        check=partial(rule.refuse, keys=frozenset(tried.memories()[0]) if of_torch else frozenset()),
     )
 
 
 def _no_rate(timestamp: Timestamp) -> float:
     return math.nan
+
+
+@attrs.frozen(eq=False)
+class _Trial:
+    """A new optimizer, and one that has made steps, with its parameters and what it was before."""
+
+    new: torch.optim.Optimizer
+    after: torch.optim.Optimizer
+    copies: list[Tensor]
+    before: tuple[_Kept, _Kept]
+
+    def memories(self) -> list[dict[str, Any]]:
+        """What was kept for each parameter after the steps."""
+        return [dict(self.after.state[param]) if param in self.after.state else {} for param in self.copies]
 
 
 @attrs.frozen
@@ -142,59 +176,100 @@ class _FromTorch:
     def name(self) -> str:
         return f"from_torch({self.cls.__name__})"
 
+    @property
+    def path(self) -> str:
+        """The class, as ``opt_state`` names it."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
     def build(self, params: list[Tensor]) -> torch.optim.Optimizer:
-        options = self.options if self.lr is None else {**self.options, "lr": 1e-3}
+        options = dict(self.options)
+        if self.lr is not None and not _has_default(self.cls, "lr"):
+            options["lr"] = 1e-3  # any number: the schedule's takes its place before each step
         try:
-            return self.cls([param.requires_grad_() for param in params], **options)
+            optimizer = self.cls([param.requires_grad_() for param in params], **options)
         except Exception as error:
+            raise ArgumentError(f"{self.name}: {self.cls.__name__}(params, **{options}) failed: {error}") from error
+        if len(optimizer.param_groups) != 1:
             raise ArgumentError(
-                f"{self.name}: {self.cls.__name__}(params, **{dict(options)}) failed: {error}"
-            ) from error
+                f"{self.name}: {self.cls.__name__}(params) made {len(optimizer.param_groups)} parameter groups of one "
+                "list of parameters, and from_torch keeps one group: use pl.optim.partition({...}, label=...) with a "
+                "from_torch for each group"
+            )
+        return optimizer
 
     @torch.no_grad()
-    def trial(self, params: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, list[Tensor]]:
-        """A new optimizer, one that has made a step, and the copies of the parameters that belong to it."""
-        new = self.build(clone_all(list(params.values())))
-        devices = {param.device for param in params.values() if param.device.type == "cuda"}
-        with torch.random.fork_rng(list(devices)):
+    def trial(self, params: Mapping[str, Tensor], steps: int = 1) -> _Trial:
+        """Let it make steps on copies.
+
+        Raises:
+            ArgumentError: it needs a closure, or keeps what no State can hold.
+        """
+        with seeded_all(0):  # for the generators to be as they were afterwards
+            new = self.build(clone_all(list(params.values())))
             try:
-                return new, *self.tried(params, sparse=False)
+                tried = _Trial(new, *self._stepped(params, steps, sparse=False))
             except Exception as error:
                 with contextlib.suppress(Exception):
-                    return new, *self.tried(params, sparse=True)
+                    return _Trial(new, *self._stepped(params, steps, sparse=True))
                 raise ArgumentError(
                     f"{self.name}: {self.cls.__name__} can't be used, because its step() failed on gradients alone, "
                     f"without a closure that runs the model again: {type(error).__name__}: {error}"
                 ) from error
+        self._refuse_unresumable(tried)
+        return tried
 
-    def tried(self, params: Mapping[str, Tensor], sparse: bool) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    def _stepped(
+        self, params: Mapping[str, Tensor], steps: int, sparse: bool
+    ) -> tuple[torch.optim.Optimizer, list[Tensor], tuple[_Kept, _Kept]]:
         copies = clone_all(list(params.values()))
         optimizer = self.build(copies)
-        for copied in copies:
-            ones = torch.ones_like(copied, requires_grad=False)
-            copied.grad = ones.to_sparse() if sparse else ones
-        optimizer.step()
-        return optimizer, copies
+        before = self._kept(optimizer, copies)
+        for _ in range(steps):
+            for copied in copies:
+                ones = torch.ones_like(copied, requires_grad=False)
+                copied.grad = ones.to_sparse() if sparse else ones
+            optimizer.step()
+        return optimizer, copies, before
 
     @torch.no_grad()
     def init(self, params: Params) -> OptState:
         if not params:
-            return FrozenDict({key: FrozenDict() for key in _KEYS})
-        new, after, copies = self.trial(params)
+            return self._state((), (), (), {}, {}, {})
+        tried = self.trial(params)
+        new = tried.new
         own = new.param_groups[0]["params"]
         built = [_copied(dict(new.state[p])) if p in new.state else {} for p in own]
         learnt = [
-            built[i] or {key: _blank(value) for key, value in after.state[p].items()} for i, p in enumerate(copies)
+            known or {key: _blank(value) for key, value in memory.items()}
+            for known, memory in zip(built, tried.memories(), strict=True)
         ]
-        group, attributes = self.group(new), _attributes(new)
-        changed = _changed(self.group(after), group), _changed(_attributes(after), attributes)
+        group, attributes = (
+            {key: mapping[key] for key in before.changed(after, tried.copies) if key in mapping}
+            for before, after, mapping in zip(tried.before, self.mappings(tried.after), self.mappings(new), strict=True)
+        )
+        group, attributes = _copied((group, attributes))
+        return self._state(params, learnt, map(bool, built), _copied(_shared(new)), group, attributes)
+
+    def _state(
+        self,
+        names: Iterable[str],
+        memories: Iterable[Mapping[str, Any]],
+        started: Iterable[bool],
+        shared: Mapping[Any, Any],
+        group: Mapping[str, Any],
+        attributes: Mapping[str, Any],
+        removed: Mapping[str, tuple[str, ...]] = FrozenDict(group=(), attributes=()),
+    ) -> OptState:
+        names = list(names)
         return FrozenDict(
             {
-                "memory": FrozenDict(zip(params, map(FrozenDict, learnt), strict=True)),
-                "started": FrozenDict(zip(params, map(bool, built), strict=True)),
-                "shared": _shared(new),
-                "group": FrozenDict({key: group[key] for key in changed[0] if key in group}),
-                "attributes": FrozenDict({key: attributes[key] for key in changed[1] if key in attributes}),
+                "class": self.path,
+                "memory": FrozenDict(zip(names, map(FrozenDict, memories), strict=True)),
+                "started": FrozenDict(zip(names, started, strict=True)),
+                "shared": FrozenDict(shared),
+                "group": FrozenDict(group),
+                "attributes": FrozenDict(attributes),
+                "removed": FrozenDict(removed),
             }
         )
 
@@ -205,98 +280,354 @@ class _FromTorch:
         check_state(self.name, opt_state, _KEYS)
         if not params:
             return params, opt_state
+        return self._step(grads, opt_state, params, lambda rate: rate_at(self.name, rate, timestamp))
+
+    def _step(
+        self, grads: Grads, opt_state: OptState, params: Params, rate: Callable[[RateFunction], float]
+    ) -> tuple[Params, OptState]:
         names = list(params)
         memories: list[FrozenDict[str, Any]] = memory_of(opt_state, "memory", names)
         started: list[bool] = memory_of(opt_state, "started", names)
         copies = clone_all(list(params.values()))
         optimizer = self.build(copies)
-        group, attributes = self.group(optimizer), _attributes(optimizer)
-        for name, copied, grad in zip(names, copies, _copied(gradients_of(grads, names)), strict=True):
+        for name, copied, grad in zip(names, copies, _cloned(gradients_of(grads, names)), strict=True):
             if grad is not None:
                 # backward() would bring a gradient into its parameter's layout, and optimizers count on it.
                 copied.grad = grad if grad.is_sparse else like(grad, copied, f"the gradient of {name!r}")
-        for copied, memory, known in zip(copies, _copied(memories), started, strict=True):
+        before = self._kept(optimizer, copies)
+        # At once, so that a tensor that stands in several places does so in the copies.
+        own = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
+        for copied, memory, known in zip(copies, own[0], started, strict=True):
             if known:
                 optimizer.state[copied] = dict(memory)
-        optimizer.state.update(_copied(dict(opt_state["shared"])))
-        optimizer.param_groups[0].update(_copied(dict(opt_state["group"])))
-        vars(optimizer).update(_copied(dict(opt_state["attributes"])))
+        optimizer.state.update(dict(own[1]))
+        for target, restored, removed in (
+            (optimizer.param_groups[0], own[2], opt_state["removed"]["group"]),
+            (vars(optimizer), own[3], opt_state["removed"]["attributes"]),
+        ):
+            target.update(restored)
+            for key in removed:
+                target.pop(key, None)
         if self.lr is not None:
-            optimizer.param_groups[0]["lr"] = rate_at(self.name, self.lr, timestamp)
+            optimizer.param_groups[0]["lr"] = rate(self.lr)
         optimizer.step()
         new_memories = [
-            _like_before(optimizer.state[copied], old) if copied in optimizer.state else old
+            _in_order_of(old, optimizer.state[copied]) if copied in optimizer.state else old
             for copied, old in zip(copies, memories, strict=True)
         ]
         now = [known or bool(optimizer.state.get(p)) for p, known in zip(copies, started, strict=True)]
+        after = self.mappings(optimizer)
+        group = before[0].carried(after[0], opt_state["group"], copies)
+        attributes = before[1].carried(after[1], opt_state["attributes"], copies)
+        removed = FrozenDict(group=before[0].removed(after[0]), attributes=before[1].removed(after[1]))
+        shared = _shared(optimizer)
+        self._refuse_unholdable(copies, new_memories, shared, group, attributes)
         for copied in copies:
             copied.grad = None
             copied.requires_grad_(False)
-        return FrozenDict(zip(names, copies, strict=True)), FrozenDict(
-            {
-                "memory": FrozenDict(zip(names, new_memories, strict=True)),
-                "started": FrozenDict(zip(names, now, strict=True)),
-                "shared": _shared(optimizer),
-                "group": _carried(self.group(optimizer), group, opt_state["group"]),
-                "attributes": _carried(_attributes(optimizer), attributes, opt_state["attributes"]),
-            }
-        )
+        new_state = self._state(names, new_memories, now, shared, group, attributes, removed)
+        return FrozenDict(zip(names, copies, strict=True)), new_state
 
-    def group(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The options of the parameter group, but for those that the caller sets in every update."""
+    def mappings(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of the parameter group, but for those that every update sets, and the attributes."""
         set_each_time = ("params",) if self.lr is None else ("params", "lr")
-        group: dict[str, Any] = _copied(
-            {key: value for key, value in optimizer.param_groups[0].items() if key not in set_each_time}
-        )
-        return group
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    attributes: dict[str, Any] = _copied(
-        {
-            key: value
-            for key, value in vars(optimizer).items()
-            if key not in _MACHINERY and not key.endswith("_hooks") and _is_data(value)
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key not in set_each_time}
+        attributes = {
+            key: value for key, value in vars(optimizer).items() if key not in _MACHINERY and not key.endswith("_hooks")
         }
-    )
-    return attributes
+        return group, attributes
+
+    def _kept(self, optimizer: torch.optim.Optimizer, params: list[Tensor]) -> tuple[_Kept, _Kept]:
+        group, attributes = self.mappings(optimizer)
+        return _Kept.of(group, params), _Kept.of(attributes, params)
+
+    # What can't be resumed.
+
+    def _refuse_unresumable(self, tried: _Trial) -> None:
+        """Refuse, after a trial, a class that keeps what the next update would not restore."""
+        copies, after = tried.copies, tried.after
+        for param in copies:
+            if vars(param):
+                self._refuse(f"it sets attributes on the parameters: {', '.join(vars(param))}")
+        known = {id(param) for param in copies}
+        if any(isinstance(key, Tensor) and id(key) not in known for key in after.state):
+            self._refuse("optimizer.state has tensors as keys that are no parameters")
+        group, attributes = (
+            {key: mapping[key] for key in before.changed(mapping, copies)}
+            for before, mapping in zip(tried.before, self.mappings(after), strict=True)
+        )
+        memories, shared = tried.memories(), _shared(after)
+        self._refuse_unholdable(copies, memories, shared, group, attributes, tried=True)
+        kept = {"state": memories, "shared": shared, "group": group, "attributes": attributes}
+        places = [(where, tensor) for where, tensor in _tensors(kept) if tensor.numel()]
+        ranges = [(_range(param), "a parameter") for param in copies if param.numel()]
+        seen: set[int] = set()
+        for where, tensor in places:
+            if id(tensor) in seen:  # several references to one tensor stay so
+                continue
+            seen.add(id(tensor))
+            mine = _range(tensor)
+            other = next((what for span, what in ranges if _overlap(mine, span)), None)
+            if other is not None:
+                self._refuse(
+                    f"its tensor {where} shares memory with {other}, and in a State each tensor has memory of its own: "
+                    "the class has to keep a copy, .clone()"
+                )
+            ranges.append((mine, f"another one, {where}"))
+
+    def _refuse_unholdable(
+        self,
+        copies: list[Tensor],
+        memories: Iterable[Mapping[str, Any]],
+        shared: Mapping[Any, Any],
+        group: Mapping[str, Any],
+        attributes: Mapping[str, Any],
+        tried: bool = False,
+    ) -> None:
+        for memory in memories:
+            # Of tensors, what a trial has seen is enough for each step.
+            if tried or not _COMMON.issuperset(map(type, memory.values())):
+                self._refuse_values(memory, "state[param]", copies)
+        self._refuse_values(shared, "state", copies)
+        self._refuse_values(group, "param_groups[0]", copies)
+        self._refuse_values(attributes, "", copies)
+
+    def _refuse_values(self, values: Mapping[Any, Any], where: str, copies: list[Tensor]) -> None:
+        if not values:
+            return
+        found = next(_unholdable(values, where, {id(param) for param in copies}), None)
+        if found is not None:
+            place, what = found
+            self._refuse(f"{place or 'it'} {what}")
+
+    def _refuse(self, reason: str) -> None:
+        raise ArgumentError(
+            f"{self.name}: training with {self.cls.__name__} could not be resumed: {reason}. What is kept from step to "
+            "step has to be tensors, numbers, texts, or dicts, lists, tuples, sets and deques of such"
+        )
+
+    def refuse(self, opt_state: Any, params: Params, keys: frozenset[str] = frozenset()) -> None:
+        """Refuse an ``opt_state`` that this class, with these options and parameters, can't go on with.
+
+        Args:
+            opt_state: what a State holds.
+            params: the parameters that are trained; on the meta device where there are no numbers yet.
+            keys: what the class keeps for each parameter, where that is the same for all.
+
+        Raises:
+            ResumeError: names what is wrong.
+        """
+        afresh = "start afresh: fit(state.replace(opt_state=None), ...)."
+        advice = f"Resume with the optimizer that made it, or {afresh}"
+        if not isinstance(opt_state, Mapping) or opt_state.keys() != set(_KEYS):
+            held = sorted(map(str, opt_state)) if isinstance(opt_state, Mapping) else type(opt_state).__name__
+            raise ResumeError(
+                f"opt_state was made by another optimizer than {self.name}: it holds {held}, and {self.name} needs "
+                f"{list(_KEYS)}. {advice}"
+            )
+        if opt_state["class"] != self.path:
+            raise ResumeError(
+                f"opt_state was made by another optimizer than {self.name}: by from_torch of {opt_state['class']!r}, "
+                f"and this is {self.path!r}. {advice}"
+            )
+        if not all(isinstance(opt_state[key], Mapping) for key in _KEYS[1:]):
+            raise ResumeError(f"opt_state is none that {self.name} makes: its parts are no mappings. {advice}")
+        memories, started = opt_state["memory"], opt_state["started"]
+        for part in (memories, started):
+            if part.keys() != set(params):
+                raise ResumeError(
+                    f"opt_state was made by {self.name} for another model: it has the memory of other parameters. "
+                    f"Give the State that was made with this model, or {afresh}"
+                )
+        for name, memory in memories.items():
+            if not isinstance(memory, Mapping) or (keys and started[name] and memory.keys() != keys):
+                held = sorted(map(str, memory)) if isinstance(memory, Mapping) else type(memory).__name__
+                raise ResumeError(
+                    f"opt_state was made by {self.cls.__name__} with other options: for {name!r} it holds {held}, and "
+                    f"with {dict(self.options)} it needs {sorted(keys)}. Resume with the options that it was made "
+                    f"with, or {afresh}"
+                )
+        tensors = [tensor for _, tensor in _tensors((opt_state, params))]
+        if params and not any(is_part(tensor) or tensor.is_meta for tensor in tensors):
+            self._try(opt_state, params)
+
+    @torch.no_grad()
+    def _try(self, opt_state: Any, params: Params) -> None:
+        """Take a step from this ``opt_state``, on copies: only the class knows what it goes on with."""
+        grads = {name: torch.ones_like(param, requires_grad=False) for name, param in params.items()}
+        with seeded_all(0):
+            try:
+                self._step(grads, opt_state, params, lambda rate: 1e-3)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                return  # of these gradients, perhaps
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    sparse = {name: gradient.to_sparse() for name, gradient in grads.items()}
+                    self._step(sparse, opt_state, params, lambda rate: 1e-3)
+                    return
+                raise ResumeError(
+                    f"opt_state doesn't fit {self.name} with the options {dict(self.options)}: a step from it fails "
+                    f"({type(error).__name__}: {str(error)[:300]}). It is another model's, or was made with other "
+                    "options: give the State that was made with these, or start afresh: "
+                    "fit(state.replace(opt_state=None), ...)."
+                ) from error
 
 
-def _shared(optimizer: torch.optim.Optimizer) -> FrozenDict[Any, Any]:
-    return FrozenDict({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+def _has_default(cls: type, name: str) -> bool:
+    parameter = inspect.signature(cls).parameters.get(name)
+    return parameter is not None and parameter.default is not inspect.Parameter.empty
 
 
-def _is_data(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_data, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_data, value))
-    return value is None or isinstance(value, bool | int | float | str | Tensor)
+# Values as they were before a step.
 
 
-def _changed(after: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    return [key for key, value in after.items() if key not in before or not _same(value, before[key])]
+@attrs.frozen(eq=False)
+class _Kept:
+    """What a mapping held before a step, to be compared with what it holds after it."""
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], params: Iterable[Tensor]) -> _Kept:
+        known = _numbered(params)
+        return cls({key: _snapshot(value, known) for key, value in values.items()})
+
+    def changed(self, after: Mapping[str, Any], params: Iterable[Tensor]) -> list[str]:
+        """The keys that are new, or have another value."""
+        known = _numbered(params)
+        return [
+            key
+            for key, value in after.items()
+            if key not in self.values or not _same(_snapshot(value, known), self.values[key])
+        ]
+
+    def carried(self, after: Mapping[str, Any], earlier: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
+        """What differs from a newly built optimizer, and what did so before."""
+        new = [key for key in self.changed(after, params) if key not in earlier]
+        return {key: after[key] for key in (*(key for key in earlier if key in after), *new)}
+
+    def removed(self, after: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys of a newly built optimizer that are gone."""
+        return tuple(key for key in self.values if key not in after)
+
+
+def _numbered(params: Iterable[Tensor]) -> dict[int, int]:
+    return {id(param): number for number, param in enumerate(params)}
+
+
+@attrs.frozen
+class _Parameter:
+    """Stands for a reference to a parameter, which a newly built optimizer has by itself."""
+
+    number: int
+
+
+def _snapshot(value: Any, params: Mapping[int, int], within: tuple[int, ...] = ()) -> Any:
+    """A value that compares by :func:`_same` and doesn't change with the original."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        number = params.get(id(value))
+        return value.detach().clone() if number is None else _Parameter(number)
+    if id(value) in within or len(within) > 20:
+        return kind
+    inside = (*within, id(value))
+    if isinstance(value, Mapping):
+        return kind, [(_snapshot(k, params, inside), _snapshot(v, params, inside)) for k, v in value.items()]
+    if isinstance(value, set | frozenset):
+        return kind, copy.copy(value)
+    if isinstance(value, list | tuple | deque):
+        return kind, [_snapshot(each, params, inside) for each in value]
+    if isinstance(value, Iterator):
+        return object()  # nothing says how far it is, so it counts as changed
+    package = kind.__module__.partition(".")[0]
+    if package in ("torch", "random", "numpy"):  # generators of random numbers, and arrays
+        state = next((getattr(value, name) for name in ("get_state", "getstate") if hasattr(value, name)), None)
+        if state is not None:
+            return kind, _snapshot(state(), params, inside)
+    if package == "numpy":
+        return kind, copy.deepcopy(getattr(getattr(value, "bit_generator", value), "state", value))
+    if callable(value) or package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
+        return value
+    return kind, id(value), [(name, _snapshot(each, params, inside)) for name, each in vars(value).items()]
 
 
 def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
+    if type(a).__module__ == "numpy" and hasattr(a, "__array__"):
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return a is b or bool(a == b)
 
 
-def _carried(after: dict[str, Any], base: dict[str, Any], carried: Mapping[str, Any]) -> FrozenDict[str, Any]:
-    """What differs from a newly built optimizer, and what did so before."""
-    keys = [*(key for key in carried if key in after), *(k for k in _changed(after, base) if k not in carried)]
-    return FrozenDict({key: after[key] for key in keys})
+def _unholdable(value: Any, where: str, params: set[int]) -> Iterator[tuple[str, str]]:
+    """(place, what is wrong) for each value that no State can hold."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return
+    if isinstance(value, Tensor):
+        if id(value) in params:
+            yield where, "is a parameter of the model itself"
+        elif kind not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+            yield where, f"is a {kind.__name__} of layout {value.layout}, where a State holds plain tensors"
+    elif kind in _MAPPINGS:
+        for key, each in value.items():
+            if isinstance(key, Tensor) or (type(key) is int and key in params):
+                yield where, "has parameters, or their id(), as keys"
+            else:
+                yield from _unholdable(key, where, params)
+                yield from _unholdable(each, f"{where}[{key!r}]" if where else f"self.{key}", params)
+    elif kind in _LISTS:
+        for index, each in enumerate(value):
+            yield from _unholdable(each, f"{where}[{index}]", params)
+    elif not (kind.__module__ == "numpy" and hasattr(value, "__array__")) and not _is_registered(kind):
+        yield where, f"is a {kind.__module__}.{kind.__qualname__}"
 
 
-def _like_before(new: Mapping[str, Any], old: Mapping[str, Any]) -> FrozenDict[str, Any]:
+def _is_registered(kind: type) -> bool:
+    from pure_loop.checkpoint.registry import registered  # no import of checkpoints before one is asked for
+
+    return registered(kind) is not None
+
+
+def _tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor in lists and mappings, and where it is."""
+    if isinstance(value, Tensor):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple | deque):
+        for index, each in enumerate(value):
+            yield from _tensors(each, f"{where}[{index}]")
+
+
+Range: TypeAlias = tuple[torch.device, int, int]
+
+
+def _range(tensor: Tensor) -> Range:
+    """Where a tensor, which isn't empty, lies in memory."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.device, start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[str, Any]:
     """``new`` with its keys in the order of ``old``."""
     if list(new) == list(old):
         return FrozenDict(new)
@@ -311,11 +642,17 @@ def _blank(value: Any) -> Any:
     return type(value)() if isinstance(value, bool | int | float) else copy.deepcopy(value)
 
 
+def _cloned(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    copies = iter(clone_all([gradient for gradient in gradients if gradient is not None]))
+    return [None if gradient is None else next(copies) for gradient in gradients]
+
+
 def _copied(tree: Any) -> Any:
-    """``tree`` with other tensors and containers, all tensors copied at once."""
+    """``tree`` with other tensors and containers; one tensor in several places is one in the copy."""
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    copies = iter(clone_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    copies = dict(zip(tensors, clone_all(list(tensors.values())), strict=True))
     return structure.unflatten(
-        next(copies) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _ATOMS) else copy.deepcopy(leaf)
+        copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if type(leaf) in _ATOMS else copy.deepcopy(leaf)
         for leaf in leaves
     )

@@ -73,6 +73,11 @@ class Optimizer:
         elementwise: whether each element's update depends on nothing but that element's gradient and memory, so that a
             rank which holds a part of a parameter can update its part alone.
         parts: the optimizers this one is made of, by label (see :func:`partition`).
+        draws: whether ``update`` draws random numbers from the global generators of torch, NumPy or Python: ``fit``
+            seeds them for it, from its seed and the number of the batch, alike on all ranks.
+        check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
+            :class:`~pure_loop.ResumeError` where training can't resume from ``opt_state``. None: it is compared with
+            what ``init`` makes.
 
     An optimizer of one's own needs nothing else:
 
@@ -98,6 +103,8 @@ class Optimizer:
     spreads_nonfinite: bool = False
     elementwise: bool = False
     parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
+    draws: bool = False
+    check: Callable[[Any, Params], None] | None = None
 
     def __repr__(self) -> str:
         shown = {} if self.parts else {"lr": self.lr}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
     Grads,
@@ -21,6 +21,7 @@ from pure_loop.optim.optimizer import (
     keeps_nothing,
     overwrite_unread_of,
 )
+from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -80,6 +81,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,
         parts=rule.parts,
+        draws=any(part.draws for part in rule.parts.values()),
+        check=rule.check,
         elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
     )
@@ -106,6 +109,19 @@ class _Partition:
         return FrozenDict(
             {key: self.parts[key].init(_pick(params, names)) for key, names in self.groups(params).items()}
         )
+
+    def check(self, opt_state: Any, params: Params) -> None:
+        """
+        Raises:
+            ResumeError: another optimizer, or one of other parameters, made ``opt_state``.
+        """
+        if not isinstance(opt_state, Mapping) or opt_state.keys() != self.parts.keys():
+            raise ResumeError(
+                f"opt_state was made by another optimizer than partition: it holds {keys_of(opt_state)}, and partition "
+                f"needs {keys_of(self.parts)}. Resume with the optimizer that made it, or {AFRESH}"
+            )
+        for key, names in self.groups(params).items():
+            refuse_other_memory(self.parts[key], opt_state[key], _pick(params, names))
 
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp

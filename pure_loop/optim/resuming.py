@@ -1,0 +1,91 @@
+"""Whether training can resume from an ``opt_state``: asked before it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._pytree import NAMESPACE
+from pure_loop.errors import ResumeError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.optimizer import Optimizer, Params
+
+__all__ = ["AFRESH", "keys_of", "refuse_other_memory"]
+
+AFRESH = "start afresh: fit(state.replace(opt_state=None), ...)."
+
+
+def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) -> None:
+    """Refuse an ``opt_state`` that another optimizer made, or this one for other parameters.
+
+    Args:
+        optimizer: the one that is to resume.
+        opt_state: what a State holds.
+        params: the parameters that are trained.
+
+    Raises:
+        ResumeError: says what it holds and what is needed.
+    """
+    if optimizer.check is not None:
+        optimizer.check(opt_state, params)
+        return
+    wanted = _made(optimizer, params)
+    if wanted is None:
+        return
+    given_spec = optree.tree_structure(opt_state, namespace=NAMESPACE)
+    wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
+    # An optimizer of the user's own may fill an empty memory as it goes; the library's, which can overwrite it, don't.
+    if given_spec != wanted_spec and (wanted_spec.num_leaves or optimizer.overwrite is not None):
+        if keys_of(opt_state) == keys_of(wanted):
+            raise ResumeError(
+                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
+                f"Give the State that was made with this model, or {AFRESH}"
+            )
+        raise ResumeError(
+            f"opt_state was made by another optimizer than {optimizer.name}: it holds {keys_of(opt_state)}, and "
+            f"{optimizer.name} needs {keys_of(wanted)}. Resume with the optimizer that made it, or {AFRESH}"
+        )
+    if given_spec != wanted_spec:
+        return
+    paths: Any = optree.tree_paths(opt_state, namespace=NAMESPACE)
+    leaves: Any = optree.tree_leaves(opt_state, namespace=NAMESPACE)
+    needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
+    for path, given, leaf in zip(paths, leaves, needed, strict=True):
+        shape = next((params[key].shape for key in path if key in params), None)
+        if not isinstance(leaf, Tensor) or leaf.shape != shape:
+            continue
+        if not isinstance(given, Tensor):
+            raise ResumeError(
+                f"opt_state[{']['.join(map(repr, path))}] is a {type(given).__name__}, and {optimizer.name} needs a "
+                f"tensor there: give the State that was made with it, or {AFRESH}"
+            )
+        if given.shape != shape:
+            raise ResumeError(
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
+                f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
+            )
+
+
+def _made(optimizer: Optimizer, params: Params) -> Any:
+    """What ``init`` makes, of which the structure and the shapes are compared; None where it can't tell."""
+    try:
+        return optimizer.init(FrozenDict((name, _on_meta(tensor)) for name, tensor in params.items()))
+    except Exception:
+        # An init that reads numbers (.item()) fails on tensors without any. An error of its own comes again.
+        if any(tensor.is_meta for tensor in params.values()):
+            return None  # of a checkpoint whose numbers are not read yet, and are compared when they are
+        return optimizer.init(params)
+
+
+def keys_of(opt_state: Any) -> str:
+    """What an ``opt_state`` holds, for messages."""
+    if not isinstance(opt_state, dict):
+        return type(opt_state).__name__
+    return ", ".join(map(str, opt_state)) or "nothing"
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
