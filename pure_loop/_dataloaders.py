@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from pure_loop import _loaders, _samplers
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.random import derive, seeded_all
-from pure_loop.sources import END, Batches, Iterated, Padding, Share, Source, at_epoch, shut
+from pure_loop.sources import END, Batches, Iterated, Padding, Share, Source, at_epoch, iterator_made, shut
 
 __all__ = ["kind"]
 
@@ -98,6 +98,7 @@ class _Indexed(Source):
             if keep:
                 self._pool, self._pool_is_busy = pool, True
             batches = pool.refill(order)
+            iterator_made()
             for position in count(start):
                 with nullcontext() if in_workers or self._free else seeded_all(self._seed_of(epoch, position)):
                     batch = next(batches, END)

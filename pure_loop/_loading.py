@@ -17,7 +17,15 @@ from pure_loop.time import Time, TimeUnit
 if TYPE_CHECKING:
     from pure_loop.checkpoint.files import Checkpoint
 
-__all__ = ["loading", "read_start", "refuse_idle_savers", "refuse_savers", "saving", "seed_of"]
+__all__ = [
+    "loading",
+    "read_start",
+    "refuse_idle_savers",
+    "refuse_savers",
+    "savers_among",
+    "saving",
+    "seed_of",
+]
 
 
 def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[Any, Checkpoint | None]:
@@ -137,9 +145,13 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
 
     listed = [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)
     savers = [each for each in listed if isinstance(each, CheckpointSaver)]
-    if any(same_place(each.folder, autoresume) for each in savers):
-        return listed
-    return [*listed, CheckpointSaver(autoresume)]
+    resumed = [saver for saver in savers if same_place(saver.folder, autoresume)]
+    if not resumed:
+        resumed = [CheckpointSaver(autoresume)]
+        listed.append(resumed[0])
+    for saver in resumed:
+        saver.resumes = True
+    return listed
 
 
 def savers_among(callbacks: Iterable[Any]) -> list[Any]:

@@ -101,7 +101,7 @@ def plain_batches(
         followed: whether the one after an update is sure to take the place of the last one in his variable.
     """
     fit, batches, lap = asked.fit, asked.batches, asked.stopwatch.lap
-    stages = fit.stages
+    stages, boundary = fit.stages, fit.boundary
     task, engine, donation = stages.task, stages.engine, stages.donation
     assert donation is not None
     forward_into, loss_into = stages.forward_into, stages.loss_into
@@ -125,6 +125,7 @@ def plain_batches(
             if ready is None:
                 asked.at = END
                 return shown
+            boundary.state = None
             whole, samples, tokens = ready
             cls = state.__class__
             state = fresh_draft_of(state)

@@ -56,7 +56,7 @@ def unseen_batches(
 ) -> Generator[tuple[Event, State], None, Callable[[], State | None]]:
     """:func:`pure_loop._plain.plain_batches`, where nobody looks before BATCH_END."""
     fit, batches, lap = asked.fit, asked.batches, asked.stopwatch.lap
-    stages = fit.stages
+    stages, boundary = fit.stages, fit.boundary
     donation, update_draft, common = stages.donation, stages.update_draft, _is_common(stages)
     assert donation is not None
     end, checkpoint = [(event in watch) + 2 * (event in attached) for event in (BATCH_END, BATCH_CHECKPOINT)]
@@ -67,6 +67,7 @@ def unseen_batches(
             if ready is None:
                 asked.at = END
                 return shown
+            boundary.state = None
             batch, samples, tokens = ready
             # As in the driver, which is what has called: who has what the consumer was given last.
             seen = shown()

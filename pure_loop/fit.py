@@ -27,7 +27,7 @@ from pure_loop._arguments import (
 )
 from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
-from pure_loop._loading import loading, read_start, refuse_savers, saving, seed_of
+from pure_loop._loading import loading, read_start, refuse_savers, savers_among, saving, seed_of
 from pure_loop._start import (
     first_state,
     preparation,
@@ -183,6 +183,8 @@ def _start(prepared: Prepared) -> Stream:
     sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
     compiled = [] if prepared.fit.compiled is None else [prepared.fit.compiled]
     to_close: list[Any] = [*prepared.callbacks, *sources, *compiled, engine]
+    for saver in savers_among(prepared.callbacks):
+        saver.serve(prepared.fit)
     return run_script(
         prepared.script(),
         handlers,

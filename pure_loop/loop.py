@@ -87,6 +87,18 @@ class LoopStages(Stages):
         return run_silently(gradients(state, self), self.handlers, self)
 
 
+@attrs.define
+class LastBoundary:
+    """The State of the last boundary, for as long as no step writes to it.
+
+    Attributes:
+        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
+            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+    """
+
+    state: State | None = None
+
+
 @attrs.frozen(kw_only=True)
 class Fit:
     """One call of ``fit``: what its script needs besides a State."""
@@ -101,6 +113,7 @@ class Fit:
     counts_tokens: bool
     compiled: Any = None
     load: Callable[[State], State] | None = None
+    boundary: LastBoundary = attrs.field(factory=LastBoundary)
 
 
 def gradients(state: State, stages: LoopStages, between: Between | None = None) -> Script:
@@ -203,6 +216,7 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
                     loaded = _load(state, fit, next(batches, END), stopwatch)
                     if loaded is None:
                         break
+                    fit.boundary.state = None
                     state, samples, tokens = loaded
                     state = yield Event.AFTER_DATALOADER, state
                     given.append(state)
@@ -375,6 +389,7 @@ def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> 
     due_now = [each for each in fit.evaluators if each in asked] if len(events) > 1 else asked
     if not due_now:
         return state
+    fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
     if around:
         state = yield Event.EVAL_BEFORE_ALL, state
     stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
@@ -382,6 +397,7 @@ def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> 
         state = yield from evaluation(state, stages, evaluator)
     if around:
         state = yield Event.EVAL_AFTER_ALL, state
+    fit.boundary.state = None
     return state
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from itertools import count, islice
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -28,11 +28,14 @@ import attrs
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
 
-__all__ = ["END", "Padding", "Share", "Source", "source"]
+__all__ = ["END", "ITERATOR_MADE", "Padding", "Share", "Source", "is_loading", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
 
 END: Any = object()
+
+ITERATOR_MADE: list[Callable[[], None]] = []
+"""Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
 
 
 @attrs.frozen
@@ -251,6 +254,7 @@ class Iterated(Source):
         try:
             with self._guard(epoch, "iter"):
                 batches = iter(self._for_epoch(epoch))
+            iterator_made()
             for position in count():
                 with nullcontext() if self._in_workers else self._guard(epoch, position):
                     batch = next(batches, END)
@@ -300,6 +304,25 @@ class _OneShot(Source):
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
                 "going on needs a new iterator that starts at the first batch, because those that were seen are dropped"
             )
+
+
+def iterator_made() -> None:
+    """Call the functions in ``ITERATOR_MADE``."""
+    for function in ITERATOR_MADE:
+        function()
+
+
+def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
+    """Whether the code that runs in a frame loads a batch: of one of these sources, or of any."""
+    while frame is not None:
+        if frame.f_code is Source.epoch.__code__:
+            if sources is None:
+                return True
+            source = frame.f_locals["self"]
+            if any(source is wanted for wanted in sources):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def at_epoch(data: Any, epoch: int) -> Any:

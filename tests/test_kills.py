@@ -22,6 +22,7 @@ import torch
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
+from pure_loop.checkpoint import signals
 from tests.victims import Killer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
@@ -154,7 +155,8 @@ def test_handlers_are_there_while_the_stream_is_and_no_longer(tmp_path: Path) ->
 
 @in_main_thread
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_second_signal_acts_at_once(others: int, tmp_path: Path) -> None:
+def test_a_second_signal_acts_at_once(others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_REPEATED_SECONDS", 0.0)
     run = Signalled(tmp_path, others=others)
     seen = []
 
@@ -171,6 +173,21 @@ def test_a_second_signal_acts_at_once(others: int, tmp_path: Path) -> None:
     run.stream.close()
     time.sleep(0.05)  # the first one doesn't act as well
     assert batches_in(tmp_path) == []
+
+
+@in_main_thread
+def test_a_signal_that_a_launcher_passes_on_is_no_second_one(tmp_path: Path) -> None:
+    """``timeout`` and ``torchrun`` send each child the signal that the whole process group had a moment before."""
+    run = Signalled(tmp_path)
+
+    def loop() -> None:
+        for event, state in run.stream:
+            if event in (Event.BEFORE_FORWARD, Event.AFTER_LOSS) and state.timestamp.batch == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert batches_in(tmp_path) == [3]
 
 
 @in_main_thread

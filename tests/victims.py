@@ -6,6 +6,8 @@ with one. Forking is safe here: the process has one thread.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pure_loop as pl
 from tests import sameness
@@ -38,26 +41,56 @@ def model() -> nn.Module:
     )
 
 
-def run(seen: Any = None, **options: Any) -> pl.State:
-    """Train with everything that remembers something; ``seen`` is told of each finished batch."""
+class Rows(Dataset[Any]):
+    """Rows of tensors, each of which takes some seconds to load."""
+
+    def __init__(self, *tensors: torch.Tensor, seconds: float) -> None:
+        self.tensors, self.seconds = tensors, seconds
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        time.sleep(self.seconds)
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+def run(
+    seen: Any = None,
+    *,
+    workers: int = 0,
+    persistent: bool = False,
+    seconds: float = 0.0,
+    **options: Any,
+) -> pl.State:
+    """Train with everything that remembers something.
+
+    Args:
+        seen: told of each finished batch, and of each evaluation as it begins (True) and ends (False).
+        workers, persistent: of the loaders.
+        seconds: how long each row of a batch takes to load.
+        **options: of ``fit``.
+    """
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(56, 4, generator=generator), torch.randint(3, (56,), generator=generator))
+    tensors = torch.randn(56, 4, generator=generator), torch.randint(3, (56,), generator=generator)
+    data: Any = Rows(*tensors, seconds=seconds) if workers or seconds else TensorDataset(*tensors)
+    shared: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
     stream = pl.fit(
         model(),
-        DataLoader(data, batch_size=6, shuffle=True),
+        DataLoader(data, batch_size=6, shuffle=True, **shared),
         loss=nn.functional.cross_entropy,
         optimizer=pl.optim.sgd(lr=pl.schedules.cosine("1dur", peak=0.1, warmup="3ba"), momentum=0.9, nesterov=True),
         max_duration="3ep",
         microbatch_size=4,
         seed=3,
-        evaluators={"val": pl.Evaluator(DataLoader(data, batch_size=28), interval="7ba")},
+        evaluators={"val": pl.Evaluator(DataLoader(data, batch_size=28, **shared), interval="7ba")},
         algorithms=[pl.algorithms.sam(rho=0.05, interval=2), pl.algorithms.ema(half_life="4ba")],
         **options,
     )
     state: Any = None
     for event, state in stream:
-        if event is pl.Event.BATCH_END and seen is not None:
-            seen(state.timestamp.batch)
+        if seen is not None and event in (pl.Event.BATCH_END, pl.Event.EVAL_BEFORE_ALL, pl.Event.EVAL_AFTER_ALL):
+            seen(state.timestamp.batch, event is pl.Event.EVAL_BEFORE_ALL)
     assert state is not None
     assert state.timestamp.batch == BATCHES
     return state  # type: ignore[no-any-return]
@@ -99,7 +132,9 @@ class Killer:
         kill: int | None = None,
         after: float = 0.0,
         batch: int = 0,
+        evaluation: bool = False,
         twice: bool = False,
+        to: str = "process",
         saver: dict[str, Any] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
@@ -109,15 +144,28 @@ class Killer:
             kill: the signal that it is sent; None: it runs to its end.
             after: seconds from its start, or from the end of that batch, to the signal.
             batch: the signal is sent when it has finished this batch.
+            evaluation: and when it evaluates after that.
             twice: send the signal again at once.
+            to: who gets it: the "process" alone; its "group", workers included; each "member" of the group, the workers
+                first; or the foreground group of its "terminal", as Ctrl-C at a real one (kill is SIGINT then).
             saver: arguments of a CheckpointSaver, if there is one.
-            **options: of ``fit``.
+            **options: of :func:`run`.
 
         Returns:
             ``how``: as which exception or with which signal it ended, or "end". ``batch``: the last batch that it
-            finished, in the whole run. ``state``: the digest of its last State, if it came to its end.
+            finished, in the whole run. ``state``: the digest of its last State, if it came to its end. ``stderr``: what
+            it wrote there.
         """
-        order = {"kill": kill, "after": after, "batch": batch, "twice": twice, "saver": saver, "options": options}
+        order = {
+            "kill": kill,
+            "after": after,
+            "batch": batch,
+            "evaluation": evaluation,
+            "twice": twice,
+            "to": to,
+            "saver": saver,
+            "options": options,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -132,8 +180,8 @@ def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
     if order["saver"] is not None:
         options["callbacks"] = [pl.callbacks.CheckpointSaver(**order["saver"])]
 
-    def count(batch: int) -> None:
-        seen[:4] = batch.to_bytes(4, "little")
+    def count(batch: int, evaluates: bool) -> None:
+        seen[:5] = batch.to_bytes(4, "little") + bytes([evaluates])
 
     try:
         told = {"how": "end", "state": digest(run(count, **options))}
@@ -144,33 +192,66 @@ def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
 
 
 def _obey(order: dict[str, Any], seen: mmap.mmap) -> dict[str, Any]:
-    seen[:4] = bytes(4)
+    seen[:5] = bytes(5)
     answer, to = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(answer)
-            _child(order, seen, to)
-        finally:
-            os._exit(0)
-    os.close(to)
-    deadline = time.monotonic() + 120
-    status = None
-    if order["kill"] is not None:
-        while int.from_bytes(seen[:4], "little") < order["batch"] and status is None and time.monotonic() < deadline:
-            time.sleep(0.0002)
-            status = _ended(child)
-        time.sleep(order["after"])
-        status = _ended(child) if status is None else status
-        for _ in range(1 + order["twice"]):
-            if status is None:
-                os.kill(child, order["kill"])
-                time.sleep(0.002 * order["twice"])
-    with open(answer, "rb") as file:
-        text = file.read()
-    status = os.waitpid(child, 0)[1] if status is None else status
+    terminal, side = os.openpty() if order["to"] == "terminal" else (None, None)
+    with tempfile.TemporaryFile() as stderr:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(answer)
+                if order["to"] != "process":
+                    os.setsid()
+                os.dup2(stderr.fileno(), 2)
+                if side is not None:
+                    fcntl.ioctl(side, termios.TIOCSCTTY, 0)
+                _child(order, seen, to)
+            finally:
+                os._exit(0)
+        os.close(to)
+        status = None if order["kill"] is None else _send(order, seen, child, terminal)
+        with open(answer, "rb") as file:
+            text = file.read()  # to its end: workers have it open as well
+        status = os.waitpid(child, 0)[1] if status is None else status
+        for descriptor in (terminal, side):
+            if descriptor is not None:
+                os.close(descriptor)
+        stderr.seek(0)
+        said = stderr.read().decode(errors="replace")
     told = json.loads(text) if text else {"how": signal.Signals(os.WTERMSIG(status)).name}
-    return {**told, "batch": int.from_bytes(seen[:4], "little")}
+    return {**told, "batch": int.from_bytes(seen[:4], "little"), "stderr": said}
+
+
+def _send(order: dict[str, Any], seen: mmap.mmap, child: int, terminal: int | None) -> int | None:
+    """Send the signal at its moment; gives the status of the child, if it ended before."""
+    deadline, status = time.monotonic() + 120, None
+    while order["to"] != "process" and os.getpgid(child) != child:
+        time.sleep(0.0002)
+    while status is None and time.monotonic() < deadline:
+        if int.from_bytes(seen[:4], "little") >= order["batch"] and seen[4] >= order["evaluation"]:
+            break
+        time.sleep(0.0002)
+        status = _ended(child)
+    time.sleep(order["after"])
+    status = _ended(child) if status is None else status
+    for _ in range(1 + order["twice"]):
+        if status is None:
+            if order["to"] == "process":
+                os.kill(child, order["kill"])
+            elif order["to"] == "member":
+                for member in [*_children_of(child), child]:
+                    with contextlib.suppress(ProcessLookupError):  # a worker that ended meanwhile
+                        os.kill(member, order["kill"])
+            elif terminal is not None:
+                os.write(terminal, b"\x03")
+            else:
+                os.killpg(child, order["kill"])
+            time.sleep(0.002 * order["twice"])
+    return status
+
+
+def _children_of(parent: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def _ended(child: int) -> int | None:
@@ -189,7 +270,7 @@ def _warm_up() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     _warm_up()
-    seen = mmap.mmap(-1, 4)
+    seen = mmap.mmap(-1, 5)
     for line in sys.stdin:
         print(json.dumps(_obey(json.loads(line), seen)), flush=True)
 

@@ -18,12 +18,12 @@ from pure_loop.checkpoint.files import SUFFIX, in_parts, write_state
 from pure_loop.checkpoint.keeping import Names, Saved
 from pure_loop.checkpoint.places import PathLike, place
 from pure_loop.checkpoint.run_folder import RunFolder
-from pure_loop.checkpoint.signals import HeldSignals
+from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.donation import protect
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import reached
+from pure_loop.loop import Fit, reached
 from pure_loop.metrics import DEFAULT_NAMES, Metric
 from pure_loop.state import State
 
@@ -39,7 +39,9 @@ class CheckpointSaver(Callback):
     """Saves States to a folder at intervals and where training ends, beside training.
 
     A State is a value, so a thread writes it while the next steps run; two are under way at most. What goes wrong there
-    is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all. Of several
+    is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all. Where the
+    stream ends with an error while a batch is loaded (a worker died) or in an evaluation, the State of the last
+    boundary is saved before the error is raised, if a batch was trained on. Of several
     ranks the first one saves. Where each holds a part of the State (``parallel="shard"``) all of them do, to a folder
     ``*.sharded`` in the place of the file; a signal to one of them stops them all, one boundary later.
 
@@ -55,7 +57,9 @@ class CheckpointSaver(Callback):
         latest: the name of a link to the newest file; None: no link. A remote folder has none.
         background: write beside training, or before it goes on.
         signals: on these the State of the next boundary is saved, and then the signal acts: Ctrl-C raises
-            KeyboardInterrupt, SIGTERM ends the program. A second one acts at once.
+            KeyboardInterrupt, SIGTERM ends the program. While a batch is loaded, and in an evaluation, the State of the
+            last boundary is saved instead of waiting for the next one. A second signal acts at once, unless it follows
+            within half a second.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
@@ -68,6 +72,9 @@ class CheckpointSaver(Callback):
 
     # The others hold signals back as well, or they would be gone before the first one has saved.
     all_ranks = True
+
+    resumes: bool = False
+    """Whether ``autoresume`` of the same call reads this folder."""
 
     def __init__(
         self,
@@ -106,6 +113,15 @@ class CheckpointSaver(Callback):
         # Where each rank holds a part of the State.
         self._meeting: Meeting | None = None
         self._vote: Vote | None = None
+        self._fit: Fit | None = None
+        self._began = 0
+        # The State that was saved last, by its batch and its event, and where.
+        self._saved: tuple[int, Event | None, str] | None = None
+        self._said = ""
+
+    def serve(self, fit: Fit) -> None:
+        """Before the stream begins: save the State of the last boundary of this call of ``fit``, too."""
+        self._fit = self._held.fit = fit
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         together = in_parts(state)
@@ -117,8 +133,18 @@ class CheckpointSaver(Callback):
         if self.rank == 0:
             write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
             self._folder.open(state, self._metric)
-        self._measured = None
+        self._measured = self._saved = None
+        self._said = ""
+        self._began = state.timestamp.batch
+        self._note(state)
         self._held.listen()
+
+    def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
+        # Ranks with parts of a State save it together, at a boundary alone.
+        boundary = None if self._fit is None else self._fit.boundary.state
+        if boundary is None or self._held.caught is None or self._vote is not None or self.rank:
+            return
+        self._stop(boundary, measured=False)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         if self._metric is not None and state.evaluator == self._label:
@@ -176,21 +202,68 @@ class CheckpointSaver(Callback):
 
     def close(self) -> None:
         why = sys.exception()
+        came = self._held.came or any_came(self._fit)
         try:
+            self._rescue(why, came)
             self._writer.finish()
         except Exception as error:
+            if came is not None:
+                _log.error("%s: not saved: %s", signal.Signals(came).name, error)
             # What ended training on this rank, or on another, ended what was being saved as well.
             if self._meeting is None or why is None or isinstance(why, GeneratorExit):
                 raise
             why.add_note(str(error))
         finally:
-            for each in (self._meeting, self._vote):
-                if each is not None:
-                    each.close()
-            self._meeting = self._vote = None
+            for group in (self._meeting, self._vote):
+                if group is not None:
+                    group.close()
+            self._meeting = self._vote = self._fit = self._held.fit = None
             self._held.act()
 
+    def _rescue(self, why: BaseException | None, came: int | None) -> None:
+        """Where a stream ends early: save the State of the last boundary, if no step has written to it since."""
+        state = None if self._fit is None else self._fit.boundary.state
+        if why is None and came is not None and self._saved is not None:
+            self._writer.wait()
+            self._say(signal.Signals(came).name, *self._saved)
+        if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._meeting is None):
+            return
+        # Without a signal the loop's body may be left wherever it likes; and not all ranks need come here.
+        if came is None and (
+            isinstance(why, GeneratorExit) or self._meeting is not None or state.timestamp.batch == self._began
+        ):
+            return
+        name = f"{type(why).__name__}: {why}" if came is None else signal.Signals(came).name
+        self._finish(state, name, measured=False)
+
+    def _stop(self, state: State, *, measured: bool) -> None:
+        """Save the State, and let the signal act that asked for it."""
+        assert self._held.caught is not None
+        self._finish(state, signal.Signals(self._held.caught).name, measured=measured)
+        self._held.act()
+
+    def _finish(self, state: State, why: str, *, measured: bool) -> None:
+        """Save a State, unless it is saved, and say where it is and how to resume."""
+        if self._saved is None or self._saved[:2] != (state.timestamp.batch, state.event):
+            self._save(state, measured=measured)
+        self._writer.wait()
+        assert self._saved is not None
+        self._say(why, *self._saved)
+
+    def _say(self, why: str, batch: int, event: Event | None, path: str) -> None:
+        if path == self._said:
+            return
+        self._said = path
+        how = "the same command resumes from it" if self.resumes else "resume it with fit(..., load_path=...)"
+        _log.warning("%s: the State of batch %d is saved in %s: %s", why, batch, path, how)
+
+    def _note(self, state: State) -> None:
+        """Remember the State of a boundary until the next batch is loaded."""
+        if self._fit is not None:
+            self._fit.boundary.state = state
+
     def _at(self, state: State, counted: Event) -> None:
+        self._note(state)
         self._writer.check()
         if self._vote is not None:
             # All have to save the same State.
@@ -202,17 +275,17 @@ class CheckpointSaver(Callback):
         due = self.interval
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
         saves = self.rank == 0 or self._meeting is not None
-        if saves and (asked or now or reached(state)):
-            self._save(state)
-        if asked and saves:
-            self._writer.wait()
-            self._held.act()
+        measured = self._measured == state.timestamp.batch
+        if saves and asked:
+            self._stop(state, measured=measured)
+        elif saves and (now or reached(state)):
+            self._save(state, measured=measured)
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, *, measured: bool) -> None:
         meeting, folder = self._meeting, self._folder
         name = folder.name_of(state, parts=meeting is not None)
         path = folder.path_of(name)
-        measured = self._measured == state.timestamp.batch
+        self._saved = state.timestamp.batch, state.event, path
         # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
         waiting = [(state, protect(state))]
         streams = streams_of(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -14,20 +15,35 @@ from types import FrameType
 from typing import Any
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.loop import Fit
+from pure_loop.sources import ITERATOR_MADE, is_loading
 
-__all__ = ["HeldSignals"]
+__all__ = ["HeldSignals", "any_came"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
 
+_REPEATED_SECONDS = 0.5
+"""For how long a further signal counts as the same one: ``timeout`` and ``torchrun`` pass on a signal that the process
+group got already."""
+
+
+class _StopsLoading(BaseException):
+    """Raised by a signal in the code that loads a batch; :meth:`HeldSignals.act` raises what the signal stands for."""
+
+
 class HeldSignals:
-    """Holds back the first signal; a second one acts at once, as it would have without this.
+    """Holds back the first signal; a second one, at least half a second later, acts at once.
+
+    While a batch is loaded, in a process without other ranks, a signal that would raise an exception ends the loading.
 
     Args:
         numbers: of the signals, such as ``signal.SIGTERM``.
 
     Attributes:
         caught: the signal that is held back; None: none.
+        came: the first signal that came while it listened, also after it acted; None: none.
+        fit: the call of ``fit`` that it listens for; None: a script of the user's own.
 
     Raises:
         ArgumentTypeError: these are no numbers of signals.
@@ -40,7 +56,10 @@ class HeldSignals:
             raise ArgumentTypeError(f"signals={numbers!r}: write a list, such as [signal.SIGTERM], or [] for none.")
         self._before: dict[int, Any] = {}
         self._over = False
+        self._since = 0.0
         self.caught: int | None = None
+        self.came: int | None = None
+        self.fit: Fit | None = None
         for number in self._numbers:
             if number not in signal.valid_signals() or number in _NEVER:
                 raise ArgumentError(
@@ -52,8 +71,10 @@ class HeldSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._over = False
+        self.caught = self.came = None
         if self not in _LISTENING:
             _LISTENING.append(self)
+        _defer_child_errors()
         for number in self._numbers:
             handler = signal.getsignal(number)
             # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
@@ -67,6 +88,8 @@ class HeldSignals:
             return
         if self in _LISTENING:
             _LISTENING.remove(self)
+        if not _LISTENING:
+            _raise_child_errors_again()
         while self._before:
             number, handler = self._before.popitem()
             current = signal.getsignal(number)
@@ -101,24 +124,113 @@ class HeldSignals:
             closed = list(_generators(sys._getframe(1)))
             threading.Thread(target=_send_after, args=(closed, number), name="pure_loop-signal").start()
             return
-        if signal.getsignal(number) is signal.SIG_DFL:
-            raise SystemExit(128 + number)
-        signal.raise_signal(number)
+        quiet = isinstance(sys.exception(), _StopsLoading)
+        handler = signal.getsignal(number)
+        try:
+            if handler is signal.SIG_DFL:
+                raise SystemExit(128 + number)
+            signal.raise_signal(number)
+        except BaseException as error:
+            if quiet:  # it stands for the same signal
+                raise error from None
+            raise
+        self.came = None  # the program's own handler has it, and training goes on
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         # Over: closed by another thread, which can't change handlers.
         if self.caught is None and not self._over:
-            self.caught = number
+            self.caught, self._since = number, time.monotonic()
+            self.came = self.came or number
             name = signal.Signals(number).name
-            _log.warning("%s: the State of the next boundary is saved first; a second one acts at once", name)
+            if self._ends_loading(number, frame):
+                raise _StopsLoading(f"{name}: saving the State of the last boundary")
+            _tell(f"{name}: the State of the next boundary is saved first; a second one, from 0.5 s on, acts at once")
+            return
+        if not self._over and time.monotonic() - self._since < _REPEATED_SECONDS:
             return
         # A second one.
         held: Any = self
         while isinstance(held, HeldSignals):
             held.caught = None  # what acts now need not act again
+            held.came = held.came or number
             held.restore()
             held = getattr(signal.getsignal(number), "__self__", None)
         signal.raise_signal(number)
+
+    def _ends_loading(self, number: int, frame: FrameType | None) -> bool:
+        """Whether loading a batch can be ended here: the State is at hand, and the signal ends the stream anyway."""
+        fit = self.fit
+        if fit is None or fit.boundary.state is None or fit.stages.engine.ranks > 1:
+            return False
+        handler = self._before.get(number)
+        below = getattr(handler, "__self__", None)
+        while isinstance(below, HeldSignals) and below.fit is fit:  # another saver of the same stream
+            handler = below._before.get(number)
+            below = getattr(handler, "__self__", None)
+        ends = handler in (signal.SIG_DFL, signal.default_int_handler)
+        return ends and is_loading(frame, [fit.source, *(evaluator.source for evaluator in fit.evaluators)])
+
+
+def any_came(fit: Fit | None) -> int | None:
+    """The signal that came while a saver of this stream listened; None: none did."""
+    return next((held.came for held in _LISTENING if held.fit is fit and held.came is not None), None)
+
+
+def _tell(text: str) -> None:
+    """Log from a signal handler, which may interrupt a write to the same file."""
+    try:
+        _log.warning(text)
+    except RuntimeError:  # reentrant call
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+
+
+_child_handler: Any = None
+
+
+def _defer_child_errors() -> None:
+    """From now on torch's error about a dead worker is raised where batches are loaded, and nowhere else.
+
+    Torch raises it in its handler of SIGCHLD, so in any line of Python: in an update, too, which has written to half of
+    the parameters then. Its loader finds the dead worker by itself when it is asked for the next batch.
+    """
+    global _child_handler
+    if not _LISTENING or threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    if callable(handler) and handler is not _on_child:
+        _child_handler = handler
+        signal.signal(signal.SIGCHLD, _on_child)
+
+
+def _raise_child_errors_again() -> None:
+    global _child_handler
+    handler, _child_handler = _child_handler, None
+    if handler is not None and signal.getsignal(signal.SIGCHLD) is _on_child:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _on_child(number: int, frame: FrameType | None) -> None:
+    handler = _child_handler
+    if handler is None:
+        return
+    try:
+        handler(number, frame)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) or is_loading(frame) or _is_in_loader(frame):
+            raise
+
+
+def _is_in_loader(frame: FrameType | None) -> bool:
+    """Whether a loader of torch's runs in this frame, also one of the user's own."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
+            return True
+        frame = frame.f_back
+    return False
+
+
+ITERATOR_MADE.append(_defer_child_errors)
 
 
 def _generators(frame: FrameType | None) -> Iterator[FrameType]:
@@ -154,13 +266,18 @@ class _Fork(threading.local):
     """A process forked from this one, such as a loader's worker, has nothing to save: signals act there at once.
 
     Until its handlers are put back signals wait, for Python forgets those that come to a process that is not ready.
+
+    A worker of the stream's own loader gets a process group to itself: Ctrl-C and a signal to the whole group then come
+    to this process alone, which goes on to the next boundary with its workers alive. It ends them as always.
     """
 
     mask: set[int] | None = None
+    loads: bool = False
 
     def begin(self) -> None:
-        held = {number for each in _LISTENING for number in each._before}
+        held = {number for listening in _LISTENING for number in listening._before}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held) if held else None
+        self.loads = bool(held) and is_loading(sys._getframe(1))
 
     def in_parent(self) -> None:
         mask, self.mask = self.mask, None
@@ -168,9 +285,11 @@ class _Fork(threading.local):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def in_child(self) -> None:
-        for each in reversed(list(_LISTENING)):
-            each.caught = None
-            each.restore()
+        if self.loads:
+            os.setpgid(0, 0)
+        for listening in reversed(list(_LISTENING)):
+            listening.caught = None
+            listening.restore()
         self.in_parent()
 
 
