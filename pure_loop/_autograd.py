@@ -20,7 +20,7 @@ _graph_task: Any = torch._C._current_graph_task_id
 # And this: whether the backward on a device runs in a thread of the engine's.
 _has_threads: Any = torch._C._is_multithreading_enabled
 
-__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like"]
+__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
 
 
 class GradMode:
@@ -111,12 +111,31 @@ def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:
     return number.to(loss) if isinstance(number, Tensor) else torch.full_like(loss, number)
 
 
+def zero_unless(counts: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient where ``counts``, a bool of shape (), is True, else 0: a product with 0 would keep a NaN.
+
+    >>> zero_unless(torch.tensor(False), torch.tensor([1.0, float("nan")]))
+    tensor([0., 0.])
+    """
+    if gradient.layout is torch.strided:
+        return torch.where(counts, gradient, 0)
+    sparse = gradient.coalesce()
+    return torch.sparse_coo_tensor(
+        sparse.indices(), torch.where(counts, sparse.values(), 0), sparse.shape, is_coalesced=True
+    )
+
+
 def add_gradient(
-    loss: Tensor, inputs: Sequence[Tensor], total: Sequence[Tensor], seed: Tensor | float = 1.0
+    loss: Tensor,
+    inputs: Sequence[Tensor],
+    total: Sequence[Tensor],
+    seed: Tensor | float = 1.0,
+    counts: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """:func:`gradient_of`, added to the tensors in ``total``, each where it is and as soon as it is found.
 
-    Gives the sums; None for an input that the scalar doesn't reach. Not by way of ``.grad``, which hooks can see.
+    Gives the sums; None for an input that the scalar doesn't reach. Not by way of ``.grad``, which hooks can see. Where
+    ``counts``, a bool of shape (), is False, nothing is added.
 
     >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     >>> total = [torch.tensor(1.0), torch.tensor(2.0)]
@@ -128,7 +147,11 @@ def add_gradient(
     def adding(each: Tensor) -> Any:
         # What a hook returns takes the gradient's place, which is freed then. A gradient that somebody takes inside of
         # the backward, by the same leaf, is his own.
-        return lambda gradient: each.add_(gradient) if _graph_task() == tasks[0] else None
+        return lambda gradient: (
+            each.add_(gradient if counts is None else zero_unless(counts, gradient))
+            if _graph_task() == tasks[0]
+            else None
+        )
 
     hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(_graph_task()))]  # type: ignore[no-untyped-call]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import count
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from pure_loop._batches import next_batch
 from pure_loop._notes import noting
+from pure_loop._weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data import map_tensors
+from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -57,7 +60,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
-                    metrics = default_metrics(branch.outputs, branch.microbatch)
+                    metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
                 if not (engine.padding or index >= len(pieces)):
                     accumulated = _measure(accumulated, metrics, branch, stages)
             branch = yield Event.EVAL_BATCH_END, branch
@@ -71,14 +74,22 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
 
 def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages) -> dict[str, Any]:
     """The accumulators after one microbatch."""
-    outputs, microbatch, loss = branch.outputs, branch.microbatch, None
+    outputs, microbatch, task, measured = branch.outputs, branch.microbatch, stages.task, None
     if any(metric.of_loss for metric in metrics):
-        loss = stages.validation_loss(branch), stages.task.weigh(microbatch)
+        loss = stages.validation_loss(branch)
+        weight = None if task.summed else read_weight(task.weigh(microbatch), "a microbatch")
+        if weight is not None and is_number(weight) and not 0 <= weight < math.inf:
+            raise DataError(f"a microbatch weighs {weight}: {WEIGHTS_ARE}")
+        measured = loss if weight is None else counted_loss(loss, weight), weight
     before = accumulated or {metric.name: metric.init() for metric in metrics}
-    return {
-        metric.name: metric.update(before[metric.name], loss if metric.of_loss else outputs, microbatch)
-        for metric in metrics
-    }
+    found = {}
+    for metric in metrics:
+        of_loss, accumulator = metric.of_loss, before[metric.name]
+        # What is a mean over nothing is left out. Where only a device knows whether it is, its loss is 0.
+        nothing = of_loss and measured is not None and is_number(measured[1]) and measured[1] == 0
+        given = measured if of_loss else outputs
+        found[metric.name] = accumulator if nothing else metric.update(accumulator, given, microbatch)
+    return found
 
 
 def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:

@@ -18,7 +18,6 @@ import attrs
 
 from pure_loop._batches import train_batch
 from pure_loop._consumer import gives_up
-from pure_loop._weights import mean_of, of_numbers
 from pure_loop.event import Event
 from pure_loop.sources import END
 from pure_loop.state import State, at_event, fresh_draft_of, outside_batch_at
@@ -102,7 +101,7 @@ def plain_batches(
     """
     fit, batches, lap = asked.fit, asked.batches, asked.stopwatch.lap
     stages, boundary = fit.stages, fit.boundary
-    task, engine, donation = stages.task, stages.engine, stages.donation
+    task, donation = stages.task, stages.donation
     assert donation is not None
     forward_into, loss_into = stages.forward_into, stages.loss_into
     backward_into, update_draft = stages.backward_into, stages.update_draft
@@ -111,7 +110,7 @@ def plain_batches(
         (watch is None or event in watch) + 2 * (event in attached) for event in _EVENTS
     ]
     before_forward, after_forward, before_loss, after_loss, before_backward, after_backward = of_microbatch
-    by_samples = stages.microbatch_size is None and task.weight is None
+    by_default = stages.microbatch_size is None and task.weight is None
     state: Any = asked.given.pop()
     try:
         while True:
@@ -152,12 +151,11 @@ def plain_batches(
 
             buffers = state.buffers
             weights = None
-            if by_samples and state.batch is whole:
-                pieces, weights = [whole], of_numbers((samples,))
+            if by_default and state.batch is whole:
+                pieces, weights = [whole], stages.weights_of_whole(whole, samples)
             if weights is None:
                 pieces = stages.microbatches(state.batch)
-                split = stages.microbatch_size is not None
-                weights, _ = engine.weigh([task.weigh(piece) for piece in pieces], state, split=split)
+                weights, _ = stages.weights(pieces, state)
             del whole, ready
             count, losses = len(pieces), []
             for index in range(count):
@@ -222,11 +220,16 @@ def plain_batches(
                         yield AFTER_BACKWARD, state
                 losses.append(state.loss)
             del pieces
-            if count > 1 or weights.divisor != 1.0 or stages.clip_grad is not None or state.loss_scale is not None:
-                mean = mean_of(losses, weights.fractions) if count > 1 else None
+            mean = weights.mean_of(losses)
+            if (
+                mean is not None
+                or count > 1
+                or weights.divisor != 1.0
+                or stages.clip_grad is not None
+                or state.loss_scale is not None
+            ):
                 state = stages.finish_gradients(state, divisor=weights.divisor, loss=mean)
-                del mean
-            del losses
+            del losses, mean
             if trained:
                 if state.event is None:
                     _set_event(state, AFTER_TRAIN_BATCH)

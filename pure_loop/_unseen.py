@@ -23,7 +23,6 @@ from pure_loop._consumer import gives_up
 from pure_loop._finite import total_loss
 from pure_loop._losses import check_loss, detached, detached_loss
 from pure_loop._notes import note_stage
-from pure_loop._weights import of_numbers
 from pure_loop.donation import drop_gradients
 from pure_loop.engine import Engine
 from pure_loop.event import Event
@@ -146,11 +145,10 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     """
     model, donation = state.model, stages.donation
     draws = model.may_draw
-    weights = of_numbers((samples,))
     if (
-        weights is None
-        or type(batch) is not tuple
+        type(batch) is not tuple
         or len(batch) != 2
+        or (weights := stages.weights_of_whole(batch, samples)) is None
         or state.timestamp.batch == 0  # the first backward looks through its graph
         or state.loss_scale is not None
         or len(model.trainable) != len(model.parameter_names)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pure_loop._autograd import add_gradient, gradient_of
+from pure_loop._autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._ownership import held_once
 from pure_loop._weights import Weights
 from pure_loop.event import Event
@@ -88,12 +88,19 @@ class Engine:
     def meet(self, state: State, event: Event) -> None:
         """Wait until all ranks are here."""
 
-    def weigh(self, weights: Sequence[float | Tensor], state: State, *, split: bool) -> tuple[Weights, int]:
+    def weigh(
+        self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
+    ) -> tuple[Weights, int]:
         """What each microbatch counts in the whole batch, and how many every rank goes through.
 
-        ``split`` says whether the batch was split at all: if not, there is one on every rank.
+        Args:
+            weights: of each microbatch.
+            state: the State before them.
+            split: whether the batch was split at all: if not, there is one on every rank.
+            summed: whether the loss is a sum, and not a mean.
         """
-        return Weights.of(weights, state.timestamp.batch), len(weights)
+        found = Weights.of_sum(len(weights)) if summed else Weights.of(weights, state.timestamp.batch)
+        return found, len(weights)
 
     def divisor(self, weights: Weights) -> Any:
         """What the sum of gradients is divided by."""
@@ -134,7 +141,13 @@ class Engine:
         return False
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
+        self,
+        state: State,
+        loss: Tensor | None,
+        seed: Tensor | float,
+        *,
+        alone: bool = False,
+        counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
@@ -143,6 +156,8 @@ class Engine:
             loss: what is differentiated; None for a microbatch that counts nothing.
             seed: what the loss is multiplied by.
             alone: whether nobody but this State has the mapping of the gradients before, which it has no more then.
+            counts: where only the device knows whether the microbatch counts: whether it does; bool, shape (). Where it
+                does not, its gradient is 0, though that of its loss may be NaN.
         """
         leaves, names = state.params, state.model.trainable
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
@@ -152,11 +167,13 @@ class Engine:
             return tuple([None] * len(inputs) if before is None else before)
         found: tuple[Any, ...]
         if alone and before is not None and writable(before):
-            found = add_gradient(loss, inputs, before, seed)
+            found = add_gradient(loss, inputs, before, seed, counts)
             if all(gradient is None for gradient in found):
                 return found
             return tuple(map(_first, found, before))
         found = gradient_of(loss, inputs, seed)
+        if counts is not None:
+            found = tuple([None if each is None else zero_unless(counts, each) for each in found])
         if before is None or (found[0] is None and all(gradient is None for gradient in found)):
             return found
         return _sum(before, found)

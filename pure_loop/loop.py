@@ -18,7 +18,6 @@ import torch
 from pure_loop._batches import train_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
 from pure_loop._plain import PLAIN_BATCHES, PlainBatches
-from pure_loop._weights import mean_of
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.driver import run_silently
@@ -73,6 +72,11 @@ class LoopStages(Stages):
     handlers: dict[Event, tuple[Handler, ...]]
     attended: frozenset[Event] = frozenset(Event)
 
+    @property
+    def harmless(self) -> bool:
+        # An algorithm there may have put other targets, or another loss, in their places.
+        return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
+
     def gradients(self, state: State) -> State:
         """``state`` with the ``grads`` (and ``loss``) of its batch at its parameters."""
         if state.event in _OF_A_MICROBATCH:
@@ -123,8 +127,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
     """
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
-    split = stages.microbatch_size is not None
-    weights, count = engine.weigh([stages.task.weigh(piece) for piece in pieces], state, split=split)
+    weights, count = stages.weights(pieces, state)
     losses: list[Any] = []
     unseen = between is None and engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
     for index in range(count):
@@ -155,7 +158,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = state.replace(buffers=buffers)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
-    mean = mean_of(losses, weights.fractions) if count > 1 or engine.ranks > 1 else None
+    mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
         loss = state.loss
         mean = (

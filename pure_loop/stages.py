@@ -29,11 +29,11 @@ from pure_loop._losses import check_loss, detached, detached_loss, measured_loss
 from pure_loop._notes import note_stage, noting
 from pure_loop._parts import part_of, with_part
 from pure_loop._pytree import NAMESPACE
-from pure_loop._weights import is_number
+from pure_loop._weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data import describe
 from pure_loop.donation import Donation, Taken
 from pure_loop.engine import ONE_RANK, Engine, writable
-from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, DataError, LossError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
 from pure_loop.optim import Optimizer
@@ -92,10 +92,31 @@ class Stages:
             and self.optimizer.overwrite is not None
         )
 
+    @property
+    def harmless(self) -> bool:
+        """Whether the gradient of a microbatch of weight 0 is known to be 0, and not NaN."""
+        return self.task.harmless
+
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
         size = self.microbatch_size if size is None else size
         return [batch] if size is None else self.task.split(batch, size)
+
+    def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
+        """What each microbatch of a batch counts, and how many every rank goes through."""
+        task, engine = self.task, self.engine
+        if len(pieces) == 1 and engine.ranks == 1 and task.weight is None:
+            whole = self.weights_of_whole(pieces[0], task.samples(pieces[0]))
+            if whole is not None:
+                return whole, 1
+        split = self.microbatch_size is not None
+        return engine.weigh(list(map(task.weigh, pieces)), state, split=split, summed=task.summed)
+
+    def weights_of_whole(self, batch: Any, samples: int) -> Weights | None:
+        """The same of a whole batch on one rank, where the user gave no weight: targets need not be counted."""
+        if self.task.summed:
+            return Weights.of_sum(1)
+        return of_numbers((samples if self.task.by_samples else self.task.weigh(batch),))
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         """``outputs`` of ``microbatch`` in training mode, and the buffers after it.
@@ -170,6 +191,8 @@ class Stages:
         task, microbatch = self.task, state.microbatch
         of_batch = task.loss
         draws = task.loss_may_draw
+        if task.implied is not None and task.implied.class_weights:
+            self._refuse_other_targets(state)
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
         if plain and of_batch is not None and (not draws or draws_on_host(state.params)):
             drawn = None
@@ -196,6 +219,27 @@ class Stages:
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
         state.loss = loss
+
+    def _refuse_other_targets(self, state: Any) -> None:
+        """Refuse probabilities in the place of class indices, by whose class weights microbatches were weighed.
+
+        Raises:
+            ArgumentError: an algorithm has put them there.
+        """
+        if self.microbatch_size is None and self.engine.ranks == 1:
+            return
+        try:
+            before, now = state.batch[1], state.microbatch[1]
+        except (LookupError, TypeError):
+            return
+        if now.is_floating_point() and not before.is_floating_point():
+            raise ArgumentError(
+                f"{self.task.loss_in_words} has class weights, and an algorithm (label_smoothing, or one that mixes "
+                "targets) has made class indices probabilities. The mean of the loss divides by the class weights of "
+                "indices, and by the number of probabilities, so microbatches and ranks weigh something else than it "
+                "was taken for. Use the loss's own label_smoothing=, or task=pl.Task(weight=lambda batch: "
+                "len(batch[1]))."
+            )
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         """Add ``weight`` times the gradient of ``loss`` to ``grads``, and drop the graph.
@@ -229,16 +273,19 @@ class Stages:
                 "params were replaced between the forward and the backward of a microbatch, so the loss is not a "
                 "function of them. Replace params at BEFORE_FORWARD, or from AFTER_BACKWARD on."
             )
-        if not loss.requires_grad:
+        unknown = type(weight) is not float and not is_number(weight)
+        counts = unknown or weight != 0
+        if not loss.requires_grad and counts:
             raise detached_loss(state)
-        counts = (type(weight) is not float and not is_number(weight)) or weight != 0
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         found: Any
         if not counts:
             # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient.
             found = engine.gradient(state, None, seed, alone=alone)
         else:
-            if state.timestamp.batch == 0 and state._grads is None:
+            # Where only the device knows whether it counts, its gradient is made 0 there.
+            mask: Any = weight > 0 if unknown and not self.harmless else None
+            if state.timestamp.batch == 0 and _are_missing(state._grads):
                 # Once a run: it walks the whole graph.
                 plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
                 refuse_strangers(loss, engine.parameters(), plain)
@@ -246,14 +293,19 @@ class Stages:
             draws = model.may_draw or self.task.forward is not default_forward
             if _any_autocast() or (draws and not draws_on_host(origin)):
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
-                    found = engine.gradient(state, loss, seed, alone=alone)
+                    found = engine.gradient(state, loss, seed, alone=alone, counts=mask)
             else:
                 drawn = seed_host(self.seed_of(state, "backward", 0)) if draws else None
                 try:
-                    if state._grads is None and type(engine) is Engine and len(leaves) == len(model.trainable):
+                    if (
+                        state._grads is None
+                        and type(engine) is Engine
+                        and len(leaves) == len(model.trainable)
+                        and mask is None
+                    ):
                         found = gradient_of(loss, tuple(leaves.values()), seed)
                     else:
-                        found = engine.gradient(state, loss, seed, alone=alone)
+                        found = engine.gradient(state, loss, seed, alone=alone, counts=mask)
                 finally:
                     if drawn is not None:
                         unseed_host(drawn)
@@ -304,8 +356,18 @@ class Stages:
 
         ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it. ``alone``
         says that nobody will look at the gradients of ``state`` any more.
+
+        Raises:
+            DataError: the divisor is 0, because all microbatches weigh 0: the loss is a mean over nothing. With
+                ``nonfinite="skip"`` the loss is NaN then, and :meth:`update` leaves the batch out.
         """
         clip: Any = self.clip_grad
+        nothing = is_number(divisor) and divisor == 0
+        if nothing and self.nonfinite == "error":
+            raise DataError(
+                f"all microbatches of batch {state.timestamp.batch} weigh 0, so its loss is a mean over nothing: "
+                f'{WEIGHTS_ARE} nonfinite="skip" leaves such a batch out and counts it in state.skipped.'
+            )
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
         scaled = not is_number(divisor) or divisor != 1.0
@@ -315,6 +377,8 @@ class Stages:
         draft = fresh_draft_of(state)
         if loss is not None:
             draft.loss = self.engine.settle(state, loss)
+        if nothing:
+            draft.loss = _times_nan(state.loss)
         if not unfinished:
             return _frozen(draft, state)
         if taken is not None:
@@ -597,6 +661,17 @@ class Stages:
 def draws_on_host(params: Any) -> bool:
     """Whether the generator of the CPU is all that is seeded with these parameters, and by itself."""
     return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
+
+
+def _are_missing(grads: Any) -> bool:
+    """Whether no microbatch that counts has gone before."""
+    return grads is None or all(gradient is None for gradient in grads.values())
+
+
+def _times_nan(loss: Any) -> Any:
+    if isinstance(loss, dict):
+        return {name: _times_nan(part) for name, part in loss.items()}
+    return loss * float("nan")
 
 
 def _frozen(draft: Any, state: State) -> State:

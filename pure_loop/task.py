@@ -14,6 +14,7 @@ import attrs
 from torch import Tensor, nn
 
 from pure_loop._signature import accepts, name_of
+from pure_loop._torch_losses import Implied, implied_by
 from pure_loop.data import describe, num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
@@ -54,9 +55,11 @@ class Task:
         loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
             such with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
         validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
-        weight: ``(batch) -> number``: how much a microbatch counts when its loss is a mean; default its
-            samples. Give the number of loss-generating tokens for a loss that is a mean over tokens. A
-            Python number, or a tensor of shape ().
+        weight: ``(batch) -> number``: how much a microbatch counts when its loss is a mean. Give the number of
+            loss-generating tokens for a loss that is a mean over tokens. A Python number, or a tensor of shape ().
+            Default: what ``loss=`` of ``fit`` divides by, where that is one of torch's (targets that are not ignored,
+            weighed by their class weights; elements), and which adds up with ``reduction="sum"``; else its samples. A
+            microbatch of weight 0 counts for nothing, whatever its loss is.
         samples: ``(batch) -> int``: how many samples it holds; default the leading size of its tensors.
         tokens: ``(batch) -> int``: how many tokens it holds, for durations in tokens.
         split: ``(batch, size) -> list`` of microbatches of at most ``size`` samples.
@@ -78,10 +81,38 @@ class Task:
     split: Callable[[Any, int], list[Any]] = split
     # Whether samples and tokens are counted by what tensors a batch holds.
     counts_as_usual: bool = attrs.field(init=False, repr=False, eq=False)
+    # What is known of the weight by the loss.
+    implied: Implied | None = attrs.field(init=False, repr=False, eq=False)
+    # Whether a whole batch on one rank weighs its samples; whether weights follow from shapes; whether the loss is a
+    # sum; and whether the gradient of a microbatch of weight 0 is 0, and not NaN.
+    by_samples: bool = attrs.field(init=False, repr=False, eq=False)
+    by_shape: bool = attrs.field(init=False, repr=False, eq=False)
+    summed: bool = attrs.field(init=False, repr=False, eq=False)
+    harmless: bool = attrs.field(init=False, repr=False, eq=False)
 
     @counts_as_usual.default
     def _counts_as_usual(self) -> bool:
         return self.samples is num_samples and self.tokens is num_tokens
+
+    @implied.default
+    def _implied(self) -> Implied | None:
+        return self.loss.implied if self.weight is None and isinstance(self.loss, OnTargets) else None
+
+    @by_samples.default
+    def _by_samples(self) -> bool:
+        return self.weight is None and (self.implied is None or self.implied.counted)
+
+    @by_shape.default
+    def _by_shape(self) -> bool:
+        return self.weight is None and (self.implied is None or self.implied.summed or not self.implied.counted)
+
+    @summed.default
+    def _summed(self) -> bool:
+        return self.implied is not None and self.implied.summed
+
+    @harmless.default
+    def _harmless(self) -> bool:
+        return self.implied is not None and self.implied.harmless
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Task):
@@ -109,7 +140,13 @@ class Task:
 
     def weigh(self, batch: Any) -> float | Tensor:
         """How much a microbatch counts."""
-        return self.samples(batch) if self.weight is None else self.weight(batch)
+        if self.weight is not None:
+            return self.weight(batch)
+        implied = self.implied
+        if implied is None or implied.summed or not isinstance(batch, tuple | list) or len(batch) != 2:
+            return self.samples(batch)
+        targets = batch[1]
+        return implied.weigh(targets) if isinstance(targets, Tensor) else self.samples(batch)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Any:
         """The forward in evaluation and prediction."""
@@ -171,11 +208,16 @@ class OnTargets:
 
     loss: Callable[..., Any]
     is_torchs: bool = attrs.field(init=False)
+    implied: Implied | None = attrs.field(init=False, repr=False, eq=False)
 
     @is_torchs.default
     def _of_torch(self) -> bool:
         owner = type(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return getattr(owner, "__module__", None) in _TORCH_LOSSES
+
+    @implied.default
+    def _implied(self) -> Implied | None:
+        return implied_by(self.loss)
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
         return self.loss(outputs, _inputs_and_targets(batch)[1])

@@ -97,7 +97,8 @@ def label_smoothing(
     It gives what ``cross_entropy(..., label_smoothing=smoothing)`` does, for any loss that takes probabilities, and
     together with algorithms that change targets. Targets are smoothed at BEFORE_LOSS and put back at AFTER_LOSS.
     They take the memory of the outputs for that long. A loss with class weights averages probabilities over the
-    samples, and indices over the samples' weights: there use the loss's own ``label_smoothing``.
+    samples, and indices over the samples' weights: there use the loss's own ``label_smoothing``. With microbatches or
+    ranks, class weights of a loss of torch are refused.
 
     Args:
         smoothing: the part of the probability that is spread over all classes, in [0, 1).

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
+import torch
 from torch import Tensor
 
+from pure_loop._weights import is_number
 from pure_loop.compile.program import Ended, Flight, at, put_in
 from pure_loop.compile.stretch import Program, Traced
 from pure_loop.driver import run_silently
@@ -63,7 +65,10 @@ def microbatch(
     weight: float | Tensor,
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
-    engine, before = compiler.stages.engine, state
+    engine, task, before = compiler.stages.engine, compiler.stages.task, state
+    if is_number(weight) and not task.by_shape:
+        # A graph takes a number for a constant, and a count of tokens is another one in most batches.
+        weight = torch.tensor(weight, dtype=torch.float64)
     state = engine.gathered(state)
     while not (compiler.attended & INSIDE or "forward" in compiler.eager):
         batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None

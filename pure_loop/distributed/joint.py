@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop._parts import is_part, whole_of
 from pure_loop._pytree import NAMESPACE
-from pure_loop._weights import Weights, power_of_two
+from pure_loop._weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data import map_tensors
 from pure_loop.distributed._meshes import on_usable_mesh
 from pure_loop.distributed.parallel import Parallel
@@ -69,6 +69,8 @@ class JointEngine(Engine):
         # The power of two by which the weights of microbatches are divided.
         self._power: Any = None
         self._on_device: Any = None
+        # Whether the loss is a sum, and not a mean.
+        self._summed = False
         self._asked: Callable[[], list[tuple[float, ...]]] | None = None
         self._batch = 0
         self._written: frozenset[str] | None = None
@@ -218,10 +220,12 @@ class JointEngine(Engine):
     def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
         return self._counts
 
-    def weigh(self, weights: Sequence[float | Tensor], state: State, *, split: bool) -> tuple[Weights, int]:
-        mine: list[Any] = [0] * len(weights) if self.padding else list(weights)
-        mine = [w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in mine]
-        self._batch = state.timestamp.batch
+    def weigh(
+        self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
+    ) -> tuple[Weights, int]:
+        self._batch, self._summed = state.timestamp.batch, summed
+        what = f"a microbatch of batch {self._batch} on rank {self.rank}"
+        mine: list[Any] = [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
         # By the weights that were given: all ranks have to take the same way.
         if any(isinstance(weight, Tensor) and weight.device.type != "cpu" for weight in weights):
             share = torch.as_tensor(sum(mine), dtype=torch.float64, device=device_of(state)).reshape(1)
@@ -234,11 +238,14 @@ class JointEngine(Engine):
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # Nobody waits for the answer before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
-        if split or self._power is None or self._on_device is not None or state.loss_scale is not None:
+        if split or self._power is None or state.loss_scale is not None:
             mine += [0] * (self._answered() - len(mine))
             Weights.of(mine, self._batch, self._total)  # refuses what can't be weighed
             self._power = power_of_two(self._total)
-        shares = tuple(weight / self._power for weight in mine)
+        if summed:
+            shares: tuple[Any, ...] = tuple([float(weight != 0) for weight in mine])
+        else:
+            shares = tuple([weight / self._power for weight in mine])
         # Losses are added up with the same factors as gradients, and divided by the same divisor.
         return Weights(shares, 1.0, shares), len(mine)
 
@@ -256,12 +263,11 @@ class JointEngine(Engine):
 
     def divisor(self, weights: Weights) -> Any:
         self._answered()
-        if self._on_device is None and not 0 < self._total < math.inf:
-            raise DataError(
-                f"batch {self._batch} weighs {self._weights}, rank by rank: weights are finite, not negative, and not "
-                "all zero. By default a microbatch weighs its samples; task=pl.Task(weight=...) says otherwise."
-            )
-        self._divisor = self._total / self._power
+        if self._on_device is None and not 0 <= self._total < math.inf:
+            raise DataError(f"batch {self._batch} weighs {self._weights}, rank by rank: {WEIGHTS_ARE}")
+        self._divisor = 1.0 if self._summed else self._total / self._power
+        if self._on_device is None and self._total == 0:
+            self._power = None  # it is that of nothing
         return self._divisor
 
     def count(self, pieces: int, state: State) -> int:
@@ -300,7 +306,8 @@ class JointEngine(Engine):
         names = self._names_written(state, before)
         if not names:
             return state
-        share = self._weights[self.rank] / sum(self._weights) if self._weights else 1.0 / self.ranks
+        everything = sum(self._weights)
+        share = self._weights[self.rank] / everything if everything else 1.0 / self.ranks
         floats = [name for name in names if state.buffers[name].is_floating_point()]
         others = [name for name in names if name not in floats]
         agreed: dict[str, Tensor] = {}

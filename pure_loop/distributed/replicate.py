@@ -8,6 +8,7 @@ backward goes on. Microbatches before the last one are differentiated on this ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop._autograd import GradMode, graph_of, scalar_like
+from pure_loop._autograd import GradMode, graph_of, scalar_like, zero_unless
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.engine import writable
@@ -117,17 +118,30 @@ class ReplicateEngine(JointEngine):
         return self._held.values()
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
+        self,
+        state: State,
+        loss: Tensor | None,
+        seed: Tensor | float,
+        *,
+        alone: bool = False,
+        counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
         leaves = state.params
         if not isinstance(leaves, Leaves):
-            return super().gradient(state, loss, seed, alone=alone)
+            return super().gradient(state, loss, seed, alone=alone, counts=counts)
         self._borrow(leaves.origin)
+        hooks: list[Any] = []
+        if counts is not None:
+            mask = partial(zero_unless, counts)
+            hooks = [held.register_hook(mask) for held in self._held.values()]  # type: ignore[no-untyped-call]
         try:
             found = self._average(state, loss, seed, alone=alone)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
+        finally:
+            for hook in hooks:
+                hook.remove()
         leaves.close()
         return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pure_loop._autograd import GradMode, scalar_like
+from pure_loop._autograd import GradMode, scalar_like, zero_unless
 from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
@@ -173,7 +174,13 @@ class ShardEngine(JointEngine):
         return None  # the gathered ones are fully_shard's own
 
     def gradient(
-        self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool = False
+        self,
+        state: State,
+        loss: Tensor | None,
+        seed: Tensor | float,
+        *,
+        alone: bool = False,
+        counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
         leaves: Any = state.params
         if leaves.index != self._added_up:
@@ -193,6 +200,11 @@ class ShardEngine(JointEngine):
                 outputs = [each for each in _tensors(state.outputs) if each.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
             else:
+                if counts is not None:
+                    # The gradients of parameters are fully_shard's own: what is NaN is stopped at the outputs.
+                    for each in _tensors(state.outputs):
+                        if each.requires_grad:
+                            each.register_hook(partial(zero_unless, counts))  # type: ignore[no-untyped-call]
                 # It divides by the number of ranks.
                 factor = scalar_like(loss, seed) * self.ranks
                 torch.autograd.backward(loss, factor)

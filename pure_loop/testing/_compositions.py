@@ -13,7 +13,7 @@ from pure_loop.algorithm import Algorithm, Composition, compose
 from pure_loop.algorithms import apply_blurpool, blurpool, ema, gradient_clipping, label_smoothing, sam
 from pure_loop.algorithms._arguments import check_integer
 from pure_loop.errors import ArgumentError, ModelError
-from pure_loop.metrics import is_classification
+from pure_loop.metrics import class_axes
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.testing.problems import Problem, as_problem
 
@@ -116,7 +116,7 @@ def _serving(problem: Problem) -> tuple[str, ...]:
     (batch,) = problem.batches([2], seed=0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = model.eval()(batch[0])
-    if is_classification(outputs, batch):
+    if 1 in class_axes(outputs, batch):
         names.append("label_smoothing")
     try:
         apply_blurpool(model, min_channels=1)

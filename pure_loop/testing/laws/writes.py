@@ -287,7 +287,7 @@ class _Watcher:
         stages = self._stages
         if event is Event.BEFORE_TRAIN_BATCH:
             pieces = stages.microbatches(state.batch)
-            self._weights = Weights.of([stages.task.weigh(piece) for piece in pieces], state.timestamp.batch)
+            self._weights = stages.weights(pieces, state)[0]
             self._index = 0
             return {"microbatch": pieces[0]}
         if event is Event.BEFORE_FORWARD:
