@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pure_loop._cells import KINDS, cell_of
+from pure_loop._cells import KINDS, cell_of, is_plain, is_transformed
 from pure_loop.errors import ModelError
 
 # Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
@@ -61,7 +61,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
     kept = None
-    if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not _is_transformed(loss):
+    if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not is_transformed(loss):
         kept = _seeds.pop(seed, None)
         # A hook is given it, too, and may have written to it.
         if (
@@ -82,9 +82,6 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         _seeds[seed] = kept  # type: ignore[index]
     return found
 
-
-# Inside torch.func's transforms tensors are of another kind, and are not kept.
-_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 # A tensor, what reads its number, and what that was.
 Seed: TypeAlias = tuple[Tensor, Any, float]
@@ -194,7 +191,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
             through a reentrant checkpoint.
     """
     family = None if known is None else set(map(id, known))
-    own = {each.data_ptr(): id(each) for each in leaves if each.numel()}
+    own = {each.data_ptr(): id(each) for each in leaves if is_plain(each) and each.numel()}
     for node in graph_of(loss):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":
@@ -203,7 +200,9 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
-        if own and stranger is not None and own.get(stranger.data_ptr(), id(stranger)) != id(stranger):
+        # Of a parameter too, whose class is another one: its address is read through a tensor of torch's own.
+        place = None if stranger is None else stranger.detach()
+        if own and place is not None and is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
             raise ModelError(
                 "the loss depends on a second forward of this batch, which an algorithm went through with the loop's "
                 "stages: by its parameters it isn't differentiated, so that gradient would be lost. Go through the "

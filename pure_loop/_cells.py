@@ -7,15 +7,35 @@ hundredth of a small model's step.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "cell_of"]
+__all__ = ["KINDS", "cell_of", "is_plain", "is_transformed"]
 
 # Of the dtypes that C has a number of.
 KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+
+# Inside torch.func's transforms tensors have no memory of their own.
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor has a storage of numbers that can be written to, and no class that gives its address another
+    meaning.
+
+    >>> import torch
+    >>> is_plain(torch.ones(2)), is_plain(torch.ones(2).to_sparse()), is_plain(torch.nn.Parameter(torch.ones(2)))
+    (True, False, False)
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not is_transformed(tensor)
+    )
 
 
 def cell_of(tensor: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._cells import KINDS, cell_of
+from pure_loop._cells import KINDS, cell_of, is_transformed
 from pure_loop._cloning import clone_all
 from pure_loop._constants import one_on
 from pure_loop.engine import are_large
@@ -77,7 +77,8 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> b
     if number.value:
         return True
     _zeros.append((found, number))
-    kind = KINDS.get(loss.dtype)
+    # Only torch's own class is known to have its number at its address.
+    kind = KINDS.get(loss.dtype) if type(loss) is Tensor and not is_transformed(loss) else None
     return not math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
 
 

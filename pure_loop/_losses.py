@@ -27,8 +27,6 @@ def check_loss(loss: Any, state: State, event: str, task: Task | None = None) ->
     Raises:
         LossError: it is not a scalar tensor, nor a dict of scalars with the key ``total``.
     """
-    if type(loss) is Tensor and not loss.ndim and loss.is_floating_point():
-        return
     problem = loss_problem(loss)
     if problem is not None:
         by = "" if task is None else f", which {task.loss_in_words} returned,"
@@ -60,6 +58,10 @@ def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
         return f"has shape {tuple(loss.shape)}; a loss is one number: return its mean, loss.mean()."
     if differentiated and not loss.is_floating_point():
         return f"has dtype {loss.dtype}, which can't be differentiated."
+    if loss.layout is not torch.strided:
+        return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
+    if loss.is_meta:
+        return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
     return None
 
 

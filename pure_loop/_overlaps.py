@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pure_loop._cells import is_transformed
+
 __all__ = ["overlapping_elements", "overlapping_pair"]
 
 
@@ -74,7 +76,9 @@ def overlapping_elements(tensor: Tensor) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta or is_transformed(tensor):
+        return False
+    return tensor.numel() > 0
 
 
 def _span(name: str, tensor: Tensor, only_with_named: bool) -> _Span:

@@ -8,6 +8,7 @@ one reference more is somebody else's, whenever it was taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import shared_cache
 
+from pure_loop._cells import is_plain
 from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
 from pure_loop._parts import part_of
 from pure_loop._pytree import NAMESPACE
@@ -41,9 +43,6 @@ tensor_uses: Any = getattr(Tensor, "_use_count", None)
 storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 # Where torch is built for CUDA: whether memory, by its storage's pointer, goes straight back to torch's allocator.
 _goes_back: Any = getattr(torch._C, "_has_Standard_Deleter", None)
-# Inside torch.func's transforms tensors have no memory of their own.
-_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
-
 # What refers to a tensor besides the mappings and lists that it is in: the list of a Held, and whoever asks.
 _OURS = 2
 # And to its storage: the tensor, and a Held.
@@ -107,7 +106,7 @@ class Held:
     def is_foreign(self) -> bool:
         """Whether others than torch may know the memory, which then doesn't count them.
 
-        It is an array's, a file's, or shared by processes.
+        It is an array's, a file's, shared by processes, or that of a tensor without a storage of its own.
         """
         return self._of_params.are_foreign() or self._of_memory.are_foreign()
 
@@ -174,11 +173,12 @@ class Held:
 class _Counted:
     """Tensors of the loop's own, and what refers to them and to their storages, if nobody else does."""
 
-    __slots__ = ("_addresses", "_pointers", "_storage_counts", "_storages", "_there", "counts", "tensors")
+    __slots__ = ("_addresses", "_plain", "_pointers", "_storage_counts", "_storages", "_there", "counts", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.counts: list[int] = []
+        self._plain = True
         self._storages: list[Any] = []
         self._pointers: list[int] = []
         self._addresses: list[int] = []
@@ -192,6 +192,9 @@ class _Counted:
         self.tensors += tensors
         self.counts += [_OURS + in_mappings + 1] * len(tensors)
         held = list(map(part_of, tensors))
+        self._plain = self._plain and have_storages(held)
+        if not self._plain:
+            return
         # The storages themselves are held too, so that their addresses stay theirs.
         storages = [tensor.untyped_storage() for tensor in held]
         self._storages += storages
@@ -210,7 +213,7 @@ class _Counted:
         self._storage_counts[:count] = [uses + 1 for uses in self._storage_counts[:count]]
 
     def are_foreign(self) -> bool:
-        return not all(map(torch.UntypedStorage.resizable, self._storages))
+        return not self._plain or not all(map(torch.UntypedStorage.resizable, self._storages))
 
     def are_alone(self, shared: int = 0) -> bool:
         """Whether nobody else has one; one tensor more may have the memory of as many as are ``shared``."""
@@ -225,6 +228,19 @@ class _Counted:
             and list(map(storage_uses, self._pointers)) == storage_counts
             and not (self._there and were_sent(self._there))
         )
+
+
+def have_storages(tensors: Sequence[Any]) -> bool:
+    """Whether each of these has a storage whose address and use count say something.
+
+    A wrapper subclass, a sparse tensor and a tensor inside torch.func's transforms have none.
+    """
+    return set(map(type, tensors)) <= _PLAIN and set(map(_layout, tensors)) <= _STRIDED and _transforms() is None
+
+
+_PLAIN, _STRIDED = {Tensor}, {torch.strided}
+_layout = attrgetter("layout")
+_transforms: Any = torch._C._functorch.peek_interpreter_stack
 
 
 def were_sent(there: Iterable[int]) -> bool:
@@ -274,7 +290,7 @@ def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
     >>> held_once((torch.ones(2), torch.ones(3))), held_once((weight,)), held_once((weight[:1],))
     (True, False, False)
     """
-    if not CAN_COUNT or not all(map(_is_plain, tensors)):
+    if not CAN_COUNT or not all(map(is_plain, tensors)):
         return False
     storages = [tensor.untyped_storage() for tensor in tensors]
     bases = [tensor._base for tensor in tensors if tensor._is_view()]
@@ -289,16 +305,6 @@ def held_once(tensors: Sequence[Any], *, mappings: int = 0) -> bool:
         and all(map(torch.UntypedStorage.resizable, storages))  # else it is another library's
         and all(map(_is_contiguous, tensors))
         and not were_sent(storage._cdata for storage in storages if storage.device.type != "cpu")
-    )
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether it has a storage of numbers that can be written to."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_inference()
-        and not _is_transformed(tensor)
     )
 
 

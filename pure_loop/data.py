@@ -227,6 +227,11 @@ def _flat_size(batch: Any) -> int:
 
 
 def _views(leaf: Tensor, size: int) -> Sequence[Tensor]:
+    if leaf.layout is not torch.strided:
+        raise DataError(
+            f"can't split a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)} into microbatches: give dense "
+            "tensors, pl.Task(split=function), or train with microbatch_size=None"
+        )
     whole, rest = divmod(leaf.shape[0], size)
     # What Tensor.split comes to, behind twice as much Python.
     return leaf.split_with_sizes([size] * whole + [rest] * (rest > 0))

@@ -18,14 +18,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
 from pure_loop._overlaps import overlapping_elements, overlapping_pair
-from pure_loop._parts import whole_of
+from pure_loop._parts import is_part, whole_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
@@ -585,11 +585,7 @@ def refuse_untrainable(module: object) -> None:
                 f"{where} is an embedding with max_norm={submodule.max_norm}, which rewrites its weight in place in "
                 "the forward. Normalise the rows that you look up instead: torch.renorm(weight[index], 2, 0, max_norm)."
             )
-    uninitialized = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
-    if uninitialized:
-        raise ModelError(
-            f"parameter {uninitialized[0]!r} of a lazy module has no shape yet: call the model on one batch first."
-        )
+    _refuse_strange_tensors(module)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
@@ -607,10 +603,56 @@ def refuse_untrainable(module: object) -> None:
         raise ModelError(
             f"no parameter of {type(module).__name__} requires a gradient: unfreeze some with requires_grad_(True)."
         )
-    if any(parameter.is_meta for parameter in parameters):
-        raise ModelError(
-            "the model's parameters are on the meta device and have no numbers: model.to_empty(...) first."
+
+
+def _refuse_strange_tensors(module: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: a parameter or buffer has no shape or no numbers yet, or is not a plain tensor of torch's.
+    """
+    named: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in module.named_parameters()]
+    named += [("buffer", *each) for each in module.named_buffers()]
+    for kind, name, tensor in named:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ModelError(
+                f"{kind} {name!r} of a lazy module has no shape yet: call the model on one batch first, before "
+                "pl.fit(model, ...)."
+            )
+        if is_part(tensor):
+            continue
+        if tensor.is_meta and kind == "parameter":  # a buffer there may be one that no forward reads
+            raise ModelError(
+                f"parameter {name!r} is on the meta device and has no numbers: write model.to_empty(device=...) and "
+                "initialise it, or load its numbers, first."
+            )
+        problem = _what_is_strange(tensor, kind)
+        if problem is not None:
+            raise ModelError(f"{kind} {name!r} {problem}")
+
+
+def _what_is_strange(tensor: Tensor, kind: str) -> str | None:
+    """Why a State can't hold this tensor, and what to write instead; None where it can."""
+    cls = type(tensor)
+    plain = f"nn.{kind.capitalize()}(tensor)" if kind == "parameter" else "register_buffer(name, tensor)"
+    is_parameter = issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    if cls is not Tensor and not is_parameter:
+        return (
+            f"is a {cls.__name__}, a subclass of torch.Tensor, whose class copies, optimizers and checkpoints would "
+            f"not keep: register a plain tensor, {plain}, and make the {cls.__name__} of it in the forward."
         )
+    if tensor.is_nested:
+        return f"is a nested tensor: keep its values and offsets as {kind}s, and put them together in the forward."
+    if tensor.is_quantized:
+        return (
+            f"is quantised ({tensor.dtype}): keep tensor.int_repr(), its scale and its zero point as buffers, or "
+            "tensor.dequantize()."
+        )
+    if tensor.layout is torch.strided or (kind == "buffer" and tensor.layout in _SPARSE):
+        return None
+    return f"has the layout {tensor.layout}, and a {kind} is a dense tensor: register tensor.to_dense()."
+
+
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 def _hint(given: object) -> str:

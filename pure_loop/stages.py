@@ -286,7 +286,8 @@ class Stages:
             # Where only the device knows whether it counts, its gradient is made 0 there.
             mask: Any = weight > 0 if unknown and not self.harmless else None
             if state.timestamp.batch == 0 and _are_missing(state._grads):
-                # Once a run: it walks the whole graph.
+                # Once a run: it looks at more than class and dtype, and walks the whole graph.
+                check_loss(loss, state, "AFTER_LOSS", self.task)
                 plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
                 refuse_strangers(loss, engine.parameters(), plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.

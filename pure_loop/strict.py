@@ -127,13 +127,30 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return False
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
             return False
-        a, b = a.detach(), b.detach()
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        return all(map(_same_numbers, _dense_parts(a.detach()), _dense_parts(b.detach())))
     if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
         return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Dense tensors that have all numbers of this one: its indices and values where it is sparse."""
+    layout = tensor.layout
+    if tensor.is_meta:
+        return []
+    if layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor if layout is torch.strided else tensor.to_dense()]
 
 
 def _path(state: State, index: int) -> str:

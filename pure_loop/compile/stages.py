@@ -19,6 +19,7 @@ import attrs
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loop._autograd import GradMode
@@ -250,6 +251,20 @@ def _refuse_memory(what: str, memory: Any, part: tuple[str, Event | None]) -> No
         )
 
 
+def _refuse_subclasses(what: str, result: Any) -> None:
+    """Refuse what a graph can't give: tensors of other classes than torch's own, and those that aren't dense."""
+    for leaf in optree.tree_leaves(result, namespace=NAMESPACE):
+        if isinstance(leaf, Tensor) and (type(leaf) not in _IN_GRAPHS or leaf.layout is not torch.strided):
+            raise Untraceable(
+                f"{what} can't be compiled: it returned a tensor of class {type(leaf).__name__} and layout "
+                f"{leaf.layout}, and a graph gives dense tensors of torch's own class. Return those; {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
+
+
+_IN_GRAPHS = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+
+
 @attrs.frozen(kw_only=True)
 class TracedStages(LoopStages):
     """The loop's stages, on tensors without numbers."""
@@ -270,11 +285,15 @@ class TracedStages(LoopStages):
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model._skeleton).__name__}"
         with self.tracing.host.quiet(), naming(self.tracing, what, ("forward", None)):
-            return LoopStages.forward(self, state, index=index, last=last)
+            state = LoopStages.forward(self, state, index=index, last=last)
+            _refuse_subclasses(what, state.outputs)
+            return state
 
     def loss(self, state: State, *, index: int = 0) -> State:
         with self.tracing.host.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
-            return LoopStages.loss(self, state, index=index)
+            state = LoopStages.loss(self, state, index=index)
+            _refuse_subclasses("the loss", state.loss)
+            return state
 
     def _whole(self, what: str) -> AbstractContextManager[Any]:
         return nullcontext() if self.tracing.begins_with_leaves else _Undifferentiated(what, ("forward", None))

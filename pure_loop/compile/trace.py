@@ -277,6 +277,13 @@ def _compile(
     lasting: int,
 ) -> Compiled:
     begin = time.perf_counter()
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            raise CompileError(
+                f"a step can't be compiled with the {type(tensor).__name__} of shape {tuple(tensor.shape)} and layout "
+                f"{tensor.layout} that it is given (in the batch, a buffer or opt_state): give dense tensors of "
+                "torch's own class, or train with compile=False."
+            )
     fakes = [tracing.fake(tensor) for tensor in tensors]
     tracing.sharing = _sharing(tensors)
     places: dict[int, int] = {}

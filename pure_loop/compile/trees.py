@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import attrs
 import optree
+import torch
 from torch import Tensor
 
 from pure_loop import _pytree
@@ -65,6 +66,8 @@ _pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
     """What a graph takes for granted about a tensor."""
+    if tensor.layout is not torch.strided:  # which has no strides, and which no graph takes
+        return tensor.shape, tensor.layout, tensor.dtype, tensor.device
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg() or tensor.is_conj()
 
 

@@ -255,7 +255,7 @@ class _Adam:
         lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
         step, on_cpu = opt_state["step"], values[0].is_cpu and "cpu" in FUSED_DEVICES
         number = None
-        if unread and step.is_cpu and step.dtype is torch.float32:
+        if unread and type(step) is Tensor and step.is_cpu and step.dtype is torch.float32:
             number = cell_of(step)
             number.value += 1.0  # which takes a tenth of an operation's time
         else:

@@ -333,6 +333,7 @@ def overwritable(
         or list(grads) != list(params)
         or not all(map(_is_contiguous, gradients))
         or list(map(_size, gradients)) != layout
+        or any(map(_is_neg, gradients))
     ):
         return None
     return getattr(params, "_tensors", None) or list(params.values()), gradients, memories
@@ -402,7 +403,12 @@ def _run(
     overwrite = overwrite and (layout is not None or _alike([*params, *itertools.chain.from_iterable(memories)]))
     if first.is_cpu:
         layout = _look_at(params, memories) if layout is None else layout
-        serves = layout is not None and all(map(_is_contiguous, grads)) and list(map(_size, grads)) == layout
+        serves = (
+            layout is not None
+            and all(map(_is_contiguous, grads))
+            and list(map(_size, grads)) == layout
+            and not any(map(_is_neg, grads))  # whose memory holds other numbers, which fused kernels don't take
+        )
     else:
         layout = list(map(_size, params)) if layout is None else layout
         serves = first.device.type in FUSED_DEVICES
@@ -441,6 +447,7 @@ def _look_at(params: list[Tensor], memories: list[list[Tensor]]) -> Layout | Non
 
 
 _is_contiguous = Tensor.is_contiguous
+_is_neg = Tensor.is_neg
 _size = Tensor.size
 
 
