@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pure_loop as pl
 from pure_loop import schedules
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.optim import from_torch
@@ -158,3 +159,26 @@ class NoRate(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         pass
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Rprop", "SGD"])
+def test_from_torch_is_traced(name: str, interpreted: None) -> None:
+    """In a graph, too, what it keeps are tensors, of a class of torch's own."""
+    model = torch.nn.Linear(3, 2)
+    g = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(3)]
+    states = [
+        pl.run(
+            pl.fit(
+                *(model, data),
+                loss=torch.nn.functional.mse_loss,
+                optimizer=from_torch(getattr(torch.optim, name), lr=0.01),
+                max_duration="1ep",
+                watch={pl.Event.BATCH_END},
+                compile=compiled,
+            )
+        )
+        for compiled in (False, True)
+    ]
+    for value, other in zip(*[state.params.values() for state in states], strict=True):
+        torch.testing.assert_close(value, other)

@@ -46,7 +46,7 @@ from pure_loop.optim.optimizer import (
     memory_of,
     rate_at,
 )
-from pure_loop.random import seeded_all
+from pure_loop.random import seeded_all, tracer
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -321,7 +321,8 @@ class _FromTorch:
         attributes = before[1].carried(after[1], opt_state["attributes"], copies)
         removed = FrozenDict(group=before[0].removed(after[0]), attributes=before[1].removed(after[1]))
         shared = _shared(optimizer)
-        self._refuse_unholdable(copies, new_memories, shared, group, attributes)
+        if tracer.get() is None:
+            self._refuse_unholdable(copies, new_memories, shared, group, attributes)
         for copied in copies:
             copied.grad = None
             copied.requires_grad_(False)
@@ -652,7 +653,12 @@ def _copied(tree: Any) -> Any:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     copies = dict(zip(tensors, clone_all(list(tensors.values())), strict=True))
+    traced = tracer.get() is not None  # with numbers of the step among the leaves
     return structure.unflatten(
-        copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if type(leaf) in _ATOMS else copy.deepcopy(leaf)
+        copies[id(leaf)]
+        if isinstance(leaf, Tensor)
+        else leaf
+        if traced or type(leaf) in _ATOMS
+        else copy.deepcopy(leaf)
         for leaf in leaves
     )
