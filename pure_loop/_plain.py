@@ -225,7 +225,7 @@ def plain_batches(
                 mean is not None
                 or count > 1
                 or weights.divisor != 1.0
-                or stages.clip_grad is not None
+                or stages.finishes
                 or state.loss_scale is not None
             ):
                 state = stages.finish_gradients(state, divisor=weights.divisor, loss=mean)

@@ -205,6 +205,6 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
     draft.loss = loss.detach() if type(loss) is Tensor else detached(loss)
     draft.outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
     draft.__class__ = state.__class__
-    if weights.divisor == 1.0 and stages.clip_grad is None:
+    if weights.divisor == 1.0 and not stages.finishes:
         return draft  # type: ignore[no-any-return]
     return stages.finish_gradients(draft, divisor=weights.divisor)

@@ -7,6 +7,7 @@ are. :mod:`pure_loop.distributed` has the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -267,16 +268,33 @@ def are_large(gradients: Iterable[Tensor | None]) -> bool:
 
 def writable(gradients: list[Any]) -> bool:
     """Whether these gradients, which stand in one mapping and are large, can be written to: nobody else has them."""
-    return are_large(gradients) and held_once(gradients, mappings=1)
+    if not are_large(gradients) or _any_sparse([each for each in gradients if each is not None]):
+        return False
+    return held_once(gradients, mappings=1)
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _any_sparse(gradients: Iterable[Any]) -> bool:
+    """Whether one of them is sparse: its numbers are in two tensors of other sizes."""
+    return any(map(_is_sparse, gradients))
 
 
 def _first(one: Any, other: Any) -> Any:
     return other if one is None else one
 
 
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients: torch adds a sparse one to a dense one, and not the other way round."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
 def _sum(before: list[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(a is None or b is None for a, b in zip(before, found, strict=True)):
-        return tuple(b if a is None else a if b is None else a + b for a, b in zip(before, found, strict=True))
+        return tuple(b if a is None else a if b is None else _added(a, b) for a, b in zip(before, found, strict=True))
+    if _any_sparse(before) or _any_sparse(found):
+        return tuple(map(_added, before, found))
     # Somebody has those before. What was just found is nobody's, if autograd didn't pass on what somebody has.
     if are_large(found) and held_once(found):
         torch._foreach_add_(found, before)

@@ -6,17 +6,20 @@ loss didn't reach) stays None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pure_loop._parts import is_part, on_parts, part_of, sum_over_parts, with_part
-from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "map_present"]
+__all__ = [
+    *("clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "in_dtypes_of"),
+    "map_present",
+]
 
 
 def map_present(
@@ -26,20 +29,50 @@ def map_present(
     present = {name: gradient for name, gradient in grads.items() if gradient is not None}
     if not present:
         return FrozenDict(grads)
-    changed = FrozenDict(zip(present, on_parts(function, list(present.values())), strict=True))
+    tensors = list(present.values())
+    new = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else on_parts(function, tensors)
+    changed = FrozenDict(zip(present, new, strict=True))
     if hasattr(grads, "layout"):
         changed.layout = grads.layout
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _on_values(function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]) -> list[Tensor]:
+    """A function of a list of tensors, applied to the numbers that sparse ones among them hold."""
+    tensors = [tensor.coalesce() if tensor.is_sparse else tensor for tensor in tensors]
+    values = function([tensor.values() if tensor.is_sparse else tensor for tensor in tensors])
+    return [_with_values(tensor, new) if tensor.is_sparse else new for tensor, new in zip(tensors, values, strict=True)]
+
+
+def _with_values(coalesced: Tensor, values: Tensor) -> Tensor:
+    """A sparse tensor with other values at the same indices."""
+    return torch.sparse_coo_tensor(
+        coalesced.indices(), values, coalesced.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """``new`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
+
+    >>> tensors = [torch.tensor(1.0, dtype=torch.bfloat16)]
+    >>> in_dtypes_of(tensors, torch._foreach_mul(tensors, torch.tensor(2.0)))
+    [tensor(2., dtype=torch.bfloat16)]
+    """
+    return [
+        result if result.dtype is tensor.dtype else result.to(tensor.dtype)
+        for result, tensor in zip(new, tensors, strict=True)
+    ]
 
 
 @torch.no_grad()
 def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Tensor:
     """The norm of all tensors taken as one long vector; shape (), on their device.
 
-    Of tensors in parts (DTensors) it is that of the whole, and all ranks have to ask for it.
-
-    Raises:
-        ArgumentTypeError: a tensor is sparse.
+    Of tensors in parts (DTensors) it is that of the whole, and all ranks have to ask for it. Of a sparse tensor (COO)
+    it is the norm of its values, those at one index added up.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -50,16 +83,9 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     if any(map(is_part, present)):
         total: Tensor = torch.linalg.vector_norm(_whole_norms(present, norm_type), norm_type)
         return total
-    try:
-        norms = torch._foreach_norm(present, norm_type)
-    except NotImplementedError as error:
-        sparse = [name for name, tensor in tensors.items() if tensor is not None and tensor.layout != torch.strided]
-        if not sparse:
-            raise
-        raise ArgumentTypeError(
-            f"the gradient or tensor {sparse[0]!r} is sparse, and torch has no norm of one: use "
-            "torch.nn.Embedding(..., sparse=False), or leave clip_grad out"
-        ) from error
+    if any(map(_is_sparse, present)):
+        present = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in present]
+    norms = torch._foreach_norm(present, norm_type)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total  # noqa: RET504 - the type checker wants it named
 
@@ -77,20 +103,29 @@ def _whole_norms(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     return total
 
 
-def clipping_factor(grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """What gradients are multiplied by so that their global norm is at most ``max_norm``; shape ()."""
-    return torch.clamp(max_norm / (global_norm(grads, norm_type) + 1e-6), max=1.0)
+def clipping_factor(
+    grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0, *, norm: Tensor | None = None
+) -> Tensor:
+    """What gradients are multiplied by so that their global norm is at most ``max_norm``; shape ().
+
+    ``norm`` is their :func:`global_norm`, if that is known.
+    """
+    return torch.clamp(max_norm / ((global_norm(grads, norm_type) if norm is None else norm) + 1e-6), max=1.0)
 
 
 @torch.no_grad()
-def clip_by_norm(grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0) -> FrozenDict[str, Any]:
+def clip_by_norm(
+    grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0, *, norm: Tensor | None = None
+) -> FrozenDict[str, Any]:
     """Scale all gradients so that their global norm is at most ``max_norm`` (https://arxiv.org/abs/1211.5063).
+
+    ``norm`` is their :func:`global_norm`, if that is known.
 
     >>> clip_by_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["a"]
     tensor([0.6000])
     """
-    factor = clipping_factor(grads, max_norm, norm_type)
-    return map_present(lambda present: list(torch._foreach_mul(present, factor)), grads)
+    factor = clipping_factor(grads, max_norm, norm_type, norm=norm)
+    return map_present(lambda present: in_dtypes_of(present, torch._foreach_mul(present, factor)), grads)
 
 
 @torch.no_grad()
@@ -134,6 +169,9 @@ def clip_adaptively(
     known = {name: pair for name, *pair in zip(vectors, *norms, strict=True)}
 
     def clip(name: str, gradient: Tensor) -> Tensor:
+        if gradient.is_sparse:
+            dense, gradient = clip(name, gradient.to_dense()), gradient.coalesce()
+            return _with_values(gradient, dense[tuple(gradient.indices())])
         if name in known:
             size, norm = known[name]
         else:

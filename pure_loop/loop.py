@@ -78,13 +78,13 @@ class LoopStages(Stages):
         return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
 
     def gradients(self, state: State) -> State:
-        """``state`` with the ``grads`` (and ``loss``) of its batch at its parameters."""
+        """``state`` with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its parameters."""
         if state.event in _OF_A_MICROBATCH:
             raise ArgumentError(
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
                 "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
             )
-        return self.gradients_of(state.replace(grads=None))
+        return self.gradients_of(state.replace(grads=None, grad_norm=None))
 
     def gradients_of(self, state: State) -> State:
         """The same of a State without gradients that nobody else has, which is written to."""

@@ -35,7 +35,7 @@ from pure_loop.donation import Donation, Taken
 from pure_loop.engine import ONE_RANK, Engine, writable
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, DataError, LossError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import clip_by_norm, clipping_factor, map_present
+from pure_loop.gradients import clip_by_norm, clipping_factor, global_norm, in_dtypes_of, map_present
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import is_laid_out, lie_plainly
 from pure_loop.precision import Precision
@@ -66,6 +66,7 @@ class Stages:
         microbatch_size: samples a forward at most; None: the whole batch.
         clip_grad: a global norm, or a function ``(grads, params) -> grads``.
         nonfinite: ``"error"`` or ``"skip"``: what to do with a loss or gradient that is NaN or infinite.
+        measures_norm: whether ``state.grad_norm`` is wanted where no clipping needs it.
         engine: where forwards and backwards run, and what ranks agree on.
         donation: who else sees the memory that an update could write to; None: it always copies.
     """
@@ -76,10 +77,17 @@ class Stages:
     microbatch_size: int | None = None
     clip_grad: float | ClipGrad | None = None
     nonfinite: str = "error"
+    measures_norm: bool = False
     engine: Engine = ONE_RANK
     donation: Donation | None = None
+    # Whether complete gradients are clipped or measured.
+    finishes: bool = attrs.field(init=False, repr=False, eq=False)
     # Whether an update is written where the old numbers are as soon as it may be, and asks nothing else.
     writes_in_place: bool = attrs.field(init=False, repr=False, eq=False)
+
+    @finishes.default
+    def _finishes(self) -> bool:
+        return self.clip_grad is not None or self.measures_norm
 
     @writes_in_place.default
     def _writes_in_place(self) -> bool:
@@ -353,7 +361,7 @@ class Stages:
     def finish_gradients(
         self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None, alone: bool = False
     ) -> State:
-        """Unscale the accumulated gradients, divide them by ``divisor``, and clip them.
+        """Unscale the accumulated gradients, divide them by ``divisor``, and clip them; gives ``grad_norm``, too.
 
         ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it. ``alone``
         says that nobody will look at the gradients of ``state`` any more.
@@ -372,7 +380,7 @@ class Stages:
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
         scaled = not is_number(divisor) or divisor != 1.0
-        unfinished, by_norm, taken = scaled or clip is not None, isinstance(clip, int | float), None
+        unfinished, by_norm, taken = scaled or self.finishes, isinstance(clip, int | float), None
         if (scaled or by_norm) and not alone and self.donation is not None:
             taken = self.donation.take_gradients(state)
         draft = fresh_draft_of(state)
@@ -386,16 +394,19 @@ class Stages:
             draft._grads, alone = taken, True
         with GradMode(False):
             present = [gradient for gradient in draft._grads.values() if gradient is not None] if alone else []
-            if alone and writable(present):
-                if scaled:
-                    torch._foreach_div_(present, divisor)
-                if by_norm:
-                    torch._foreach_mul_(present, clipping_factor(draft._grads, clip))
-            else:
-                if scaled:
-                    draft._grads = map_present(lambda each: list(torch._foreach_div(each, divisor)), draft._grads)
-                if by_norm:
-                    draft._grads = clip_by_norm(draft._grads, clip)
+            in_place = alone and writable(present)
+            if scaled and in_place:
+                torch._foreach_div_(present, divisor)
+            elif scaled:
+                draft._grads = map_present(
+                    lambda tensors: in_dtypes_of(tensors, torch._foreach_div(tensors, divisor)), draft._grads
+                )
+            if by_norm or self.measures_norm:
+                draft.grad_norm = norm = global_norm(draft._grads)
+                if by_norm and in_place:
+                    torch._foreach_mul_(present, clipping_factor(draft._grads, clip, norm=norm))
+                elif by_norm:
+                    draft._grads = clip_by_norm(draft._grads, clip, norm=norm)
             if clip is not None and not by_norm:
                 draft._grads = clip(draft._grads, state.params)
         return _frozen(draft, state)

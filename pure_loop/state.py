@@ -89,6 +89,9 @@ class State(Record):
             AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
         grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH. Before, at
             AFTER_BACKWARD, they are sums whose factors (weights, loss scale) are still to be divided by.
+        grad_norm: at AFTER_TRAIN_BATCH and BATCH_END the global norm of these gradients, those of the whole batch on
+            all ranks, unscaled and before clipping; shape (). None where nothing needs it: it is computed for
+            ``clip_grad=`` with a number.
 
     From AFTER_FORWARD to BEFORE_BACKWARD ``params`` are autograd leaves, so that a penalty such as
     ``state.loss + 0.1 * state.params["weight"].square().sum()`` has a gradient.
@@ -123,6 +126,7 @@ class State(Record):
     outputs: Any = None
     loss: Any = None
     _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_or_none)
+    grad_norm: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -376,7 +380,7 @@ def in_order(state: S) -> S:
 
 
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
-_OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads")
+_OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 _NAMES: dict[type, frozenset[str]] = {}
 _FIELDS: dict[type, tuple[tuple[str, str], ...]] = {}
 

@@ -159,5 +159,5 @@ def _path(state: State, index: int) -> str:
 
 
 def _short(tensor: Tensor) -> str:
-    flat = part_of(tensor).detach().flatten()
+    flat = part_of(tensor).detach().to_dense().flatten()
     return f"{flat[:3].tolist()}{'...' if flat.numel() > 3 else ''}"

@@ -77,24 +77,3 @@ def test_clipping_does_not_hide_a_gradient_that_is_not_finite(kind, bad):
     state = train(mlp(), points(), [spoil, gradient_clipping(kind, 1.0)], nonfinite="skip")
     equal(state.params, State.create(mlp()).params)
     assert state.skipped == 6
-
-
-def sparse_tensors_have_a_norm() -> bool:
-    """In torch 2.15 they do, and before they didn't."""
-    one = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (3,), check_invariants=True)
-    try:
-        torch._foreach_norm([one])
-    except NotImplementedError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(sparse_tensors_have_a_norm(), reason="in this torch it has one")
-def test_a_sparse_gradient_has_no_norm():
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 1))
-    data = [(torch.tensor([[0, 1], [2, 0]]), torch.ones(2, 1))]
-    settings = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.from_torch(torch.optim.SGD, lr=0.1)}
-    with pytest.raises(
-        pl.errors.ArgumentTypeError, match=r"'0\.weight' is sparse, .*sparse=False.* leave clip_grad out"
-    ):
-        pl.run(pl.fit(model, data, max_duration="1ba", clip_grad=1.0, **settings))

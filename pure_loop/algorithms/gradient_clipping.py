@@ -32,6 +32,8 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
     ``[sam(), gradient_clipping(...)]`` what SAM starts from. ``fit(clip_grad=...)`` clips wherever gradients are
     computed. A gradient that is NaN or infinite stays so, and the loop deals with it as ``nonfinite=`` says.
 
+    With ``"norm"``, ``state.grad_norm`` is the norm before clipping from there on.
+
     Args:
         kind: ``"norm"`` scales all gradients so that their global norm is at most the threshold; ``"value"``
             clamps each element; ``"adaptive"`` scales each output unit's gradient (row of a matrix, filter of a
@@ -60,7 +62,9 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
         grads = state.grads
         assert grads is not None
         if kind == "norm":
-            return state.replace(grads=gradients.clip_by_norm(grads, limit))
+            norm = gradients.global_norm(grads)
+            before = norm if state.grad_norm is None else state.grad_norm  # clipped by fit already, or by another
+            return state.replace(grads=gradients.clip_by_norm(grads, limit, norm=norm), grad_norm=before)
         if kind == "value":
             return state.replace(grads=gradients.clip_by_value(grads, limit))
         return state.replace(grads=gradients.clip_adaptively(grads, state.params, limit))

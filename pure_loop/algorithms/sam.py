@@ -22,7 +22,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_flag, check_integer, check_positive
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import global_norm
+from pure_loop.gradients import global_norm, in_dtypes_of
 from pure_loop.loop import LoopStages
 from pure_loop.state import State
 
@@ -64,7 +64,7 @@ def perturb(
     scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
 
     def move(weights: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
-        steps = list(torch._foreach_mul(directions, scale))
+        steps = in_dtypes_of(directions, torch._foreach_mul(directions, scale))
         return list(torch._foreach_add(weights, _sized(steps, weights) if adaptive else steps))
 
     moved = dict(zip(names, on_parts(move, weights, directions), strict=True))
@@ -119,6 +119,7 @@ def sam(
         grads = state.grads
         assert grads is not None
         nearby = state.replace(params=perturb(state.params, grads, rho, epsilon, adaptive))
-        return state.replace(grads=stages.gradients(nearby).grads)
+        found = stages.gradients(nearby)
+        return state.replace(grads=found.grads, grad_norm=found.grad_norm)
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen})

@@ -52,7 +52,7 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 METADATA_KEY = "pure_loop"
 
 # What belongs to the batch under way, or is of the model and comes with it.
-_NOT_SAVED = frozenset({"model", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads"})
+_NOT_SAVED = frozenset({"model", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"})
 
 
 def durable_fields(cls: type[State]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ _OF_MICROBATCHES = _AROUND_MICROBATCH | INSIDE
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})
 _AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
-_IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads")
+_IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 _OF_GRADIENTS = _IN_FLIGHT[1:]
 
 # The stretches that end with an update.
@@ -314,7 +314,7 @@ class Compiler:
         for name, value in zip(run.names, run.durable, strict=True):
             setattr(draft, name, value)
         draft.timestamp, draft.previous_timestamp = now, state.timestamp
-        draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = None
+        draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = draft.grad_norm = None
         draft.position = Event.BATCH_END
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]

@@ -125,6 +125,8 @@ def make_graph(
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     in_flight = [tensor for each in flight for tensor in tensors_of(each)]
     tensors = [*[durable.leaves[i] for i in places], *in_flight]
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise _sparse(name)
     leaf_names = durable.names(names)
     planned: list[NextState] = []
 
@@ -182,6 +184,10 @@ def make_graph(
             'compile="where possible" runs it eagerly.',
             ("forward", None),
         ) from None
+    except NotImplementedError as error:
+        if "SparseTensorImpl" in str(error):  # of one between two operations
+            raise _sparse(name) from error
+        raise
     except Exception as error:
         error.add_note(f"while the stretch {name!r} was compiled, at batch {env.timestamps[1].batch}")
         raise
@@ -207,6 +213,14 @@ def make_graph(
         counted=[(position, which) for position, (kind, which) in enumerate(following.leaves()) if kind == NUMBER],
         written=[places[i] for i in compiled.written],
         sources=places,
+    )
+
+
+def _sparse(name: str) -> Untraceable:
+    return Untraceable(
+        f"the stretch {name!r} has a sparse tensor (of the batch, a gradient or an algorithm), and a graph holds dense "
+        f"ones: use torch.nn.Embedding(..., sparse=False), or .to_dense(); {WHERE_POSSIBLE}",
+        ("update" if name == "update" else "forward", None),
     )
 
 

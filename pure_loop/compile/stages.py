@@ -300,7 +300,15 @@ class TracedStages(LoopStages):
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         with self.tracing.host.quiet(), naming(self.tracing, "the backward", ("forward", None)):
-            return LoopStages.backward(self, state, weight=weight)
+            state = LoopStages.backward(self, state, weight=weight)
+        for name, gradient in (state._grads or {}).items():
+            if gradient is not None and gradient.is_sparse:
+                raise Untraceable(
+                    f"the gradient of {name!r} is sparse, and a graph holds dense tensors: use "
+                    f"torch.nn.Embedding(..., sparse=False); {WHERE_POSSIBLE}",
+                    ("forward", None),
+                )
+        return state
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
         microbatch, task = state.microbatch, self.task

@@ -27,7 +27,7 @@ __all__ = ["Durable", "Unread", "UnreadFieldError", "describe", "durable_fields"
 _OF_THE_STEP = frozenset(
     {
         *("model", "timestamp", "previous_timestamp", "seed", "event", "position", "evaluator"),
-        *("batch", "microbatch", "outputs", "loss", "_grads"),
+        *("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"),
     }
 )
 

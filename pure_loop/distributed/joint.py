@@ -11,7 +11,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pure_loop._parts import is_part, whole_of
 from pure_loop._pytree import NAMESPACE
@@ -21,7 +21,7 @@ from pure_loop.distributed._meshes import on_usable_mesh
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.engine import Engine
-from pure_loop.errors import DataError, DistributedError
+from pure_loop.errors import DataError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
@@ -82,6 +82,7 @@ class JointEngine(Engine):
     # The beginning and the end.
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        _refuse_sparse(state)
         self.talk.connect()
         mine = {**{name: repr(value) for name, value in settings.items()}, **_model(state)}
         mine |= {f"parallel.{name}": repr(getattr(self.parallel, name)) for name in ("kind", "data", "uneven")}
@@ -374,6 +375,21 @@ def _is_wide(tensor: Tensor) -> bool:
 
 def _short(value: str) -> str:
     return value if len(value) <= 200 else f"{value[:200]} ..."
+
+
+def _refuse_sparse(state: State) -> None:
+    """
+    Raises:
+        ModelError: a layer gives sparse gradients, which torch's exchanges between ranks don't take.
+    """
+    for name, module in state.model._skeleton.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        weight = f"{name}.weight" if name else "weight"
+        if sparse and weight in state.model.trainable:
+            raise ModelError(
+                f"the gradient of {weight!r} is sparse, and ranks exchange dense ones: with parallel= write "
+                f"torch.nn.{type(module).__name__}(..., sparse=False)."
+            )
 
 
 def _model(state: State) -> dict[str, str]:

@@ -31,7 +31,18 @@ _WATCHED = (
     {Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END},
     {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD, Event.BATCH_END},
 )
-_FIELDS = ("params", "buffers", "opt_state", "algorithm_state", "metrics", "loss", "outputs", "grads", "skipped")
+_FIELDS = (
+    "params",
+    "buffers",
+    "opt_state",
+    "algorithm_state",
+    "metrics",
+    "loss",
+    "outputs",
+    "grads",
+    "grad_norm",
+    "skipped",
+)
 
 
 @law("States of compiled steps are those of eager ones, but for rounding", rests_on=_SOUND)

@@ -65,6 +65,7 @@ MAY_CHANGE: dict[str, frozenset[Event]] = {
         }
     ),
     "grads": frozenset({*_MICROBATCH, Event.AFTER_TRAIN_BATCH}),
+    "grad_norm": frozenset({Event.AFTER_TRAIN_BATCH}),
     "metrics": frozenset(Event),
     "algorithm_state": frozenset(Event),
 }
@@ -80,6 +81,7 @@ WHY_NOWHERE_ELSE: dict[str, str] = {
     "outputs": "the loss reads them, and nothing after it; before the forward there are none",
     "loss": "before AFTER_LOSS there is none, and what is written there is overwritten",
     "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has had them",
+    "grad_norm": "it is the norm of complete gradients, which are there at AFTER_TRAIN_BATCH",
     "model": "the optimizer's memory is made for it right after INIT",
 }
 """What makes a change at another event a mistake, in words."""
@@ -148,7 +150,7 @@ def _check_memories(call: Call, result: State) -> None:
 
 # Visibility
 
-_STEP = ("batch", "microbatch", "outputs", "loss", "grads")
+_STEP = ("batch", "microbatch", "outputs", "loss", "grads", "grad_norm")
 _DURABLE = (
     *("params", "buffers", "opt_state", "timestamp", "previous_timestamp", "seed", "loss_scale"),
     *("algorithm_state", "metrics", "skipped", "nonfinite"),
@@ -159,7 +161,7 @@ _COMPUTED: dict[Event, frozenset[str]] = {
     Event.AFTER_FORWARD: frozenset({"outputs", "buffers"}),
     Event.AFTER_LOSS: frozenset({"loss", "buffers"}),
     Event.AFTER_BACKWARD: frozenset({"grads"}),
-    Event.AFTER_TRAIN_BATCH: frozenset({"grads", "loss"}),
+    Event.AFTER_TRAIN_BATCH: frozenset({"grads", "loss", "grad_norm"}),
     Event.BATCH_END: frozenset({"params", "opt_state", "timestamp", "previous_timestamp"}),
     Event.EPOCH_END: frozenset({"timestamp"}),
     Event.ITERATION_END: frozenset({"timestamp"}),
