@@ -32,12 +32,12 @@ LR = pl.schedules.linear(0.05, 0.01, f"{BATCHES}ba")
 def model(bias: bool = True) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 3, bias=bias))
+        return nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 4, bias=bias))
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 4, generator=g), torch.randn(4, 3, generator=g)) for _ in range(BATCHES)]
+    return [(torch.randn(4, 4, generator=g), torch.randn(4, 4, generator=g)) for _ in range(BATCHES)]
 
 
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -354,9 +354,9 @@ def test_states_of_others_are_refused(wrapped: bool) -> None:
         state, torch.optim.AdamW, r"another optimizer than from_torch\(AdamW\): by from_torch of 'torch\.optim.*Adam'"
     )
     refused(state, torch.optim.Adam, "with other options.*needs.*max_exp_avg_sq", amsgrad=True)
-    wider = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+    wider = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4))
     refused(state.with_module(wider), torch.optim.Adam, "doesn't fit .* a step from it fails")
-    longer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 3))
+    longer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 4))
     refused(state.with_module(longer), torch.optim.Adam, "for another model: it has the memory of other parameters")
     other = pl.run(fit(model(), pl.optim.adamw(lr=0.1), watch={Event.BATCH_END}))
     refused(other, torch.optim.Adam, "another optimizer")
