@@ -17,6 +17,10 @@ T = TypeVar("T")
 # How an argument is written.
 _EXAMPLES = {
     "model_or_state": "model",
+    "model": "model=module",
+    "path": "path",
+    "folder": "folder",
+    "state": "state",
     "train_dataloader": "train_dataloader",
     "dataloader": "dataloader",
     "evaluators": 'evaluators={"val": dataloader}',
@@ -88,6 +92,8 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("events", "watch", "watch={{pl.Event.BATCH_END}}"),
     ("torch_compile compiled", "compile", "compile=True"),
     ("hooks", "callbacks", "callbacks=[...]"),
+    ("module net network", "model", "model=module"),
+    ("map_location", "device", 'device="cpu"'),
 )
 
 # What is given at the place of an argument by who knows another library.

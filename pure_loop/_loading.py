@@ -28,10 +28,11 @@ __all__ = [
 ]
 
 
-def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[Any, Checkpoint | None]:
+def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0) -> tuple[Any, Checkpoint | None]:
     """What to start from, and the checkpoint that it takes its numbers from, if there is one.
 
-    The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started.
+    The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the
+    seed of the run is known, by a State or by ``seed``, those of other seeds are passed over.
 
     Raises:
         ArgumentError: there are two things to start from.
@@ -41,7 +42,7 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[An
     if load_path is None and autoresume is None:
         return model_or_state, None
     # Not before: a plain fit doesn't need it.
-    from pure_loop.checkpoint.files import Checkpoint, newest
+    from pure_loop.checkpoint.files import Checkpoint, Found, newest
 
     if load_path is not None and isinstance(model_or_state, State):
         raise ArgumentError(
@@ -54,18 +55,28 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any) -> tuple[An
             raise ArgumentTypeError(
                 f'autoresume={autoresume!r}: give the folder of the checkpoints, autoresume="runs/1".'
             )
-        checkpoint = newest(autoresume, goes_on_from)
+
+        def is_of_run(found: Found) -> bool:
+            if isinstance(model_or_state, State):
+                return found.seed == model_or_state.seed and found.batch >= model_or_state.timestamp.batch
+            return seed in (0, found.seed)
+
+        checkpoint = newest(autoresume, goes_on_from, is_of_run)
     if checkpoint is None and load_path is not None:
         checkpoint = Checkpoint.read(load_path)
     if checkpoint is None or not isinstance(model_or_state, State):
         return model_or_state, checkpoint
+    _refuse_other_run(model_or_state, checkpoint)
     if model_or_state.position is None and model_or_state.event is None:
         return model_or_state, checkpoint  # a fresh start, with INIT before the numbers are read
-    return _in_the_place_of(model_or_state, checkpoint), None
+    return checkpoint.into(model_or_state), None
 
 
-def _in_the_place_of(start: State, checkpoint: Checkpoint) -> State:
-    """The State of a checkpoint of the run that began with this State."""
+def _refuse_other_run(start: State, checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        ArgumentError: the checkpoint is of no run that began with this State.
+    """
     document = checkpoint.document
     if document is None or document.seed != start.seed or document.batch < start.timestamp.batch:
         said = "no State" if document is None else f"seed {document.seed}, batch {document.batch}"
@@ -73,7 +84,6 @@ def _in_the_place_of(start: State, checkpoint: Checkpoint) -> State:
             f"autoresume: {checkpoint.path} ({said}) is not of a run that began with the State given (seed "
             f"{start.seed}, batch {start.timestamp.batch}). Give a folder of its own to each run."
         )
-    return checkpoint.into(start)
 
 
 def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:

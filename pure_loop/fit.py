@@ -28,6 +28,7 @@ from pure_loop._arguments import (
 from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
 from pure_loop._loading import loading, read_start, refuse_savers, savers_among, saving, seed_of
+from pure_loop._memories import refuse_other_memories
 from pure_loop._start import (
     first_state,
     preparation,
@@ -246,7 +247,7 @@ def prepare(
     watched = read_watch(watch)
     mode = Precision.parse(precision)
     together = Together.of(parallel)
-    start, checkpoint = read_start(model_or_state, load_path, autoresume)
+    start, checkpoint = read_start(model_or_state, load_path, autoresume, seed)
     callbacks = saving(autoresume, callbacks)
     observed, objects, group = observers(callbacks, loggers, Recorder(optimizer), together.rank)
     state, fresh = first_state(start, seed_of(checkpoint, seed), together.device(device))
@@ -290,7 +291,9 @@ def prepare(
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         lasting = {"max_duration": duration, "batches_per_epoch": data.length}
         now, before = given.timestamp.replace(**lasting), given.previous_timestamp.replace(**lasting)
-        return given.replace(timestamp=now, previous_timestamp=before)
+        lasted = given.replace(timestamp=now, previous_timestamp=before)
+        refuse_other_memories(lasted, listed)
+        return lasted
 
     state = known(state)
     bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
@@ -319,6 +322,7 @@ def prepare(
     def refuse(found: State) -> None:
         refuse_no_boundary(found)
         refuse_other_optimizer(found, optimizer)
+        refuse_other_memories(found, listed)
 
     return Prepared(
         state=state,

@@ -13,6 +13,7 @@ from pure_loop._arguments import read_watch
 from pure_loop._calls import teaching
 from pure_loop._compiling import evaluating
 from pure_loop._loading import refuse_idle_savers
+from pure_loop._memories import refuse_other_memories
 from pure_loop._start import any_state
 from pure_loop._together import Together
 from pure_loop.algorithm import AlgorithmLike, bind, flatten
@@ -158,6 +159,7 @@ def _outside_fit(
     evaluators: Any,
 ) -> Stream:
     listed = flatten(algorithms)
+    refuse_other_memories(state, listed)
     handlers = bind(listed)
     observed, objects, _ = observers(callbacks, loggers, Recorder(), together.rank)
     refuse_idle_savers(objects, "evaluate" if evaluators else "predict")

@@ -254,8 +254,8 @@ def test_another_runs_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     pl.run(stream(CheckpointSaver(tmp_path, keep_last=2), max_duration="3ep"))
     assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (2, 3, 4, 5)]
     assert "holds checkpoints of another run" in caplog.text
-    # What was saved last is the newest, not what is further on.
-    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
+    # What is further on is the newest, not what was saved last.
+    assert pl.latest(tmp_path) == str(tmp_path / "ep5-ba20.safetensors")
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pure_loop._parts import on_parts
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._arguments import check_fraction, check_time
 from pure_loop.cadence import every
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
@@ -79,6 +79,7 @@ def averaged(state: State, name: str = "ema") -> State:
 
     Raises:
         ArgumentError: the State has no average of this name.
+        ResumeError: the average of a parameter has another shape than the parameter.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -94,6 +95,13 @@ def averaged(state: State, name: str = "ema") -> State:
             f"Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)]; a module, or a State from "
             "before FIT_START, has no average yet."
         )
+    # Ahead of a forward, which broadcasts.
+    for name, tensor in memory["params"].items():
+        if name in state.params and tensor.shape != state.params[name].shape:
+            raise ResumeError(
+                f"the average of params[{name!r}] has shape {tuple(tensor.shape)}, and the parameter "
+                f"{tuple(state.params[name].shape)}: it is of another model, or was altered."
+            )
     return state.replace(params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"]))
 
 

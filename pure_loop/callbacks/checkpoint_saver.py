@@ -15,7 +15,7 @@ from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
 from pure_loop.checkpoint.files import SUFFIX, in_parts, write_state
-from pure_loop.checkpoint.keeping import Names, Saved
+from pure_loop.checkpoint.keeping import Names, Saved, is_name
 from pure_loop.checkpoint.places import PathLike, place
 from pure_loop.checkpoint.run_folder import RunFolder
 from pure_loop.checkpoint.signals import HeldSignals, any_came
@@ -99,7 +99,7 @@ class CheckpointSaver(Callback):
         names = Names(filename, SUFFIX)
         last, best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
         self._metric = _read_metric(keep_best, metric, mode)
-        if latest is not None and (not isinstance(latest, str) or not latest or os.path.basename(latest) != latest):
+        if latest is not None and (not isinstance(latest, str) or not is_name(latest)):
             raise ArgumentError(f'latest={latest!r}: the name of a link in the folder, such as "latest", or None.')
         if latest is not None and latest.endswith(SUFFIX):
             raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
@@ -305,7 +305,7 @@ class CheckpointSaver(Callback):
                         # NaN and infinity are never the best, and JSON doesn't have them.
                         notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
                     if meeting is None:
-                        write_state(state, path, notes, after=folder.newest)
+                        write_state(state, path, notes)
                     else:
                         from pure_loop.checkpoint.sharded import write
 

@@ -22,6 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.checkpoint.parsing import MOST_MEMORY, memory_of, parse
 from pure_loop.errors import CheckpointError
 
 __all__ = [
@@ -70,7 +71,6 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 LARGEST = (1 << 63) - 1
 """The largest size, and number of elements, of a tensor."""
 
-# Text that becomes Python objects grows some twentyfold.
 _LONGEST_HEADER = 32 << 20
 _MOST_DIMENSIONS = 64
 _CHUNK = 8 << 20
@@ -132,12 +132,14 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         }
         offset = stop
     header[DIGEST] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    written = json.dumps(header, ensure_ascii=False, separators=(",", ":"))
+    text = written.encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % 8)
-    if len(text) > _LONGEST_HEADER:
+    if len(text) > _LONGEST_HEADER or memory_of(written) > MOST_MEMORY:
         raise CheckpointError(
-            f"the names and values besides the tensors take {len(text) >> 20} MiB as text, and at most "
-            f"{_LONGEST_HEADER >> 20} MiB can be saved: keep long lists of numbers in tensors."
+            f"the names and values besides the tensors take {len(text) / 2**20:.1f} MiB as text, and would take "
+            f"{memory_of(written) >> 20} MiB of memory when they are read; at most {_LONGEST_HEADER >> 20} and "
+            f"{MOST_MEMORY >> 20} MiB can be saved: keep long lists of numbers in tensors."
         )
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
@@ -202,7 +204,7 @@ def read_header(file: BinaryIO, size: int, path: object) -> Header:
     if text[:1] != b"{":
         _refuse(path, _kind_of(first + text[:8]) or "its header is not JSON")
     try:
-        parsed = json.loads(text.decode("utf-8", "surrogatepass"), object_pairs_hook=_no_duplicates)
+        parsed = parse(text.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"{path}: its header can't be read: {reason}. {_ADVICE}") from error
@@ -334,13 +336,6 @@ def _short(value: Any) -> str:
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = 60
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in it")
-    return found
 
 
 def _exactly(file: BinaryIO, size: int, path: object) -> bytes:

@@ -13,18 +13,18 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
-from pure_loop.checkpoint.tree import Reader, Writer
+from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -37,7 +37,9 @@ __all__ = [
     "FORMAT",
     "UPGRADES",
     "Document",
+    "apart",
     "durable_fields",
+    "first_names",
     "refuse_another_model",
     "read_document",
     "write_document",
@@ -60,6 +62,28 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _NOT_SAVED)
 
 
+class Shaped(Protocol):
+    """What has a shape and a dtype: a tensor, or what a file says of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class _Named(dict[str, Tensor]):
+    """Tensors by name that remembers for which of them it was asked."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__(tensors)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+
 @attrs.frozen
 class Document:
     """What a checkpoint says besides its tensors.
@@ -71,6 +95,10 @@ class Document:
         model: the class of the module, for messages.
         fields: the fields as JSON.
         notes: what the writer noted.
+        seed: of the run.
+        timestamp: how far the run was.
+        event: where the State was kept.
+        position: the last boundary before it.
     """
 
     made_by: dict[str, str]
@@ -79,22 +107,26 @@ class Document:
     model: str
     fields: dict[str, Any]
     notes: dict[str, Any]
-
-    @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return int(self.fields["seed"])
-
-    @property
-    def event(self) -> Event | None:
-        """Where the State was kept."""
-        saved = self.fields["event"]
-        return None if saved is None else Event[saved["enum"][1]]
+    seed: int
+    timestamp: Timestamp
+    event: Event | None
+    position: Event | None
 
     @property
     def batch(self) -> int:
         """How many batches were finished."""
-        return int(self.fields["timestamp"]["fields"]["batch"])
+        return self.timestamp.batch
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """How far the run was: of two States of a run the later one has the larger, whatever a clock said.
+
+        The counts of finished batches, epochs and iterations, and where these are equal the boundary.
+        """
+        now = self.timestamp
+        place = _ORDER.index(self.position) if self.position in _ORDER else -1
+        evaluated = self.event is Event.EVAL_STANDALONE_END
+        return now.batch, now.epoch, now.iteration, place, evaluated, now.sample, now.token
 
     def state(self, model: ModelDef, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> State:
         """The State.
@@ -103,12 +135,48 @@ class Document:
             CheckpointError: it holds what this program doesn't know.
             ResumeError: it is another model's; names the leaf.
         """
+        cls, values = self._values(tensors, device, path)
+        refuse_another_model(values["params"], values["buffers"], model, self.model, path)
+        seen: set[int] = set()
+        for name in ("params", "buffers"):
+            values[name] = FrozenDict((key, apart(tensor, seen)) for key, tensor in values[name].items())
+        known = {field.name: field for field in attrs.fields(cls)}
+        public = {known[name].alias or name: value for name, value in values.items()}
+        return cls(model=model, **public)
+
+    def refuse_contradiction(self, tensors: Mapping[str, Shaped], path: object, *, complete: bool = False) -> None:
+        """Refuse a description from which no State can be made, whatever the model.
+
+        Args:
+            tensors: those of the file by name.
+            path: for errors.
+            complete: whether it has to name all of them.
+
+        Raises:
+            UnknownClassError: it names a class that this program hasn't registered.
+            CheckpointError: it contradicts itself or the tensors.
+        """
+        meta = torch.device("meta")
+        named = _Named(
+            (name, torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)) for name, tensor in tensors.items()
+        )
+        self._values(named, meta, path)
+        unnamed = [name for name in named if name not in named.asked]
+        if complete and unnamed:
+            raise CheckpointError(f"{path} can't be read: it has tensors that are nobody's: {first_names(unnamed)}.")
+
+    def _values(
+        self, tensors: Mapping[str, Tensor], device: torch.device, path: object
+    ) -> tuple[type[State], dict[str, Any]]:
+        """The State's class, and the values of its fields."""
         kind = named(self.state_class)
-        if kind is None or not issubclass(kind.cls, State):
-            raise CheckpointError(
-                f"{path} holds a State of the class {self.state_class}, which this program doesn't know: import the "
-                "module that defines it before you load."
+        if kind is None:
+            raise UnknownClassError(
+                f"{path} holds a State of the class {shortened(self.state_class)}, which this program doesn't know: "
+                "import the module that defines it before you load."
             )
+        if not issubclass(kind.cls, State):
+            raise CheckpointError(f"{path} can't be read: it says that {kind.name} is the class of a State.")
         reader = Reader(tensors, device, path)
         values = {name: reader.read(value) for name, value in self.fields.items()}
         _refuse_nonsense(values, path)
@@ -119,24 +187,40 @@ class Document:
         ]
         if unknown or lacking:
             raise CheckpointError(
-                f"{path} can't be read: its {kind.cls.__name__} has the fields {sorted(values)}"
-                + "".join(f"; {what} {some}" for what, some in (("unknown", unknown), ("missing", lacking)) if some)
+                f"{path} can't be read: its {kind.cls.__name__} has {len(values)} fields"
+                + "".join(
+                    f"; {what} {first_names(some)}"
+                    for what, some in (("unknown", unknown), ("missing", lacking))
+                    if some
+                )
                 + ". Was the class changed since? Give new fields a default."
             )
-        refuse_another_model(values["params"], values["buffers"], model, self.model, path)
-        public = {known[name].alias or name: value for name, value in values.items()}
-        return kind.cls(model=model, **public)
+        return kind.cls, values
+
+
+# The boundaries in the order in which a run passes those at which it has finished equally much.
+_ORDER = (
+    Event.AFTER_LOAD,
+    Event.BATCH_END,
+    Event.BATCH_CHECKPOINT,
+    Event.EPOCH_END,
+    Event.EPOCH_CHECKPOINT,
+    Event.ITERATION_END,
+    Event.ITERATION_CHECKPOINT,
+    Event.ITERATION_START,
+    Event.EPOCH_START,
+    Event.FIT_END,
+)
 
 
 def write_document(
-    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False, after: int = 0
+    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False
 ) -> tuple[str, dict[str, Tensor]]:
     """The document of a State as text, and its tensors by name.
 
     Args:
         notes: JSON to remember with it.
         parts: whether some of the tensors may be in parts.
-        after: the time of another one that this one is newer than, whatever the clock says.
 
     Raises:
         ArgumentTypeError: it holds a value that a checkpoint can't hold; names its place.
@@ -153,7 +237,7 @@ def write_document(
     document = {
         "format": FORMAT,
         "made_by": {"pure_loop": __version__, "torch": str(torch.__version__)},
-        "saved_at": max(time.time_ns(), after + 1),
+        "saved_at": time.time_ns(),
         "state": kind.name,
         "model": f"{module.__module__}.{module.__qualname__}",
         "fields": fields,
@@ -186,57 +270,83 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
     if text is None:
         return None
     try:
-        document = json.loads(text)
+        document = parse(text)
         version = document["format"]
         if type(version) is not int or version < 1:
-            raise ValueError(f"its format is {reprlib.repr(version)}")
+            raise ValueError(f"its format is {shortened(version)}")
         if version > FORMAT:
             raise CheckpointError(
-                f"{path} has format {version}, and this version of pure_loop reads up to {FORMAT}: it was written by "
-                f"pure_loop {str(document.get('made_by'))[:80]}; install that one or a newer one."
+                f"{path} has format {shortened(version)}, and this version of pure_loop reads up to {FORMAT}: it was "
+                f"written by pure_loop {shortened(document.get('made_by'))}; install that one or a newer one."
             )
         for older in range(version, FORMAT):
             document = UPGRADES[older](document)
-        found = Document(
-            made_by=document["made_by"],
-            saved_at=document["saved_at"],
-            state_class=document["state"],
-            model=document["model"],
-            fields=document["fields"],
-            notes=document["notes"],
-        )
-        texts = (found.state_class, found.model)
-        mappings = (found.made_by, found.fields, found.notes)
-        if not all(isinstance(each, str) for each in texts) or not all(isinstance(each, dict) for each in mappings):
-            raise ValueError("a part of it is of another kind than it should be")
-        _ = found.event  # which has to be one
-        if type(found.saved_at) is not int or type(found.fields["seed"]) is not int or type(found.batch) is not int:
-            raise ValueError("its counts are no whole numbers")
+        fields, saved_at = document["fields"], document["saved_at"]
+        texts, mappings = ("state", "model"), ("made_by", "fields", "notes")
+        wrong = [name for name in texts if not isinstance(document[name], str)]
+        wrong += [name for name in mappings if not isinstance(document[name], dict)]
+        wrong += [] if type(saved_at) is int and 0 <= saved_at <= _LARGEST_COUNT else ["saved_at"]
+        if wrong:
+            raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
+        reader = Reader({}, torch.device("cpu"), path)
+        # All that is asked of a file before its tensors are read: where among others it stands.
+        values = {name: reader.read(fields[name]) for name in _OF_PROGRESS}
+        _refuse_other_kinds(values, _OF_PROGRESS, path)
+        for name in ("timestamp", "previous_timestamp"):
+            _refuse_no_time(name, values[name], path)
+        if values["position"] not in (None, *_ORDER):
+            raise ValueError(f"its position is {values['position'].name}, which is no boundary")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"{path} can't be read: its description is no checkpoint's: {repr(error)[:300]}."
         ) from error
-    return found
+    return Document(
+        made_by=document["made_by"],
+        saved_at=saved_at,
+        state_class=document["state"],
+        model=document["model"],
+        fields=fields,
+        notes=document["notes"],
+        seed=values["seed"],
+        timestamp=values["timestamp"],
+        event=values["event"],
+        position=values["position"],
+    )
 
 
 def _refuse_nonsense(values: Mapping[str, Any], path: object) -> None:
     """Refuse values that no State has, before something far away stumbles over them."""
-    for name, wanted in _KINDS.items():
-        if name not in values:
-            raise CheckpointError(f"{path} can't be read: it has no {name}.")
-        if not isinstance(values[name], wanted) or isinstance(values[name], bool):
-            raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
+    _refuse_other_kinds(values, _KINDS, path)
     for name in ("params", "buffers"):
         for key, tensor in values[name].items():
             if not isinstance(key, str) or not isinstance(tensor, Tensor):
-                raise CheckpointError(f"{path} can't be read: {name}[{key!r}] is a {type(tensor).__name__}.")
+                raise CheckpointError(f"{path} can't be read: {name}[{shortened(key)}] is a {type(tensor).__name__}.")
     for name in ("timestamp", "previous_timestamp"):
         _refuse_no_time(name, values[name], path)
     scale = values["loss_scale"]
-    if scale is not None and not all(isinstance(each, Tensor) for each in (scale.scale, scale.growth_tracker)):
-        raise CheckpointError(f"{path} can't be read: its loss_scale holds no tensors.")
+    scalars = {"skipped": (values["skipped"], torch.int64), "nonfinite": (values["nonfinite"], torch.int64)}
+    if scale is not None:
+        scalars["loss_scale.scale"] = scale.scale, torch.float32
+        scalars["loss_scale.growth_tracker"] = scale.growth_tracker, torch.int32
+    for name, (scalar, dtype) in scalars.items():
+        if scalar is None and "." not in name:
+            continue
+        if not isinstance(scalar, Tensor) or scalar.shape != () or scalar.dtype is not dtype:
+            kind = _kind(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
+            raise CheckpointError(
+                f"{path} can't be read: its {name} is {kind}, and a State has () "
+                f"{str(dtype).removeprefix('torch.')} there."
+            )
+
+
+def _refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: object) -> None:
+    for name in names:
+        if name not in values:
+            raise CheckpointError(f"{path} can't be read: it has no {name}.")
+        if not isinstance(values[name], _KINDS[name]) or isinstance(values[name], bool):
+            raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
 
 
 def _refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
@@ -252,7 +362,7 @@ def _refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
         if not right:
             # Not its text: that of a Time is made for those that are one.
             shown = attrs.astuple(value, recurse=False) if isinstance(value, Time) else value
-            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {reprlib.repr(shown)}.")
+            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {shortened(shown)}.")
 
 
 _LARGEST = sys.float_info.max
@@ -282,6 +392,7 @@ _KINDS: dict[str, Any] = {
     "skipped": Tensor | None,
     "nonfinite": Tensor | None,
 }
+_OF_PROGRESS = ("seed", "timestamp", "previous_timestamp", "event", "position")
 
 
 def refuse_another_model(
@@ -306,7 +417,7 @@ def refuse_another_model(
             says = (("the file lacks", missing), ("the model lacks", unknown))
             raise ResumeError(
                 f"{whose}: of {kind}, "
-                + "; ".join(f"{what} {names[:3]}{' ...' if len(names) > 3 else ''}" for what, names in says if names)
+                + "; ".join(f"{what} {first_names(names)}" for what, names in says if names)
                 + f". {advice}"
             )
         for name, tensor in wanted.items():
@@ -315,6 +426,18 @@ def refuse_another_model(
                     f"{whose}: {kind}[{name!r}] is {_kind(found[name])} in the file and {_kind(tensor)} in the model. "
                     f"{advice}"
                 )
+
+
+def apart(tensor: Tensor, seen: set[int]) -> Tensor:
+    """The tensor, or a copy of it if it was seen: tied parameters have one name, and those of two names are two."""
+    tensor = tensor.clone() if id(tensor) in seen else tensor
+    seen.add(id(tensor))
+    return tensor
+
+
+def first_names(names: list[str]) -> str:
+    """The first names of a list, for messages."""
+    return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"
 
 
 def _kind(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -10,12 +11,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._calls import teaching
 from pure_loop._parts import is_part
 from pure_loop._start import read_device
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
 from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
+from pure_loop.checkpoint.tree import UnknownClassError
 from pure_loop.checkpoint.weights import saved_weights, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.event import Event
@@ -26,7 +29,9 @@ __all__ = [
     "SHARDED",
     "SUFFIX",
     "Checkpoint",
+    "Found",
     "describe",
+    "found_at",
     "found_in",
     "in_parts",
     "latest",
@@ -49,6 +54,7 @@ _NOT_STRICT = "strict=False is for weights alone: a run goes on exactly or not a
 _log = logging.getLogger("pure_loop.checkpoint")
 
 
+@teaching
 def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None) -> None:
     """Write a State to a file, from which :func:`load` and ``fit(load_path=...)`` go on exactly.
 
@@ -94,9 +100,9 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
     write_state(state, where.path, notes)
 
 
-def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None, *, after: int = 0) -> None:
-    """What :func:`save` does with a State of whole tensors; ``after`` as in :func:`write_document`."""
-    text, tensors = write_document(state, notes, after=after)
+def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
+    """What :func:`save` does with a State of whole tensors."""
+    text, tensors = write_document(state, notes)
     with place(path).writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
 
@@ -106,6 +112,7 @@ def in_parts(state: State) -> bool:
     return any(map(is_part, state.params.values()))
 
 
+@teaching
 def load(
     path: PathLike,
     *,
@@ -131,6 +138,7 @@ def load(
         strict: with weights alone, refuse names that only one of the file and the model has.
 
     Raises:
+        ArgumentTypeError: no module is given, or something else.
         CheckpointNotFoundError: (a FileNotFoundError) there is no such file.
         CheckpointError: (a ValueError) it is no checkpoint, damaged, cut off or of a newer format.
         ResumeError: it is another model's; names the leaf, and what it is on either side.
@@ -166,11 +174,10 @@ def describe(path: PathLike) -> dict[str, Any]:
     document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path)
     if document is None:
         raise CheckpointError(f"{where.path} has weights alone: load_file of the safetensors package lists them.")
-    timestamp = document.fields["timestamp"]["fields"]
     return {
         "made_by": document.made_by,
         "saved_at": document.saved_at / 1e9,
-        "epoch": timestamp.get("epoch"),
+        "epoch": document.timestamp.epoch,
         "batch": document.batch,
         "event": document.event,
         "seed": document.seed,
@@ -267,8 +274,54 @@ def _refuse_no_digest(header: container.Header, document: Document | None, path:
         raise CheckpointError(f"{path} can't be read: it has no digest, so nobody can tell whether it is whole.")
 
 
-def found_in(folder: PathLike) -> list[tuple[str, Document]]:
-    """The checkpoints in a folder whose headers can be read, newest first."""
+@attrs.frozen
+class Found:
+    """A checkpoint of a folder, by its header: what is compared before one of them is read.
+
+    Attributes:
+        path: of the file or folder.
+        seed: of the run.
+        batch: how many batches were finished.
+        event: where the State was kept.
+        progress: how far the run was; of two States of a run the later one has the larger.
+        score: what the metric was there that was asked for; None if it wasn't measured there.
+    """
+
+    path: str
+    seed: int
+    batch: int
+    event: Event | None
+    progress: tuple[int, ...]
+    score: float | None
+
+    @classmethod
+    def of(cls, path: str, document: Document, metric: str | None) -> Found:
+        score = document.notes.get("score") if metric is not None and document.notes.get("metric") == metric else None
+        return cls(
+            path=path,
+            seed=document.seed,
+            batch=document.batch,
+            event=document.event,
+            progress=document.progress,
+            score=score if isinstance(score, float) else None,
+        )
+
+
+def found_at(path: str, metric: str | None = None) -> Found | None:
+    """A checkpoint by its header; None for a file of weights alone.
+
+    Raises:
+        CheckpointError, OSError: it can't be read.
+    """
+    document = Index.read(path)[1] if path.endswith(SHARDED) else _document_of(path)
+    return None if document is None else Found.of(path, document, metric)
+
+
+def found_in(folder: PathLike, metric: str | None = None) -> list[Found]:
+    """The checkpoints in a folder whose headers can be read, the furthest on first; of equal ones by their names.
+
+    Their descriptions are read one at a time, and not kept: a folder may hold many, and large ones.
+    """
     where = place(folder)
     found = []
     for name in where.names():
@@ -276,20 +329,23 @@ def found_in(folder: PathLike) -> list[tuple[str, Document]]:
             continue
         path = join(folder, name)
         try:
-            document = Index.read(path)[1] if name.endswith(SHARDED) else _document_of(path)
+            one = found_at(path, metric)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
-        if document is not None:
-            found.append((path, document))
-    return sorted(found, key=lambda item: (item[1].saved_at, item[1].batch, item[0]), reverse=True)
+        if one is not None:
+            found.append(one)
+    return sorted(found, key=lambda each: (each.progress, each.path), reverse=True)
 
 
+@teaching
 def latest(folder: PathLike) -> str | None:
     """The path of the newest checkpoint in a folder that is whole; None if there is none.
 
-    Newest is the one that was saved last. Each is read through and held against its digest; one that is damaged or cut
-    off is passed over, with a message to the log ``pure_loop.checkpoint``.
+    Newest is the State that is furthest on: by its counts of batches, epochs and iterations, and where these are equal
+    by its boundary; of equal States the last by name. No clock is asked, neither the one by which files are dated nor
+    the one at saving. Each file is read through and compared with its digest; one that is damaged, cut off or
+    contradicts itself is passed over, with a message to the log ``pure_loop.checkpoint``.
 
     Raises:
         ArgumentTypeError: it is no path.
@@ -299,45 +355,81 @@ def latest(folder: PathLike) -> str | None:
     True
     """
     _refuse_file(folder)
-    return _first_whole(found_in(folder), _verified)
+    return _first_whole(found_in(folder), _verified, [])
 
 
-def newest(folder: PathLike, goes_on: Callable[[Event | None], bool]) -> Checkpoint | None:
-    """The newest checkpoint in a folder that is whole and was saved where training can go on, read."""
+def newest(
+    folder: PathLike, goes_on: Callable[[Event | None], bool], is_of_run: Callable[[Found], bool]
+) -> Checkpoint | None:
+    """The newest checkpoint in a folder that is whole and was saved where training can be resumed, read.
+
+    Args:
+        folder: which one.
+        goes_on: whether training can be resumed from an event.
+        is_of_run: whether a checkpoint can be of the run that is resumed. Where none is, the newest is given all the
+            same, for an error that says so.
+
+    Raises:
+        UnknownClassError: of those that are whole each holds a class that this program doesn't know.
+    """
     _refuse_file(folder)
     found = []
-    for path, document in found_in(folder):
-        if goes_on(document.event):
-            found.append((path, document))
+    for each in found_in(folder):
+        if goes_on(each.event):
+            found.append(each)
         else:
-            _log.warning("%s is passed over: it is from %s, where training can't go on", path, document.event)
-    checkpoint = _first_whole(found, _read_whole)
+            _log.warning("%s is passed over: it is from %s, where training can't be resumed", each.path, each.event)
+    mine = [each for each in found if is_of_run(each)]
+    for each in found if mine else []:
+        if each not in mine and each.progress > mine[0].progress:
+            _log.warning("%s is passed over: it is of another run, with seed %s", each.path, each.seed)
+    unknown: list[UnknownClassError] = []
+    checkpoint = _first_whole(mine or found, _read_whole, unknown)
+    if checkpoint is None and unknown:
+        raise unknown[0]
     if checkpoint is not None and checkpoint.document is not None:
-        _log.info("going on from %s, batch %d", checkpoint.path, checkpoint.document.batch)
+        _log.info("resuming from %s, batch %d", checkpoint.path, checkpoint.document.batch)
     return checkpoint
 
 
-def _first_whole(found: Iterable[tuple[str, Document]], read: Callable[[str], T]) -> T | None:
-    for path, _ in found:
+def _first_whole(found: Iterable[Found], read: Callable[[str], T], unknown: list[UnknownClassError]) -> T | None:
+    for each in found:
         try:
-            return read(path)
+            return read(each.path)
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is passed over: %s", path, error)
+            _log.warning("%s is passed over: %s", each.path, error)
+            if isinstance(error, UnknownClassError):
+                unknown.append(error)
     return None
 
 
 def _verified(path: str) -> str:
-    if path.endswith(SHARDED):
-        Index.read(path)[0].verify(path)
-    else:
-        with place(path).open() as file:
-            container.verify(file, size_of(file), path)
+    # A class that is unknown here may be known to the program that loads the file.
+    with contextlib.suppress(UnknownClassError):
+        if path.endswith(SHARDED):
+            index, document = Index.read(path)
+            index.verify(path)
+            document.refuse_contradiction(index.tensors, path, complete=True)
+        else:
+            with place(path).open() as file:
+                header = container.verify(file, size_of(file), path)
+            described = read_document(header.metadata, path)
+            if described is not None:  # it may have become a file of weights since its header was read
+                described.refuse_contradiction({entry.name: entry for entry in header.entries}, path)
     return path
 
 
 def _read_whole(path: str) -> Checkpoint:
-    # Of a sharded one the tensors are read when it is known which of them are needed.
-    return Checkpoint.read(_verified(path) if path.endswith(SHARDED) else path)
+    if path.endswith(SHARDED):
+        # The tensors are read when it is known which of them are needed.
+        index, document = Index.read(path)
+        index.verify(path)
+        document.refuse_contradiction(index.tensors, path, complete=True)
+        return Checkpoint.read(path)
+    checkpoint = Checkpoint.read(path)
+    if checkpoint.document is not None:
+        checkpoint.document.refuse_contradiction(checkpoint.tensors, path)
+    return checkpoint
 
 
 def _refuse_file(folder: PathLike) -> None:

@@ -25,7 +25,9 @@ import torch
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape
 from pure_loop.checkpoint.document import Document, read_document
-from pure_loop.checkpoint.places import LEFTOVER, join, place, size_of
+from pure_loop.checkpoint.parsing import parse
+from pure_loop.checkpoint.places import join, place, size_of
+from pure_loop.checkpoint.tree import shortened
 from pure_loop.errors import CheckpointError
 
 __all__ = ["INDEX", "INDEX_KEY", "PART_KEY", "Chunk", "File", "Index", "Stored", "is_index", "is_sharded", "remove"]
@@ -37,8 +39,8 @@ INDEX_KEY = "pure_loop.index"
 PART_KEY = "pure_loop.part"
 
 _FILES = re.compile(r"[0-9a-f]{16}-([0-9]{1,6}-of-[0-9]{1,6}|whole)\.safetensors")
-# Chunks that are cut along several dimensions are compared pair by pair.
-_MOST_CHUNKS = 1024
+# The shortest text by which the header of a file tells of one chunk.
+_SHORTEST_ENTRY = len('"":{"dtype":"U8","shape":[],"data_offsets":[0,1]},')
 
 
 @attrs.frozen
@@ -101,13 +103,13 @@ class Index:
             CheckpointError: it is no index, or says what can't be.
         """
         try:
-            given = json.loads(text)
+            given = parse(text)
             files = tuple(_file(path, *each) for each in given["files"])
             tensors = {name: _stored(path, name, *each) for name, each in given["tensors"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{path} can't be read: its index is none: {error!r}.") from error
+            raise CheckpointError(f"{path} can't be read: its index is none: {repr(error)[:300]}.") from error
         if len({each.name for each in files}) != len(files):
             _refuse(path, "its index names a file twice")
         _refuse_unpaid(files, tensors, path)
@@ -123,9 +125,9 @@ class Index:
         """
         where = place(join(folder, INDEX))
         with where.open() as file:
-            header, _ = container.read(file, size_of(file), where.path)
+            header = container.verify(file, size_of(file), where.path)
         text, document = header.metadata.get(INDEX_KEY), read_document(header.metadata, where.path)
-        if text is None or document is None or not header.digested:
+        if text is None or document is None or not header.digested or header.entries:
             _refuse(where.path, "it is no index of a sharded checkpoint")
         index = cls.of_text(text, where.path)
         index._look(folder)
@@ -180,16 +182,16 @@ def remove(path: str) -> None:
 
 
 def leftovers(names: Iterable[str], index: Index) -> list[str]:
-    """The files of a folder that are of earlier saves."""
+    """The files of a folder that are of earlier saves, and that no index names any more."""
     current = {each.name for each in index.files}
-    return [name for name in names if name not in current and (_FILES.fullmatch(name) or name.endswith(LEFTOVER))]
+    return [name for name in names if name not in current and _FILES.fullmatch(name)]
 
 
 def _file(path: object, name: Any, size: Any, digest: Any) -> File:
     if not isinstance(name, str) or not _FILES.fullmatch(name):
         _refuse(
             path,
-            f"its index names the file {str(name)[:80]!r}, and files of a sharded checkpoint lie in its folder, by "
+            f"its index names the file {shortened(name)}, and files of a sharded checkpoint lie in its folder, by "
             "the names that pl.save gives them",
         )
     if type(size) is not int or not 0 <= size <= LARGEST or not isinstance(digest, str):
@@ -200,7 +202,10 @@ def _file(path: object, name: Any, size: Any, digest: Any) -> File:
 def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: Any) -> Stored:
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None or not is_shape(shape) or type(part) is not bool:
-        _refuse(path, f"its index says of tensor {name[:80]!r} that it has dtype {code!r} and shape {str(shape)[:60]}")
+        _refuse(
+            path,
+            f"its index says of tensor {name[:80]!r} that it has dtype {shortened(code)} and shape {shortened(shape)}",
+        )
     boxes = tuple(_chunk(path, name, tuple(shape), *each) for each in chunks)
     _refuse_holes(name, tuple(shape), boxes, path)
     return Stored(dtype, tuple(shape), part, boxes)
@@ -211,7 +216,7 @@ def _chunk(path: object, name: str, shape: tuple[int, ...], file: Any, offsets: 
     if type(file) is not int or file < 0 or not fits:
         _refuse(path, f"its index describes a chunk of tensor {name[:80]!r} in another way than pl.save does")
     if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
-        _refuse(path, f"its index has a chunk of tensor {name[:80]!r} outside of its shape {shape}")
+        _refuse(path, f"its index has a chunk of tensor {name[:80]!r} outside of its shape {shortened(shape)}")
     return Chunk(tuple(offsets), tuple(sizes), file)
 
 
@@ -222,33 +227,28 @@ def _refuse_holes(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...], 
 
 
 def _overlap(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
+    """Whether chunks overlap, or are cut in another way than ranks cut: along each dimension all at the same places.
+
+    Two different boxes of such a grid differ along some dimension, and there they are apart.
+    """
     if not all(math.prod(each.sizes) for each in chunks):
         return True
-    cut = [dim for dim in range(len(shape)) if any(each.sizes[dim] != shape[dim] for each in chunks)]
-    if len(cut) <= 1:
-        spans = sorted((each.offsets[cut[0]], each.sizes[cut[0]]) if cut else (0, 1) for each in chunks)
-        return any(a + size > b for (a, size), (b, _) in pairwise(spans))
-    if len(chunks) > _MOST_CHUNKS:
-        return True
-    return any(
-        all(
-            one.offsets[dim] < other.offsets[dim] + other.sizes[dim]
-            and other.offsets[dim] < one.offsets[dim] + one.sizes[dim]
-            for dim in cut
-        )
-        for number, one in enumerate(chunks)
-        for other in chunks[:number]
-    )
+    # Sorted and not hashed: hashes of tuples can be made equal.
+    for dim in range(len(shape)):
+        spans = sorted((each.offsets[dim], each.sizes[dim]) for each in chunks)
+        if any(one != other and one[0] + one[1] > other[0] for one, other in pairwise(spans)):
+            return True
+    return any(one == other for one, other in pairwise(sorted(each.offsets for each in chunks)))
 
 
 def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: object) -> None:
-    """Refuse tensors for which there are not as many bytes, before memory is asked for."""
+    """Refuse tensors and chunks for which there are not as many bytes, before memory is asked for."""
     claimed = [0] * len(files)
     for name, each in tensors.items():
         for chunk in each.chunks:
             if chunk.file >= len(files):
                 _refuse(path, f"its index has tensor {name[:80]!r} in file {chunk.file}, and names {len(files)}")
-            claimed[chunk.file] += math.prod(chunk.sizes) * each.dtype.itemsize
+            claimed[chunk.file] += math.prod(chunk.sizes) * each.dtype.itemsize + _SHORTEST_ENTRY
     for file, size in zip(files, claimed, strict=True):
         if size > file.size:
             _refuse(path, f"its index has {size:,} bytes of tensors in {file.name}, which has {file.size:,}")

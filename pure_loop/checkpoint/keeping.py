@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import attrs
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
 
-__all__ = ["Names", "Saved", "superfluous"]
+__all__ = ["Names", "Saved", "is_name", "superfluous"]
 
 
 @attrs.frozen
@@ -56,6 +57,23 @@ def _score(saved: Saved) -> float:
     return saved.score
 
 
+def is_name(text: str) -> bool:
+    """Whether a file of a folder can have this name.
+
+    >>> is_name("latest"), is_name("a/b"), is_name(".."), is_name("x" * 256)
+    (True, False, False, False)
+    """
+    try:
+        size = len(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+    return 0 < size <= _LONGEST and text not in (".", "..") and "/" not in text and "\0" not in text
+
+
+# In bytes, on nearly all file systems.
+_LONGEST = 255
+
+
 class Names:
     """The names of files by a pattern such as ``"ep{epoch}-ba{batch}.safetensors"``.
 
@@ -79,16 +97,21 @@ class Names:
                 f"filename={pattern!r}: write a name with counts of the timestamp in braces, such as "
                 f"'ep{{epoch}}-ba{{batch}}{suffix}'; there are {', '.join(_counts(Timestamp()))}."
             ) from error
-        if not name.endswith(suffix) or name.startswith(".") or re.search(r"[/\\\0]", name):
+        if not name.endswith(suffix) or name.startswith(".") or "\\" in name or not is_name(name):
             raise ArgumentError(
-                f"filename={pattern!r}: a name in the folder that ends with {suffix!r}, not hidden and without a "
-                f"folder of its own, such as 'ep{{epoch}}-ba{{batch}}{suffix}'."
+                f"filename={pattern!r}: a name in the folder that ends with {suffix!r}, not hidden, of at most "
+                f"{_LONGEST} bytes and without a folder of its own, such as 'ep{{epoch}}-ba{{batch}}{suffix}'."
             )
         parts = re.split(r"\{[^{}]*\}", pattern)
         self._known = re.compile(r"[0-9]+".join(map(re.escape, parts)))
         if not self.match(self.of(_LARGE)):
             raise ArgumentError(
                 f"filename={pattern!r}: counts are written in digits alone, as {{batch}} or {{batch:06}}."
+            )
+        if not is_name(self.of(_LARGE)):
+            raise ArgumentError(
+                f"filename={pattern!r}: with counts of millions the name is longer than {_LONGEST} bytes; give a "
+                "shorter one."
             )
 
     def of(self, timestamp: Timestamp) -> str:

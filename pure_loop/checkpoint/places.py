@@ -59,6 +59,9 @@ class Place(Protocol):
     def size(self) -> int:
         """Of the file, in bytes, without opening it."""
 
+    def stamp(self) -> object:
+        """What differs once another file has taken this name; None where there is no file, or that can't be told."""
+
     def writing(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """A file that takes this name when the ``with`` block ends; after an error it is as if nothing had been.
 
@@ -115,6 +118,12 @@ def place(path: PathLike) -> Place:
         raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.")
     if not text:
         raise ArgumentError("the path is empty: write the name of a file or a folder.")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the path {text!r} holds {text[error.start]!r}, which no file name can.") from error
+    if "\0" in text:
+        raise ArgumentError(f"the path {text!r} holds a NUL character, which no file name can.")
     if "://" not in text:
         return _Local(text)
     try:
@@ -161,8 +170,13 @@ _THIS_PROCESS = secrets.token_hex(4)
 
 
 def leftover(name: str) -> str:
-    """A hidden name beside ``name``, which says who writes there: what he leaves when he is killed is swept."""
-    return f".{name}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
+    """A hidden name beside ``name`` with the process that writes there: what it leaves when it is killed is swept."""
+    # Names have at most 255 bytes, and this one has more than ``name``.
+    shown = os.fsencode(name)[:_SHOWN_BYTES].decode(errors="ignore")
+    return f".{shown}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
+
+
+_SHOWN_BYTES = 100
 
 
 def _host() -> str:
@@ -201,9 +215,11 @@ class _Local:
 
     def open(self) -> BinaryIO:
         try:
-            # Opening a pipe waits for whoever writes to it.
-            if stat.S_ISFIFO(os.stat(self.path).st_mode):
-                raise CheckpointError(f"{self.path} can't be read: it is a pipe.")
+            # Opening a pipe waits for its writer, and reading from a terminal for its user.
+            mode = os.stat(self.path).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+                raise CheckpointError(f"{self.path} can't be read: it is {kind}.")
             return open(self.path, "rb", buffering=0)
         except FileNotFoundError as error:
             raise _not_found(self) from error
@@ -213,6 +229,13 @@ class _Local:
     def size(self) -> int:
         return os.stat(self.path).st_size
 
+    def stamp(self) -> object:
+        try:
+            status = os.lstat(self.path)
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
         target = Path(self.path)
@@ -221,6 +244,8 @@ class _Local:
         beside = target.with_name(leftover(target.name))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(target)  # a name that is too long is refused before the file is written
             try:
                 with open(beside, "xb", buffering=0) as file:
                     yield file
@@ -327,6 +352,7 @@ def _not_written(path: str, error: OSError) -> CheckpointWriteError:
         errno.ENOSPC: "The disk is full: make room, or keep fewer checkpoints (keep_last=3).",
         errno.EDQUOT: "Your quota is used up: make room, or keep fewer checkpoints (keep_last=3).",
         errno.EFBIG: "Files may not be so large here.",
+        errno.ENAMETOOLONG: "Names have at most 255 bytes on most file systems: give a shorter one.",
         errno.EACCES: "The folder can't be written to: give another, or ask for the permission.",
         errno.EPERM: "The folder can't be written to: give another, or ask for the permission.",
         errno.EROFS: "The folder can't be written to: give another.",
@@ -358,6 +384,9 @@ class _Remote:
 
     def size(self) -> int:
         return int(self.system.size(self.inside))
+
+    def stamp(self) -> object:
+        return None
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:

@@ -76,9 +76,10 @@ def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(templates), _metadata({name: index.tensors[name] for name in templates}))
     wanted: list[dict[str, list[Any]]] = [{} for _ in index.files]
+    at = {name: {chunk.offsets: chunk for chunk in index.tensors[name].chunks} for name in templates}
     for item in planner.finish_plan(planner.create_local_plan()).items:
         name, offsets = item.storage_index.fqn, item.storage_index.offset
-        chunk = next(each for each in index.tensors[name].chunks if each.offsets == tuple(offsets or ()))
+        chunk = at[name][tuple(offsets or ())]
         wanted[chunk.file].setdefault(chunk.name(name), []).append((item, chunk, index.tensors[name].dtype))
     filled = 0
     for file, items in zip(index.files, wanted, strict=True):

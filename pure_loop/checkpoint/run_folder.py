@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
 
-from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_in
-from pure_loop.checkpoint.index import is_sharded, remove
+from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_at, found_in
+from pure_loop.checkpoint.index import INDEX, is_sharded, remove
 from pure_loop.checkpoint.keeping import Names, Saved, superfluous
 from pure_loop.checkpoint.places import join, leftover, place, same_place
-from pure_loop.errors import ArgumentError, CheckpointWriteError
+from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -27,22 +26,19 @@ class RunFolder:
         names: the names of checkpoints in it.
         last, best, largest: which stay: see :func:`pure_loop.checkpoint.keeping.superfluous`.
         link: the name of a link to the newest; None: no link.
-
-    Attributes:
-        newest: when the newest file in it was saved, in nanoseconds since 1970: what is saved from now on is newer,
-            whatever the clock says.
     """
 
     def __init__(
         self, path: str, names: Names, *, last: int | None, best: int | None, largest: bool, link: str | None
     ) -> None:
         self.path = path
-        self.newest = 0
         self._names = names
         self._superfluous = partial(superfluous, last=last, best=best, largest=largest)
         self._link = link
         self._links = False
         self._saved: list[Saved] = []
+        self._stamps: dict[str, object] = {}
+        self._seed = 0
 
     def alike(self, other: RunFolder) -> bool:
         """Whether both have files of the same names in one place."""
@@ -74,17 +70,21 @@ class RunFolder:
         where.sweep()
         self._links = self._link is not None and self._can_link(self._link)
         for name in where.names():
-            # Of a run that was killed before the last rank had written its part.
+            # It may be of a run that was killed in a save, of one that is saving now, or a copy under way.
             if name.endswith(SHARDED) and self._names.match(_as_file(name)) and not is_sharded(self.path_of(name)):
-                remove(self.path_of(name))
-        found = found_in(self.path)
-        self.newest = max((document.saved_at for _, document in found), default=0)
-        # To be deleted are only files of this pattern, and of the run that goes on here.
-        known = [(_name_of(path), document) for path, document in found if self._names.match(_as_file(_name_of(path)))]
+                _log.warning(
+                    "%s has no index, so it is no checkpoint; it stays until this run saves in its place. Remove it if "
+                    "nothing is writing to it.",
+                    self.path_of(name),
+                )
+        # To be deleted are only files of this pattern, and of the run that is resumed here.
+        known = [
+            each for each in reversed(found_in(self.path, metric)) if self._names.match(_as_file(_name_of(each.path)))
+        ]
         mine = [
-            Saved(name, document.batch, _score_of(document.notes, metric))
-            for name, document in reversed(known)
-            if document.seed == state.seed and document.batch <= state.timestamp.batch
+            Saved(_name_of(each.path), each.batch, each.score)
+            for each in known
+            if each.seed == state.seed and each.batch <= state.timestamp.batch
         ]
         if len(mine) < len(known):
             _log.warning(
@@ -92,16 +92,38 @@ class RunFolder:
                 "those in whose place this run saves. A folder for each run, or autoresume=, keeps them apart.",
                 self.path,
             )
-        self._saved = mine
+        self._saved, self._seed = mine, state.seed
+        self._stamps = {each.name: self._stamp(each.name) for each in mine}
 
     def add(self, saved: Saved) -> None:
         """After a checkpoint is complete: link to it, and remove those that needn't be kept any more."""
         self._saved = [*(each for each in self._saved if each.name != saved.name), saved]
+        self._stamps[saved.name] = self._stamp(saved.name)
         if self._link is not None and self._links:
             place(self.path_of(self._link)).link_to(saved.name)
         for each in self._superfluous(self._saved):
-            remove(self.path_of(each.name))
+            if self._is_mine(each):
+                remove(self.path_of(each.name))
             self._saved.remove(each)
+
+    def _stamp(self, name: str) -> object:
+        path = self.path_of(name)
+        return place(join(path, INDEX) if name.endswith(SHARDED) else path).stamp()
+
+    def _is_mine(self, saved: Saved) -> bool:
+        """Whether the checkpoint is still that of this run, and not one that another run saved in its place."""
+        path, stamp = self.path_of(saved.name), self._stamp(saved.name)
+        if stamp is not None and stamp == self._stamps[saved.name]:
+            return True
+        try:
+            found = found_at(path)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s isn't removed: %s", path, error)
+            return False
+        if found is not None and (found.seed, found.batch) == (self._seed, saved.batch):
+            return True
+        _log.warning("%s isn't removed: another run has saved in its place", path)
+        return False
 
     def _can_link(self, name: str) -> bool:
         link = place(self.path_of(name))
@@ -128,8 +150,3 @@ def _name_of(path: str) -> str:
 def _as_file(name: str) -> str:
     """The name that a State in one file would have."""
     return name.removesuffix(SHARDED) + SUFFIX if name.endswith(SHARDED) else name
-
-
-def _score_of(notes: dict[str, Any], metric: str | None) -> float | None:
-    score = notes.get("score")
-    return score if metric is not None and notes.get("metric") == metric and isinstance(score, float) else None

@@ -23,7 +23,7 @@ from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, 
 from pure_loop.checkpoint.meeting import Meeting
 from pure_loop.checkpoint.places import join, place
 from pure_loop.checkpoint.resharding import Plan, box_of, fill
-from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
+from pure_loop.errors import ArgumentError, CheckpointWriteError
 from pure_loop.model import ModelDef
 from pure_loop.state import State
 
@@ -89,6 +89,7 @@ def write(meeting: Meeting, state: State, path: str, notes: Mapping[str, Any] | 
             container.write(file, {}, {METADATA_KEY: text, INDEX_KEY: index.as_text(), "format": "pt"})
         for name in leftovers(place(path).names(), index):
             place(join(path, name)).remove()
+        place(path).sweep()
         return [None] * len(everybody)
 
     save, plan = meeting.round(path, propose, assign)
@@ -196,27 +197,12 @@ class ShardedCheckpoint(Checkpoint):
             CheckpointError: its document and its index name other tensors.
         """
         assert self.document is not None
-        asked = _Asked(
-            (name, torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+        self.document.refuse_contradiction(self.index.tensors, self.path, complete=True)
+        tensors = {
+            name: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             for name, stored in self.index.tensors.items()
-        )
-        state = self.document.state(model, asked, torch.device("meta"), self.path)
-        extra = [name for name in asked if name not in asked.names]
-        if extra:
-            raise CheckpointError(f"{self.path} can't be read: its index has tensors that are nobody's: {extra[:3]}.")
-        return state
-
-
-class _Asked(dict[str, Tensor]):
-    """Remembers what it was asked for."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.names: set[str] = set()
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.names.add(name)
-        return super().__getitem__(name)
+        }
+        return self.document.state(model, tensors, torch.device("meta"), self.path)
 
 
 def _template(stored: Stored, like: Any) -> Any:

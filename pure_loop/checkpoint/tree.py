@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from pure_loop._parts import is_part, part_of
-from pure_loop.checkpoint.container import CODES, raw
+from pure_loop.checkpoint.container import CODES, are_counts, raw
+from pure_loop.checkpoint.parsing import MOST_DIGITS, refuse_collisions
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.errors import ArgumentTypeError, CheckpointError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.state import State
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "UnknownClassError", "Writer", "shortened"]
 
 _DEEPEST = 100
+_LARGEST_INTEGER = 10**MOST_DIGITS
 
 
 class Writer:
@@ -56,7 +59,14 @@ class Writer:
         Raises:
             ArgumentTypeError: a value that a checkpoint can't hold; names its place.
         """
-        if value is None or value is True or value is False or type(value) in (int, str):
+        if value is None or value is True or value is False or type(value) is str:
+            return value
+        if type(value) is int:
+            if abs(value) >= _LARGEST_INTEGER:
+                raise ArgumentTypeError(
+                    f"state.{'.'.join(path)} is an integer of more than {MOST_DIGITS} digits, which a checkpoint can't "
+                    "hold: keep it as bytes, value.to_bytes(...)."
+                )
             return value
         if len(path) > _DEEPEST:
             raise ArgumentTypeError(
@@ -210,6 +220,10 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
     return sorted(values, key=lambda each: (type(each).__name__, repr(each)))
 
 
+class UnknownClassError(CheckpointError):
+    """A file names a class that this program hasn't registered: the file may be whole all the same."""
+
+
 class Reader:
     """Makes values of JSON again.
 
@@ -247,21 +261,35 @@ class Reader:
             raise
         except _OF_NONSENSE as error:
             raise CheckpointError(
-                f"{self._path} can't be read: {_shortened(value)} in it is no value: {str(error)[:200]}."
+                f"{self._path} can't be read: {shortened(value)} in it is no value: {str(error)[:200]}."
             ) from error
         finally:
             self._depth -= 1
-        raise CheckpointError(f"{self._path} can't be read: {_shortened(value)} in it is of an unknown kind.")
+        raise CheckpointError(f"{self._path} can't be read: {shortened(value)} in it is of an unknown kind.")
+
+    def elements(self, values: Any) -> list[Any]:
+        """What a set is made of."""
+        found = [self.read(value) for value in _list(values)]
+        refuse_collisions(found)
+        if len(set(found)) != len(found):
+            raise ValueError("an element stands twice in it")
+        return found
 
     def mapping(self, values: Any) -> dict[Any, Any]:
-        pairs = values.items() if isinstance(values, dict) else [(self.read(key), each) for key, each in values]
-        return {key: self.read(each) for key, each in pairs}
+        if isinstance(values, dict):
+            return {key: self.read(value) for key, value in values.items()}
+        pairs = [(self.read(key), value) for key, value in _list(values)]
+        refuse_collisions([key for key, _ in pairs])
+        found = {key: self.read(value) for key, value in pairs}
+        if len(found) != len(pairs):
+            raise ValueError("a key stands twice in it")
+        return found
 
     def tensor(self, described: dict[str, Any]) -> Tensor:
         name = described["tensor"]
         known, made = self._made.get(name, (described, None))
         if known != described:
-            raise ValueError(f"tensor {_shortened(name)} is described in two ways")
+            raise ValueError(f"tensor {shortened(name)} is described in two ways")
         if made is None:
             made = self._tensors[name]
             if is_part(made):
@@ -275,9 +303,12 @@ class Reader:
                 made = made.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
             if "stride" in described:
                 shape, stride = _counts(described["shape"]), _counts(described["stride"])
-                # as_strided refuses what reaches out of the memory that there is.
-                there = torch.empty(made.numel(), dtype=made.dtype, device=made.device)
-                made = there.as_strided(shape, stride).copy_(made.view(shape))
+                # as_strided refuses what reaches out of the memory that there is, and numbers that share a place, or
+                # leave one empty, are none that a writer writes.
+                there = torch.empty(made.numel(), dtype=made.dtype, device=made.device).as_strided(shape, stride)
+                if not _is_dense(there):
+                    raise ValueError(f"strides {shortened(stride)} of shape {shortened(shape)} overlap or have holes")
+                made = there.copy_(made.view(shape))
             if "device" not in described:
                 made = made.to(self._device)
             elif self._device.type == described["device"]:
@@ -296,9 +327,11 @@ class Reader:
 
     def record(self, described: dict[str, Any]) -> Any:
         kind = named(described["record"])
+        if kind is not None and issubclass(kind.cls, State):
+            raise ValueError("a State inside of a State is never written")
         if kind is None or issubclass(kind.cls, enum.Enum):
-            raise CheckpointError(
-                f"{self._path} holds a {_shortened(described['record'])}, a class unknown to this program: import "
+            raise UnknownClassError(
+                f"{self._path} holds a {shortened(described['record'])}, a class unknown to this program: import "
                 "the module that defines it before you load; a class that is no State is made known there by "
                 "pl.checkpoint.register(cls)."
             )
@@ -308,8 +341,8 @@ class Reader:
         name, member = described["enum"]
         kind = named(name)
         if kind is None or not issubclass(kind.cls, enum.Enum):
-            raise CheckpointError(
-                f"{self._path} holds a member of {_shortened(name)}, an Enum that this program doesn't know: register "
+            raise UnknownClassError(
+                f"{self._path} holds a member of {shortened(name)}, an Enum that this program doesn't know: register "
                 "it, pl.checkpoint.register(cls), before you load."
             )
         return kind.cls[member]
@@ -320,7 +353,8 @@ class Reader:
 _OF_NONSENSE = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A text of at most 80 characters for messages."""
     # Not the whole of repr first: a stranger's value may be long, and deep.
     text = _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -330,10 +364,22 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = 80
 
 
-def _counts(values: Any) -> list[int]:
-    if not isinstance(values, list) or not all(type(each) is int and each >= 0 for each in values):
-        raise ValueError(f"{_shortened(values)} is no list of counts")
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise ValueError(f"{shortened(values)} is no list")
     return values
+
+
+def _length(value: Any) -> int | None:
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{shortened(value)} is no length")
+    return value
+
+
+def _counts(values: Any) -> list[int]:
+    if not are_counts(values):
+        raise ValueError(f"{shortened(values)} is no list of counts")
+    return values  # type: ignore[no-any-return]
 
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -345,7 +391,7 @@ _NEVER_RAW = frozenset({"bool", "qint8", "quint8", "qint32", "quint4x2", "quint2
 def _dtype(name: Any) -> torch.dtype:
     found = _DTYPES.get(name)
     if found is None:
-        raise ValueError(f"{_shortened(name)} is no dtype of this version of torch")
+        raise ValueError(f"{shortened(name)} is no dtype of this version of torch")
     return found
 
 
@@ -362,11 +408,11 @@ _READERS: dict[str, Read] = {
     "record": lambda reader, value: reader.record(value),
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),
-    "tuple": lambda reader, value: tuple(reader.read(value["tuple"])),
-    "deque": lambda reader, value: deque(reader.read(value["deque"]), value["maxlen"]),
+    "tuple": lambda reader, value: tuple(reader.read(_list(value["tuple"]))),
+    "deque": lambda reader, value: deque(reader.read(_list(value["deque"])), _length(value["maxlen"])),
     "size": lambda reader, value: torch.Size(_counts(value["size"])),
-    "set": lambda reader, value: set(reader.read(value["set"])),
-    "frozenset": lambda reader, value: frozenset(reader.read(value["frozenset"])),
+    "set": lambda reader, value: set(reader.elements(value["set"])),
+    "frozenset": lambda reader, value: frozenset(reader.elements(value["frozenset"])),
     "dict": lambda reader, value: reader.mapping(value["dict"]),
     "ordered": lambda reader, value: OrderedDict(reader.mapping(value["ordered"])),
     "frozen": lambda reader, value: FrozenDict(reader.mapping(value["frozen"])),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pure_loop._parts import is_part
-from pure_loop.checkpoint.document import Document
+from pure_loop.checkpoint.container import raw
+from pure_loop.checkpoint.document import Document, apart, first_names
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.model import ModelDef
@@ -40,7 +41,8 @@ def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path
 def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, strict: bool) -> State:
     """The State with these weights in the place of its own, in its dtypes and on its device.
 
-    Tied weights may stand under any of their names; buffers that ``state_dict()`` leaves out may be missing.
+    Tied weights may stand under any of their names, and under several if all say the same; buffers that
+    ``state_dict()`` leaves out may be missing.
 
     Raises:
         ResumeError: they don't fit the model; names the leaf.
@@ -53,14 +55,18 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
             names[name] = first.setdefault(id(tensor), name)
     optional = _not_in_state_dict(state.model)
     unknown = [name for name in weights if name not in names]
-    given = {names[name]: (name, tensor) for name, tensor in weights.items() if name in names}
+    given: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        if name in names:
+            first_name, same = given.setdefault(names[name], (name, tensor))
+            _refuse_untied(type(model).__name__, first_name, same, name, tensor, path)
     wanted = {**state.params, **state.buffers}
     missing = [name for name in wanted if name not in given and name not in optional]
     if not given or (strict and (missing or unknown)):
         says = (("the file lacks", missing), ("the model lacks", unknown))
         raise ResumeError(
             f"{path} has other weights than {type(model).__name__}: "
-            + "; ".join(f"{what} {some[:3]}{' ...' if len(some) > 3 else ''}" for what, some in says if some)
+            + "; ".join(f"{what} {first_names(some)}" for what, some in says if some)
             + ". To take those that there are, pl.load(path, model=..., weights_only=True, strict=False)."
         )
     for name, (theirs, tensor) in given.items():
@@ -78,10 +84,28 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
         says = (("the model's own values stay for", missing), ("the model has no", unknown))
         _log.warning("%s: %s", path, "; ".join(f"{what} {names}" for what, names in says if names))
     # Not copy_: a State's tensors are never written to.
-    new = {name: _as(wanted[name], tensor) for name, (_, tensor) in given.items()}
+    seen: set[int] = set()
+    new = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in given.items()}
     return state.replace(
         params={name: new.get(name, old) for name, old in state.params.items()},
         buffers={name: new.get(name, old) for name, old in state.buffers.items()},
+    )
+
+
+def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: Tensor, path: object) -> None:
+    """Refuse two names of one weight that say different things of it."""
+    if tensor is other:
+        return
+    if tensor.shape == other.shape and tensor.dtype is other.dtype:
+        # By their bytes: a NaN is what it is, and zeros have signs.
+        if torch.equal(raw(tensor.contiguous()), raw(other.contiguous())):
+            return
+        how = "other numbers"
+    else:
+        how = f"{tuple(tensor.shape)} {tensor.dtype} and {tuple(other.shape)} {other.dtype}"
+    raise ResumeError(
+        f"{path}: {first!r} and {second!r} are one tied weight of {model}, and the file has {how} under them: it is of "
+        "a model in which they aren't tied. Untie them in the model, or leave one of them out of the file."
     )
 
 
