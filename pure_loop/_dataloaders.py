@@ -7,15 +7,29 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pure_loop import _loaders, _samplers
+from pure_loop._passes import Passes
+from pure_loop._private import Private
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.random import derive, seeded_all
-from pure_loop.sources import END, Batches, Iterated, Padding, Share, Source, at_epoch, iterator_made, shut
+from pure_loop.sources import (
+    END,
+    Batches,
+    Iterated,
+    Padding,
+    Share,
+    Source,
+    at_epoch,
+    has_epochs,
+    is_independent,
+    iterator_made,
+    shut,
+)
 
 __all__ = ["kind"]
 
@@ -44,6 +58,14 @@ class _Indexed(Source):
         super().__init__(loader, seed, stream, limit, share)
         self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
         self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._passes: Passes[Any] = Passes(
+            lambda: Private(self._sampler, shared=(loader.dataset,), seeds=True),
+            self._indices,
+            limit=limit,
+            continues=limit is not None and self.loader_length is None,
+            independent=lambda copy: _samplers.guards_itself(copy.value),
+            stream=stream,
+        )
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
         self._pool: _loaders.Refillable | None = None
@@ -58,13 +80,15 @@ class _Indexed(Source):
         return self.batches_stay or self._loader.pin_memory
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        order = _samplers.indices(
-            self._sampler, derive(self._seed, epoch, "order"), epoch, shared=(self._loader.dataset,)
-        )
-        order = islice(order, start, self._limit)
-        if self._share is None or not self._shares:
-            return self._load(order, epoch, start)
-        return self._load_share(order, epoch, start, self._share)
+        with closing(self._passes.epoch(epoch, start, seen)) as order:
+            if self._share is None or not self._shares:
+                yield from self._load(order, epoch, start)
+            else:
+                yield from self._load_share(order, epoch, start, self._share)
+
+    def _indices(self, sampler: Private, number: int) -> Iterator[Any]:
+        limit = None if self._passes.continues else self._limit
+        return _samplers.indices(sampler, derive(self._seed, number, "order"), number, limit)
 
     def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
         """This rank's samples alone. Positions, and so seeds, count whole batches."""
@@ -121,6 +145,7 @@ class _Indexed(Source):
         return derive(self._seed, epoch, position, *([rank] if rank else []))
 
     def close(self) -> None:
+        self._passes.close()
         if self._pool is not None:
             self._pool.close()
             self._pool, self._pool_is_busy = None, False
@@ -141,18 +166,31 @@ class _Rebuilt(Iterated):
         # Of a copy: a DataLoader remembers that it was asked, and warns later.
         return len(copy.copy(self._loader))
 
-    def _for_epoch(self, epoch: int) -> Any:
+    def _copy(self) -> Private:
         loader = self._loader
+        shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)
+        return Private(loader, shared=shared, seeds=False)
+
+    def _for_pass(self, copy: Private, number: int) -> Any:
+        loader = copy.begin(derive(self._seed, number, "order"), number, set_epoch=True)
         changes: dict[str, Any] = {"persistent_workers": False}
         if _is_plain(loader):
-            changes |= _loaders.pinning_anew(loader)
+            changes |= _loaders.pinning_anew(self._loader)
+        if isinstance(loader.dataset, IterableDataset) and has_epochs(self._loader.dataset):
+            changes["dataset"] = at_epoch(self._loader.dataset, number)
+        return _loaders.adapted(loader, derive(self._seed, number, "workers"), changes)
+
+    def _independent(self, copy: Private) -> bool | None:
+        loader = self._loader
+        if self._in_workers:
+            return True  # each pass has new ones, with the dataset as it was given
         if isinstance(loader.dataset, IterableDataset):
-            changes["dataset"] = at_epoch(loader.dataset, epoch)
+            verdicts = [is_independent(loader.dataset)]
         else:
-            samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
-            seed = derive(self._seed, epoch, "order")
-            changes |= _samplers.private_copy(samplers, seed, epoch, shared=(loader.dataset,))
-        return _loaders.rebuilt(loader, derive(self._seed, epoch, "workers"), changes)
+            verdicts = [_samplers.is_independent(loader.batch_sampler or loader.sampler)]
+        if not _is_plain(loader):
+            verdicts.append(is_independent(loader, "_get_iterator"))
+        return False if False in verdicts else None if None in verdicts else True
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

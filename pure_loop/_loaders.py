@@ -24,7 +24,16 @@ from pure_loop.data import map_tensors
 from pure_loop.random import reseed
 from pure_loop.sources import shut
 
-__all__ = ["Refillable", "collates_by_default", "draws_nothing", "is_table", "pinning_anew", "rebuilt", "rows"]
+__all__ = [
+    "Refillable",
+    "adapted",
+    "collates_by_default",
+    "draws_nothing",
+    "is_table",
+    "pinning_anew",
+    "rebuilt",
+    "rows",
+]
 
 
 class Refillable:
@@ -93,15 +102,19 @@ def _enter_worker(user: Callable[[int], None] | None, worker: int) -> None:
 
 def rebuilt(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> DataLoader[Any]:
     """A copy of a loader with a generator of ours and other attributes, which a DataLoader refuses to have set."""
-    new = copy.copy(loader)
-    vars(new).update(
+    return adapted(copy.copy(loader), seed, changes)
+
+
+def adapted(loader: DataLoader[Any], seed: int, changes: Mapping[str, Any]) -> DataLoader[Any]:
+    """The same of a loader that is a copy already."""
+    vars(loader).update(
         generator=torch.Generator().manual_seed(seed),
         in_order=True,  # Batches in the order in which workers happen to finish can't be had twice.
         _iterator=None,
         _IterableDataset_len_called=None,
     )
-    vars(new).update(changes)
-    return new
+    vars(loader).update(changes)
+    return loader
 
 
 def pinning_anew(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -73,13 +73,14 @@ class Plan:
     """Everything that decides which events a run of ``fit`` yields; durations may be given as text.
 
     Attributes:
-        batches: the samples in each batch of one epoch, before ``batches_per_epoch`` cuts it.
+        batches: the samples in each batch of one pass over the loader.
         max_duration: where training ends.
         microbatch_size: samples in a forward; None for whole batches.
         evaluators: label to :class:`EvaluatorPlan`, in the order in which they run.
         eval_interval: for evaluators without one of their own.
         tokens_per_sample, seconds_per_batch: how tokens and wall-clock time go by.
-        batches_per_epoch: an epoch is cut after so many batches; None for the whole loader.
+        batches_per_epoch: an epoch is cut after so many batches; None for the whole loader. Every epoch of a loader
+            with a length begins with its first batch; one of a loader without a length with the batch after the last.
         sized: the loader has a length.
         iteration_length: in epochs or tokens; None for no iterations.
         order: ``"current"`` or ``"2021"``.
@@ -110,6 +111,11 @@ class Plan:
     def __attrs_post_init__(self) -> None:
         if not self.batches:
             raise ArgumentError("batches=(): a loader that yields no batch in an epoch is an error, not a plan")
+        if self.sized and self.batches_per_epoch is not None and self.batches_per_epoch > len(self.batches):
+            raise ArgumentError(
+                f"batches_per_epoch={self.batches_per_epoch}: the loader has a length of {len(self.batches)}; write"
+                " that at most, or sized=False"
+            )
         if not (math.isfinite(self.seconds_per_batch) and self.seconds_per_batch >= 0):
             raise ArgumentError(f"seconds_per_batch={self.seconds_per_batch!r} is not a finite time of at least 0")
         if self.order not in ("current", "2021"):
@@ -178,6 +184,8 @@ class _Run:
         self.now = _Counts()
         self.iteration_began = self.now
         self.evaluated: set[str] = set()
+        # Where in its batches a loader without a length stands.
+        self.position = 0
 
     def say(self, *events: Event) -> None:
         self.events.extend(events)
@@ -261,7 +269,13 @@ class _Run:
     # Both orders
 
     def batches_of_an_epoch(self) -> tuple[int, ...]:
-        return self.plan.batches[: self.plan.batches_per_epoch]
+        limit = self.plan.batches_per_epoch
+        if self.plan.sized or limit is None:
+            return self.plan.batches[:limit]
+        # Goes on where the epoch before was cut; a pass that ends ends the epoch.
+        epoch = self.plan.batches[self.position : self.position + limit]
+        self.position = (self.position + len(epoch)) % len(self.plan.batches)
+        return epoch
 
     def known_length(self) -> int | None:
         """The batches of an epoch, where that is known before the loader is exhausted."""

@@ -48,6 +48,7 @@ from pure_loop.loop import LoopStages, Script
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
+from pure_loop.sources import Source
 from pure_loop.state import State
 from pure_loop.strict import Strict
 from pure_loop.task import Task, make_task
@@ -144,7 +145,8 @@ def fit(
         autoresume: a folder of checkpoints: start from the newest that is whole, if there is one, and save there at the
             end of each epoch, unless a ``CheckpointSaver`` in ``callbacks`` does so. The same command, run again after
             it was killed, goes on.
-        batches_per_epoch: cut epochs to so many batches; gives endless data epochs.
+        batches_per_epoch: cut epochs to so many batches. Every epoch of a dataloader with a length begins with its
+            first batch; data without one, endless data among it, continues where the epoch before was cut.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
         donate: let a step write to the memory of the State before it. ``"auto"``: where nobody can tell, because
@@ -284,6 +286,7 @@ def prepare(
         batches_per_epoch=_positive(batches_per_epoch, "batches_per_epoch"),
     )
     refuse_empty(data, "train_dataloader")
+    _refuse_longer_epochs(data, batches_per_epoch)
 
     def known(given: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
@@ -352,6 +355,17 @@ def prepare(
         order=order,
         checkpoint=checkpoint,
     )
+
+
+def _refuse_longer_epochs(data: Source, batches_per_epoch: int | None) -> None:
+    """Refuse epochs of more batches than a loader has. Ranks with data of their own may have unequally many."""
+    length = data.loader_length
+    if batches_per_epoch is not None and length is not None and batches_per_epoch > length and data.uneven is None:
+        raise ArgumentError(
+            f"batches_per_epoch={batches_per_epoch}: train_dataloader has {length} batches, and its epochs can only be "
+            f"cut; write a number up to {length}, or leave batches_per_epoch out. To go through it several times in an "
+            "epoch, repeat its data (torch.utils.data.ConcatDataset, or a list times a number)."
+        )
 
 
 def run(stream: Iterable[tuple[Event, State]]) -> State:

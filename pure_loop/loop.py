@@ -195,7 +195,8 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
     State would keep its parameters alive for as long.
     """
     state = given.pop()
-    in_the_middle = state.timestamp.batch_in_epoch > 0
+    before = state.timestamp.batch_in_epoch
+    in_the_middle = before > 0
     if not in_the_middle and at is not Event.EPOCH_START:
         state = yield Event.EPOCH_START, state
     batches, plain = _open(state, fit), are_plain(fit)
@@ -236,6 +237,8 @@ def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) 
             at = None
             if reached(state):
                 if state.timestamp.batch_in_epoch == fit.source.length:
+                    if state.timestamp.batch_in_epoch > before:
+                        _hold_to_length(fit, batches)
                     break
                 return state
     finally:
@@ -348,7 +351,8 @@ def fit_2021(state: State, fit: Fit) -> Script:
 def epoch_2021(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
     """The rest of an epoch in the older order: its evaluation comes before EPOCH_END."""
     state = given.pop()
-    if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
+    before = state.timestamp.batch_in_epoch
+    if before == 0 and at is not Event.EPOCH_START:
         state = yield Event.EPOCH_START, state
     batches = _open(state, fit)
     try:
@@ -364,14 +368,13 @@ def epoch_2021(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | N
                 state = yield from batch(given, fit, samples, tokens, stopwatch)
             state = yield from evaluations(outside_batch(state), fit, Event.BATCH_END, around=False)
             at = None
+        if before < state.timestamp.batch_in_epoch == fit.source.length:
+            _hold_to_length(fit, batches)
     finally:
         batches.close()
-    asked = []
-    if not reached(state) or state.timestamp.batch_in_epoch == fit.source.length:
-        state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
-        asked.append(Event.EPOCH_END)
-    if reached(state):
-        asked.append(Event.FIT_END)
+    # An epoch that max_duration cuts short closes, too, and is counted like any other.
+    state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+    asked = [Event.EPOCH_END, Event.FIT_END] if reached(state) else [Event.EPOCH_END]
     state = yield from evaluations(state, fit, *asked, around=False)
     return (yield Event.EPOCH_END, state)
 
@@ -433,6 +436,12 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
 def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
     t = state.timestamp
     return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+
+
+def _hold_to_length(fit: Fit, batches: Any) -> None:
+    """After the last batch by the loader's length: the source raises if there is another one."""
+    if fit.source.uneven is None:  # or else this rank may have more than all have
+        next(batches, END)
 
 
 def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[State, int, int] | None:

@@ -6,13 +6,13 @@ state, which is left as it was found; the user's loader, sampler and generator a
 
 What is random gets its seed from where it stands: the order of an epoch from (seed, stream, epoch), and
 what a dataset or a ``collate_fn`` draws for a batch from (seed, stream, epoch, batch), in this process and in
-workers. Two things can't be made again, and are the user's to avoid: a generator of its own that a dataset
-keeps between items, and an iterator that was already drawn from.
+workers. Epoch k is pass k over a sampler or an iterable: what changes itself in a pass is iterated as a private copy,
+on which the passes before are made first. Two things can't be made again, and are the user's to avoid: a generator of
+its own that a dataset with indices keeps between items, and an iterator that was already drawn from.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
+from pure_loop._passes import END, Passes
+from pure_loop._private import Private, writes_attributes
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
 
 __all__ = ["END", "ITERATOR_MADE", "Padding", "Share", "Source", "is_loading", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
-
-END: Any = object()
 
 ITERATOR_MADE: list[Callable[[], None]] = []
 """Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
@@ -137,7 +137,7 @@ def _kind(loader: Any) -> type[Source]:
         )
     if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
         return _Listed
-    if isinstance(loader, Iterator):
+    if isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__"):
         return _OneShot
     if isinstance(loader, Iterable):
         return Iterated
@@ -169,12 +169,17 @@ class Source(ABC):
     @cached_property
     def length(self) -> int | None:
         """Batches in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
+        length = self.loader_length
+        return self._limit if length is None else length if self._limit is None else min(length, self._limit)
+
+    @cached_property
+    def loader_length(self) -> int | None:
+        """What the loader says of its own length; None where it says nothing."""
         try:
-            length = self._count()
+            return self._count()
         # No __len__, one of a parent that refuses, one that asks an iterable dataset: how loaders say that they can't.
         except (TypeError, NotImplementedError, AttributeError):
-            return self._limit
-        return length if self._limit is None else min(length, self._limit)
+            return None
 
     @property
     def batches_stay(self) -> bool:
@@ -195,9 +200,16 @@ class Source(ABC):
             seen: how many batches were trained on in the whole run, which tells where an iterator has to be.
 
         Raises:
-            DataError: the epoch has no batch at all, or an iterator doesn't stand where it must.
+            DataError: the epoch has no batch at all, or more than the loader's own length, or an iterator doesn't stand
+                where it must.
         """
-        stop = None if self._limit is None else max(self._limit - start, 0)
+        length, limit = self.loader_length, self._limit
+        stop = None if limit is None else max(limit - start, 0)
+        # A batch beyond the length is asked for once, at the end.
+        checked = length is not None and (limit is None or limit > length)
+        if checked:
+            assert length is not None
+            stop = max(length - start, 0)
         with closing(self._batches(epoch, start, seen)) as given:
             share = None if self._shares else self._share
             batches: Any = given if stop is None else islice(given, stop)
@@ -208,8 +220,20 @@ class Source(ABC):
                 yield first
                 del first  # it would be there for as long as the others come
                 yield from batches
-            elif start == 0:
-                raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
+            elif start == 0 and stop != 0:
+                raise self._empty_epoch(epoch)
+            if checked and next(given, END) is not END:
+                number = max(start, length or 0) + 1
+                raise DataError(
+                    f"the {self._stream} dataloader has a length of {length}, and gave batch {number} of epoch {epoch}:"
+                    " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler), or cut"
+                    f" epochs with batches_per_epoch={length}"
+                )
+            if stop == 0 and start == 0:
+                raise self._empty_epoch(epoch)
+
+    def _empty_epoch(self, epoch: int) -> DataError:
+        return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to stop)
         """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""
@@ -250,24 +274,50 @@ class Iterated(Source):
     _in_workers = False
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        return self._passes.epoch(epoch, start, seen)
+
+    def close(self) -> None:
+        self._passes.close()
+
+    @cached_property
+    def _passes(self) -> Passes[Any]:
+        return Passes(
+            self._copy,
+            self._run,
+            limit=self._limit,
+            continues=self._limit is not None and self.loader_length is None,
+            independent=self._independent,
+            stream=self._stream,
+        )
+
+    def _run(self, copy: Private, number: int) -> Batches:
         batches: Any = None
         try:
-            with self._guard(epoch, "iter"):
-                batches = iter(self._for_epoch(epoch))
+            with self._guard(number, "iter"):
+                batches = iter(self._for_pass(copy, number))
             iterator_made()
             for position in count():
-                with nullcontext() if self._in_workers else self._guard(epoch, position):
+                with nullcontext() if self._in_workers else self._guard(number, position):
                     batch = next(batches, END)
                 if batch is END:
                     return
-                if position >= start:
-                    yield batch
+                yield batch
+                del batch
         finally:
-            with self._guard(epoch, "close"):
+            with self._guard(number, "close"):
                 shut(batches)
 
-    def _for_epoch(self, epoch: int) -> Any:
-        return at_epoch(self._loader, epoch)
+    def _copy(self) -> Private:
+        return Private(self._loader, seeds=False)
+
+    def _for_pass(self, copy: Private, number: int) -> Any:
+        """What to iterate over in a pass."""
+        if has_epochs(self._loader):
+            return at_epoch(self._loader, number)
+        return copy.begin(self._seed, number, set_epoch=False)
+
+    def _independent(self, copy: Private) -> bool | None:
+        return is_independent(self._loader)
 
 
 class _OneShot(Source):
@@ -325,13 +375,27 @@ def is_loading(frame: FrameType | None, sources: Collection[Source] | None = Non
     return False
 
 
+def has_epochs(data: Any) -> bool:
+    """Whether a pass over the data is what ``set_epoch`` says, whatever passes were made before."""
+    return callable(getattr(data, "set_epoch", None))
+
+
 def at_epoch(data: Any, epoch: int) -> Any:
-    """A copy that knows the epoch, where the data wants to (``set_epoch``)."""
-    if not callable(getattr(data, "set_epoch", None)):
-        return data
-    new = copy.copy(data)
-    new.set_epoch(epoch)
-    return new
+    """A private copy that knows the epoch, of data that wants to (``set_epoch``)."""
+    private = Private(data, seeds=False)
+    if private.value is data:
+        data.set_epoch(epoch)  # it can't be copied
+    return private.begin(0, epoch, set_epoch=True)
+
+
+def is_independent(data: Any, *methods: str) -> bool | None:
+    """Whether a pass is the same whatever passes were made before; None where only a pass can tell.
+
+    It is where ``set_epoch`` says which pass it is, and it isn't where the methods that iterate assign to attributes.
+    """
+    if has_epochs(data):
+        return True
+    return False if writes_attributes(type(data), "__iter__", "__next__", *methods) else None
 
 
 def shut(batches: Any) -> None:

@@ -63,8 +63,10 @@ def plans(
         interval=st.none() | interval,
         microbatch_size=st.none() | st.integers(1, 3),
     )
+    batches = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    sized = draw(st.booleans())
     return Plan(
-        batches=tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))),
+        batches=batches,
         max_duration=max_duration,
         microbatch_size=draw(st.none() | st.integers(1, 4)),
         evaluators=draw(
@@ -73,8 +75,8 @@ def plans(
         eval_interval=draw(interval),
         tokens_per_sample=draw(st.integers(1, 5)),
         seconds_per_batch=draw(st.sampled_from([0.25, 0.5, 1.0])),
-        batches_per_epoch=draw(st.none() | st.integers(1, 5)),
-        sized=draw(st.booleans()),
+        batches_per_epoch=draw(st.none() | st.integers(1, len(batches) if sized else 5)),
+        sized=sized,
         iteration_length=iteration_length,
         order=draw(st.sampled_from(["current", "2021"])) if iteration_length is None else "current",
         fresh=draw(st.booleans()),

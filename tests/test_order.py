@@ -84,9 +84,12 @@ BY_HAND: dict[str, tuple[Plan, str]] = {
         Plan(batches=(4, 4, 4), max_duration="2ba", batches_per_epoch=2, fresh=False),
         f"FIT_START EPOCH_START {STEP} {STEP} {CLOSE} FIT_END",
     ),
-    "... of a loader with a length, shorter than batches_per_epoch: the epoch closes": (
-        Plan(batches=(4, 4), max_duration="2ba", batches_per_epoch=3, fresh=False),
-        f"FIT_START EPOCH_START {STEP} {STEP} {CLOSE} FIT_END",
+    "... of a loader without a length, cut by batches_per_epoch: the next epoch goes on, and ends with the pass": (
+        Plan(batches=(4, 4, 4), max_duration="2ep", batches_per_epoch=2, sized=False, fresh=False),
+        (
+            f"FIT_START EPOCH_START {STEP} {STEP} BEFORE_DATALOADER {CLOSE} "
+            f"EPOCH_START {STEP} BEFORE_DATALOADER {CLOSE} FIT_END"
+        ),
     ),
     "... of a loader without a length, shorter than batches_per_epoch: it doesn't": (
         Plan(batches=(4, 4), max_duration="2ba", batches_per_epoch=3, sized=False, fresh=False),

@@ -21,7 +21,7 @@ from tests.ordering import ONE, plans
 
 
 def samples_of_steps(plan: Plan, steps: int) -> list[int]:
-    epoch = plan.batches[: plan.batches_per_epoch]
+    epoch = plan.batches[: plan.batches_per_epoch] if plan.sized else plan.batches
     return [epoch[step % len(epoch)] for step in range(steps)]
 
 
@@ -149,6 +149,7 @@ def test_going_on_from_the_middle_of_a_step_is_refused() -> None:
         ({"evaluators": {"val": ONE}, "eval_interval": "1iter"}, ArgumentError, "counts iterations"),
         ({"seconds_per_batch": -1.0}, ArgumentError, "seconds_per_batch"),
         ({"batches_per_epoch": 0}, ArgumentError, "batches_per_epoch"),
+        ({"batches_per_epoch": 60}, ArgumentError, "batches_per_epoch=60: the loader has a length of 1"),
         ({"order": "2022"}, ArgumentError, "'2022' is not known"),
     ],
 )

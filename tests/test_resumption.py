@@ -154,3 +154,31 @@ def test_changing_learning_rate_and_algorithms_on_the_way() -> None:
     last = pl.run(pl.fit(kept, **other))
     assert last.timestamp.epoch == 3
     assert "fresh" in last.algorithm_state
+
+
+@pytest.mark.parametrize("donate", [False, "auto"])
+def test_an_epoch_cut_short_in_the_order_of_2021_is_counted(donate: Any) -> None:
+    """As any epoch is at EPOCH_END; going on from there begins the next one, from BATCH_END the rest of this one."""
+    data = [(torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(3)]
+    optimizer, loss = pl.optim.sgd(lr=0.01), nn.functional.mse_loss
+    settings: Any = {"loss": loss, "optimizer": optimizer, "order": "2021", "donate": donate}
+
+    def batches(start: Any, duration: str) -> list[tuple[Event, pl.State, int, int]]:
+        stream = pl.fit(start, data, max_duration=duration, **settings)
+        return [
+            (event, state, state.timestamp.epoch, state.timestamp.batch_in_epoch)
+            for event, state in stream
+            if event in (Event.BATCH_END, Event.EPOCH_END)
+        ]
+
+    *_, last, end = short = batches(nn.Linear(1, 1), "5ba")
+    assert [(event.name, epoch, batch) for event, _, epoch, batch in short] == [
+        *(("BATCH_END", 0, 1), ("BATCH_END", 0, 2), ("BATCH_END", 0, 3), ("EPOCH_END", 1, 0)),
+        *(("BATCH_END", 1, 1), ("BATCH_END", 1, 2), ("EPOCH_END", 2, 0)),
+    ]
+    assert batches(end[1], "5ba") == []
+    (again,) = batches(last[1], "5ba")
+    assert again[2:] == (2, 0)
+    assert [event for event, *_ in batches(end[1], "6ba")] == [Event.BATCH_END, Event.EPOCH_END]
+    assert [state.batch[0][0, 0].item() for event, state, *_ in batches(end[1], "6ba")[:1]] == [0.0]
+    assert [state.batch[0][0, 0].item() for event, state, *_ in batches(last[1], "6ba")[:1]] == [2.0]

@@ -214,9 +214,15 @@ def _plans(
     sizes = draw(_sizes(samples, per_epoch))
     # More than there are, too: a loader without a length is then shorter than it is known to be.
     cut = draw(_none_or(1, len(sizes) + 2))
-    if unit in (EPOCH, ITERATION) and len(fewer := shortened(sizes[:cut], batches)) < len(sizes[:cut]):
-        sizes = fewer
-    counts = count(sizes[:cut], tokens, batches[1])
+    sized = not draw(_SELDOM)
+    if unit in (EPOCH, ITERATION):
+        if not sized:
+            sizes = sizes[:cut]  # so that all epochs are alike: they would go on where the one before was cut
+        if len(fewer := shortened(sizes[:cut], batches)) < len(sizes[:cut]):
+            sizes = fewer
+    if sized and cut is not None:
+        cut = min(cut, len(sizes))
+    counts = count(sizes[:cut] if sized else sizes, tokens, batches[1])
     if unit is ITERATION:
         numbers = range(1, 3 if length_unit is EPOCH else 4 * samples + 1)
         lengths = (Time(number, length_unit) for number in numbers)
@@ -232,7 +238,7 @@ def _plans(
         tokens_per_sample=tokens,
         seconds_per_batch=seconds,
         batches_per_epoch=cut,
-        sized=not draw(_SELDOM),
+        sized=sized,
         iteration_length=length,
         order=order,
     )

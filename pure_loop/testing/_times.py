@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -105,19 +106,18 @@ def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
     lengths += [] if plan.batches_per_epoch is None else [plan.batches_per_epoch]
     now = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
     yield now
-    sizes = iter(plan.batches)
+    goes_on = not plan.sized and plan.batches_per_epoch is not None
+    sizes = itertools.cycle(plan.batches)
     for event in expected(plan):
-        if event is Event.EPOCH_START:
-            sizes = iter(plan.batches)
+        if event is Event.EPOCH_START and not goes_on:
+            sizes = itertools.cycle(plan.batches)
         elif event is Event.BATCH_END:
             samples = next(sizes)
             now = now.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
             yield now
         elif event is Event.EPOCH_END:
-            # In the order of 2021 an epoch that max_duration cuts short has this event too, and isn't counted.
-            if now < plan.max_duration or now.batch_in_epoch == now.batches_per_epoch:
-                now = now.next_epoch()
-                yield now
+            now = now.next_epoch()
+            yield now
         elif event is Event.ITERATION_END:
             now = now.next_iteration()
             yield now
