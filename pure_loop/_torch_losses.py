@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._weights import is_readable
+
 __all__ = ["Implied", "implied_by"]
 
 # From targets and the options of the loss to what its mean divides by.
@@ -47,6 +49,19 @@ class Implied:
     def weigh(self, targets: Tensor) -> int | Tensor:
         """What the mean over these targets divides by: an int, or a tensor of shape () on their device."""
         return self._divisor(targets, self._options())
+
+    def counts_all(self, targets: Any) -> bool:
+        """Whether a look at all targets of a batch, cheaper than one at each part, shows that none is ignored.
+
+        False where they have class weights, or can't be read without waiting for a device.
+        """
+        ignored = self.ignore_index
+        if not (self.harmless and ignored is not None and isinstance(targets, Tensor) and is_readable(targets)):
+            return False
+        if targets.is_floating_point() or not targets.numel():
+            return False
+        # Of negative ones it is the only one that torch lets pass.
+        return targets.min().item() >= 0 if ignored < 0 else not (targets == ignored).any().item()
 
 
 def _elements(targets: Tensor, options: Mapping[str, Any]) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "Weights",
     "counted_loss",
     "is_number",
+    "is_readable",
     "of_numbers",
     "power_of_two",
     "read_weight",
@@ -119,6 +120,11 @@ class Weights:
         return _narrowed(mean, losses[0])
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether its numbers are at hand: those of a step that is being compiled has none, and a device is waited for."""
+    return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
+
+
 def read_weight(weight: Any, what: str) -> Any:
     """A weight as a number, where it can be read without waiting for a device; else a tensor of shape ().
 
@@ -131,8 +137,7 @@ def read_weight(weight: Any, what: str) -> Any:
                 f"{what} weighs a tensor of shape {tuple(weight.shape)} and dtype {weight.dtype}; a weight is one real "
                 "number: pl.Task(weight=lambda batch: (batch[1] != -100).sum())."
             )
-        # Those of a step that is being compiled have no numbers.
-        return weight.item() if weight.device.type == "cpu" and not hasattr(weight, "fake_mode") else weight.reshape(())
+        return weight.item() if is_readable(weight) else weight.reshape(())
     if not isinstance(weight, Real) and not hasattr(weight, "__float__"):
         raise DataError(
             f"{what} weighs {weight!r} of type {type(weight).__name__}; is a `return` missing in pl.Task(weight=...)? "

@@ -118,7 +118,7 @@ class Stages:
             if whole is not None:
                 return whole, 1
         split = self.microbatch_size is not None
-        return engine.weigh(list(map(task.weigh, pieces)), state, split=split, summed=task.summed)
+        return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=split, summed=task.summed)
 
     def weights_of_whole(self, batch: Any, samples: int) -> Weights | None:
         """The same of a whole batch on one rank, where the user gave no weight: targets need not be counted."""

@@ -148,6 +148,19 @@ class Task:
         targets = batch[1]
         return implied.weigh(targets) if isinstance(targets, Tensor) else self.samples(batch)
 
+    def weigh_parts(self, batch: Any, parts: list[Any]) -> list[float | Tensor]:
+        """:meth:`weigh` of each part of a batch."""
+        implied = self.implied
+        if (
+            implied is not None
+            and self.split is split
+            and isinstance(batch, tuple | list)
+            and len(batch) == 2
+            and implied.counts_all(batch[1])
+        ):
+            return [part[1].numel() for part in parts]
+        return list(map(self.weigh, parts))
+
     def evaluate(self, model: nn.Module, batch: Any) -> Any:
         """The forward in evaluation and prediction."""
         return (self.forward if self.validate is None else self.validate)(model, batch)
