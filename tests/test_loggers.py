@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -106,12 +107,64 @@ def test_each_part_of_a_partition_has_its_learning_rate():
     assert logger.series("train/learning_rate/rest")[1] == [0.25] * 12
 
 
-def test_metrics_that_are_no_numbers_are_not_recorded():
-    confusion = pl.metrics.Metric("confusion", lambda: 0, lambda a, *_: a, lambda _: torch.zeros(2, 2))
+def constant(name, value):
+    return pl.Metric(name, lambda: 0, lambda accumulator, *_: accumulator, lambda _: value)
+
+
+VALUES = {
+    "number": (np.float32(0.5), {"val/number": 0.5}, {}),
+    "vector": (torch.tensor([0.25, 0.5]), {"val/vector/0": 0.25, "val/vector/1": 0.5}, {}),
+    "array": (np.array([1, 2]), {"val/array/0": 1, "val/array/1": 2}, {}),
+    "mapping": (
+        {"a": torch.tensor(1.0), "b": {"c": 2, "d": torch.tensor([3.0])}},
+        {"val/mapping/a": 1, "val/mapping/b/c": 2, "val/mapping/b/d": 3},
+        {},
+    ),
+    "list": ([1.0, (2.0,)], {"val/list/0": 1, "val/list/1/0": 2}, {}),
+    "complex": (torch.tensor(1 + 2j), {"val/complex/real": 1, "val/complex/imag": 2}, {}),
+    "matrix": (torch.tensor([[3, 1], [0, 4]]), {}, {"val/matrix": (["0", "1"], [[3, 1], [0, 4]])}),
+    "empty": (torch.zeros(0), {}, {"val/empty": (["index", "value"], [])}),
+    "long": (torch.ones(101), {}, {"val/long": (["index", "value"], [[i, 1.0] for i in range(101)])}),
+    "cube": (
+        torch.arange(8).reshape(2, 2, 2),
+        {},
+        {"val/cube": (["axis 0", "axis 1", "0", "1"], [[0, 0, 0, 1], [0, 1, 2, 3], [1, 0, 4, 5], [1, 1, 6, 7]])},
+    ),
+    "text": ("good", {}, {"val/text": (["value"], [["good"]])}),
+    "nothing": (None, {}, {"val/nothing": (["value"], [[None]])}),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_metrics_of_any_kind_are_recorded(name):
+    """Vectors, mappings and matrices were left out without a word, as were NumPy's numbers."""
+    value, numbers, tables = VALUES[name]
     logger = InMemoryLogger()
-    evaluator = pl.Evaluator(DATA, metrics=[confusion, pl.metrics.accuracy()])
-    pl.run(fit(loggers=[logger, ConsoleLogger(stream=io.StringIO())], evaluators={"val": evaluator}))
-    assert [name for name in logger.metrics if name.startswith("val/")] == ["val/accuracy"]
+    evaluator = pl.Evaluator(DATA, metrics=[constant(name, value), pl.metrics.accuracy()])
+    stream = io.StringIO()
+    pl.run(fit(loggers=[logger, ConsoleLogger(stream=stream)], evaluators={"val": evaluator}))
+    found = {each: logger.series(each)[1] for each in logger.metrics if each.startswith("val/")}
+    assert found.pop("val/accuracy")
+    assert found == {each: [number] * 2 for each, number in numbers.items()}
+    kept = {each: [(columns, rows) for _, columns, rows in listed] for each, listed in logger.tables.items()}
+    assert kept == {each: [table] * 2 for each, table in tables.items()}
+    assert all(each.removeprefix("val/") in stream.getvalue() for each in (*numbers, *tables))
+
+
+def test_the_console_prints_tables_under_the_line():
+    metrics = [
+        constant("confusion", torch.tensor([[3, 1], [0, 14]])),
+        constant("f1", torch.arange(9) / 8),
+        constant("large", torch.zeros(30, 2)),
+    ]
+    stream = io.StringIO()
+    evaluator = pl.Evaluator(DATA, metrics=metrics)
+    pl.run(fit(loggers=[ConsoleLogger(stream=stream)], evaluators={"val": evaluator}, max_duration="1ep"))
+    lines = stream.getvalue().splitlines()
+    start = next(i for i, line in enumerate(lines) if "val/confusion" in line)
+    assert lines[start : start + 4] == ["  val/confusion", "    0   1", "    3   1", "    0  14"]
+    assert lines[start + 4 : start + 7] == ["  val/f1", "    name   value", "    f1/0   0.000"]
+    assert "  val/large (30 x 2, the first of each)" in lines
 
 
 def console(interval, **options):

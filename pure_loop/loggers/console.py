@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from pure_loop import _words
@@ -11,7 +11,7 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.recorder import is_scalar, losses
+from pure_loop.recorder import losses, recordable
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
@@ -26,8 +26,12 @@ _SHOWN = {
 }
 
 
+# Numbers of one metric that a line shows, and rows and columns of a table.
+_MOST_ON_A_LINE, _MOST_CELLS = 8, 20
+
+
 class ConsoleLogger(Logger):
-    """Prints one line in every interval, at the end of training, and for each evaluation.
+    """Prints one line in every interval, at the end of training, and for each evaluation, whose tables follow it.
 
     Only then it reads from the device and checks that every loss so far was finite.
 
@@ -88,7 +92,29 @@ class ConsoleLogger(Logger):
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
         measured = state.metrics.get(label, {})
-        self._print(state, label, {name: value for name, value in measured.items() if is_scalar(value)})
+        shown: dict[str, Any] = {}
+        tables: dict[str, Any] = {}
+        for name, value in measured.items():
+            numbers, matrices = recordable(name, value)
+            # A vector of many elements is a table here, too: a line has room for some.
+            if len(numbers) > _MOST_ON_A_LINE:
+                tables[name] = ["name", "value"], [[key, float(number)] for key, number in numbers.items()]
+            else:
+                shown |= numbers
+            tables |= matrices
+        self._print(state, label, shown)
+        for name, (columns, rows) in tables.items():
+            self._print_table(f"{label}/{name}", columns, rows)
+
+    def _print_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        cells = [list(columns), *([_cell(value) for value in row[:_MOST_CELLS]] for row in rows[:_MOST_CELLS])]
+        cells[0] = cells[0][:_MOST_CELLS]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["    " + "  ".join(map(str.rjust, row, widths)) for row in cells]
+        cut = len(rows) > _MOST_CELLS or len(columns) > _MOST_CELLS
+        size = f" ({len(rows)} x {len(columns)}, the first of each)" if cut else ""
+        out = sys.stdout if self._stream is None else self._stream
+        print("\n".join([f"  {name}{size}", *lines]), file=out, flush=True)
 
     def _report_if_due(self, state: State, event: Event) -> None:
         when = self._when
@@ -113,6 +139,10 @@ class ConsoleLogger(Logger):
         words = [f"{name} {_value(name, value)}" for name, value in values.items()]
         line = f"epoch {_words.epoch(t)}{of}  batch {t.batch:>6}  {label:<7}  {'  '.join(words)}"
         print(line.rstrip(), file=sys.stdout if self._stream is None else self._stream, flush=True)
+
+
+def _cell(value: Any) -> str:
+    return _words.number(value) if isinstance(value, float) else str(value)
 
 
 def _value(name: str, value: Any) -> str:
