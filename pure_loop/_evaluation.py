@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from pure_loop._batches import next_batch
+from pure_loop._losses import detached
 from pure_loop._notes import noting
 from pure_loop._weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data import map_tensors
@@ -57,12 +58,15 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
             for index in range(len(pieces) if size is None else engine.count(len(pieces), branch)):
                 piece = pieces[min(index, len(pieces) - 1)]
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
-                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index)
+                options = {"gradients": True} if evaluator.gradients else {}
+                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, **options)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
                     metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
                 if not (engine.padding or index >= len(pieces)):
-                    accumulated = _measure(accumulated, metrics, branch, stages)
+                    accumulated = _measure(accumulated, metrics, branch, stages, options)
+                if options:
+                    branch = branch.replace(outputs=detached(branch.outputs))
             branch = yield Event.EVAL_BATCH_END, branch
     accumulated = engine.measured(metrics or (), accumulated, branch)
     values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
@@ -72,15 +76,19 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
 
 
-def _measure(accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages) -> dict[str, Any]:
+def _measure(
+    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages, options: dict[str, bool]
+) -> dict[str, Any]:
     """The accumulators after one microbatch."""
     outputs, microbatch, task, measured = branch.outputs, branch.microbatch, stages.task, None
     if any(metric.of_loss for metric in metrics):
-        loss = stages.validation_loss(branch)
+        loss = stages.validation_loss(branch, **options)
         weight = None if task.summed else read_weight(task.weigh(microbatch), "a microbatch")
         if weight is not None and is_number(weight) and not 0 <= weight < math.inf:
             raise DataError(f"a microbatch weighs {weight}: {WEIGHTS_ARE}")
         measured = loss if weight is None else counted_loss(loss, weight), weight
+    if options:
+        outputs = detached(outputs)
     before = accumulated or {metric.name: metric.init() for metric in metrics}
     found = {}
     for metric in metrics:
@@ -104,7 +112,7 @@ def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator])
     return (yield Event.EVAL_STANDALONE_END, state)
 
 
-def predict(state: State, stages: Stages, source: Source) -> Script:
+def predict(state: State, stages: Stages, source: Source, *, gradients: bool = False) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
     state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=state.position is None)
     number = 0
@@ -116,7 +124,11 @@ def predict(state: State, stages: Stages, source: Source) -> Script:
             state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
             state = yield Event.PREDICT_BATCH_START, state
             state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
-            state = stages.validate(state, label="predict", batch=number)
+            if gradients:
+                state = stages.validate(state, label="predict", batch=number, gradients=True)
+                state = state.replace(outputs=detached(state.outputs))
+            else:
+                state = stages.validate(state, label="predict", batch=number)
             if stages.engine.padding:
                 state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
             state = yield Event.PREDICT_AFTER_FORWARD, state

@@ -16,7 +16,7 @@ from pure_loop.sources import Source, source
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators", "measure_loss", "refuse_empty"]
+__all__ = ["BoundEvaluator", "Evaluator", "bind_evaluators", "check_gradients", "measure_loss", "refuse_empty"]
 
 
 _OF_AN_INTERVAL = tuple(unit for unit in TimeUnit if unit is not TimeUnit.ITERATION)
@@ -32,6 +32,16 @@ def _positive(value: Any, name: str) -> int | None:
     return value
 
 
+def check_gradients(value: Any, where: str) -> bool:
+    """
+    Raises:
+        ArgumentTypeError: not a bool.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{where}(gradients={value!r}): write True or False.")
+    return value
+
+
 @attrs.frozen(init=False)
 class Evaluator:
     """Data to evaluate on, with an interval and metrics of its own.
@@ -43,6 +53,9 @@ class Evaluator:
         interval: how often, such as ``"1ep"`` or ``"100ba"``; None: ``eval_interval`` of ``fit``; 0: never.
         batches: how many batches of the data to use; None: all.
         microbatch_size: samples a forward; None: the whole batch.
+        gradients: whether the forward or the loss differentiates in evaluation, with ``torch.autograd.grad`` (forces,
+            equations as losses): they run with a graph then, of which nothing is kept. Without, there is none, which
+            takes less memory.
 
     >>> Evaluator([1, 2], interval="10ba", batches=1).batches
     1
@@ -53,6 +66,7 @@ class Evaluator:
     interval: CadenceLike | None
     batches: int | None
     microbatch_size: int | None
+    gradients: bool
 
     def __init__(
         self,
@@ -62,6 +76,7 @@ class Evaluator:
         interval: CadenceLike | None = None,
         batches: int | None = None,
         microbatch_size: int | None = None,
+        gradients: bool = False,
     ) -> None:
         self.__attrs_init__(
             dataloader,
@@ -69,6 +84,7 @@ class Evaluator:
             as_predicate(interval, "Evaluator interval", _OF_AN_INTERVAL),
             _positive(batches, "Evaluator batches"),
             _positive(microbatch_size, "Evaluator microbatch_size"),
+            check_gradients(gradients, "pl.Evaluator"),
         )
 
 
@@ -81,6 +97,7 @@ class BoundEvaluator:
     metrics: tuple[Metric, ...] | None
     interval: Predicate
     microbatch_size: int | None
+    gradients: bool
 
     def due(self, state: State, event: Event) -> bool:
         """Whether it is asked for at this event, BATCH_END or EPOCH_END."""
@@ -141,9 +158,8 @@ def bind_evaluators(
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"evaluator {label!r}: {error}") from None
         refuse_empty(data, f"evaluator {label!r}")
-        bound.append(
-            BoundEvaluator(label, data, as_metrics(evaluator.metrics, label), interval, evaluator.microbatch_size)
-        )
+        metrics, size = as_metrics(evaluator.metrics, label), evaluator.microbatch_size
+        bound.append(BoundEvaluator(label, data, metrics, interval, size, evaluator.gradients))
     return tuple(bound)
 
 

@@ -21,7 +21,7 @@ from pure_loop.callback import CallbackLike, Logger, observers
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.evaluator import bind_evaluators, measure_loss, refuse_empty
+from pure_loop.evaluator import bind_evaluators, check_gradients, measure_loss, refuse_empty
 from pure_loop.event import Event
 from pure_loop.fit import Stream
 from pure_loop.loop import LoopStages, Script
@@ -111,6 +111,7 @@ def predict(
     watch: Collection[Event | str] | None = None,
     compile: bool | Literal["where possible"] = False,
     strict: bool = False,
+    gradients: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
     """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
@@ -118,6 +119,7 @@ def predict(
     Args:
         model_or_state: a module, or a State kept anywhere.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
+        gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
         task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
             :func:`fit`; each rank predicts its part of every batch.
 
@@ -126,6 +128,7 @@ def predict(
     >>> [state.outputs.shape for event, state in stream if event is pl.Event.PREDICT_BATCH_END]
     [torch.Size([4, 1])]
     """
+    check_gradients(gradients, "pl.predict")
     together = Together.of(parallel)
     state = any_state(model_or_state, seed, together.device(device))
     if task is None:
@@ -133,7 +136,7 @@ def predict(
         task = make_task(module, None if has_loss_method(module) else _no_loss, None)
     data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
-    build = lambda stages: loop.predict(state, stages, data)  # noqa: E731
+    build = lambda stages: loop.predict(state, stages, data, gradients=gradients)  # noqa: E731
     return _outside_fit(
         state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together, compile, ()
     )

@@ -7,8 +7,8 @@ scripts of your own and algorithms call the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -33,7 +33,7 @@ from pure_loop._weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data import describe
 from pure_loop.donation import Donation, Taken
 from pure_loop.engine import ONE_RANK, Engine, writable
-from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, DataError, LossError
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, DataError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, global_norm, in_dtypes_of, map_present
 from pure_loop.optim import Optimizer
@@ -43,7 +43,7 @@ from pure_loop.random import derive, seed_host, seeded, seeded_all, tracer, unse
 from pure_loop.state import NOT_READY, State, device_of, fresh_draft_of, memory_in
 from pure_loop.task import OnTargets, Task, default_forward
 
-__all__ = ["Stages", "draws_on_host", "value_and_grad"]
+__all__ = ["Stages", "draws_on_host", "refusing_to_differentiate", "value_and_grad"]
 
 T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
@@ -592,14 +592,24 @@ class Stages:
         batch = torch.full_like(state.nonfinite, state.timestamp.batch)
         draft.nonfinite = torch.where(bad & (state.nonfinite < 0), batch, state.nonfinite)
 
-    def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
-        """``outputs`` of ``microbatch`` in evaluation mode, without gradients."""
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
+        """``outputs`` of ``microbatch`` in evaluation mode, without gradients.
+
+        Args:
+            state: with the microbatch.
+            label, batch, index: of the evaluation, its batch and microbatch, from which random numbers come.
+            gradients: whether the forward, or the loss of its outputs, may differentiate: outputs have a graph then.
+
+        Raises:
+            ModelError: the forward differentiates, and ``gradients`` is False.
+        """
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
         params = self.engine.leaves(state, index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
-        with about, seeded(seed, state.device), GradMode(False), self._autocast(state):
+        refusing = refusing_to_differentiate("forward", gradients)
+        with about, refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -610,10 +620,11 @@ class Stages:
         draft.outputs, draft.buffers = outputs, buffers
         return _frozen(draft, state)
 
-    def validation_loss(self, state: State) -> Tensor:
-        """The loss of ``outputs`` in evaluation; shape ()."""
-        with seeded(derive(state.seed, "validation loss"), state.device), GradMode(False), self._autocast(state):
-            return measured_loss(self._loss(state, training=False)[0], self.task)
+    def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
+        """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
+        seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
+        with refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
+            return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor]]:
         """The loss, and the buffers after it: a module's own loss may write to them."""
@@ -673,6 +684,30 @@ class Stages:
 def draws_on_host(params: Any) -> bool:
     """Whether the generator of the CPU is all that is seeded with these parameters, and by itself."""
     return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
+
+
+@contextmanager
+def refusing_to_differentiate(what: str, gradients: bool) -> Iterator[None]:
+    """Say what to write, where torch says that there is no graph.
+
+    Raises:
+        ModelError: the forward or the loss of an evaluation differentiates.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        inference = torch.is_inference_mode_enabled()
+        if "does not require grad" not in str(error) or (gradients and not inference):
+            raise
+        advice = (
+            "run the stream outside of torch.inference_mode()"
+            if inference
+            else "ask for gradients, pl.Evaluator(data, gradients=True) or pl.predict(..., gradients=True)"
+        )
+        raise ModelError(
+            f"the {what} differentiates (torch.autograd.grad), and in evaluation and prediction there is no graph by "
+            f"default: {advice}."
+        ) from error
 
 
 def _are_missing(grads: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
 from torch import Tensor
 
+from pure_loop._losses import detached
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import Untraceable
 from pure_loop.compile.stretch import Stretch, Traced
@@ -33,12 +35,13 @@ class CompiledEvaluation(LoopStages):
         with_loss: whether some metric is of the loss, which is computed with the outputs then.
         where_possible: whether a forward that can't be traced runs eagerly; else it is an error.
         alone: the stages of this rank alone.
+        stretches: what is compiled, by whether it may differentiate.
     """
 
     with_loss: bool
     where_possible: bool
     alone: LoopStages
-    stretch: Stretch
+    stretches: dict[bool, Stretch]
     last: _Last
 
     @classmethod
@@ -47,35 +50,44 @@ class CompiledEvaluation(LoopStages):
     ) -> CompiledEvaluation:
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
 
-        def program(state: State, flight: tuple[Any, ...], traced: Traced) -> tuple[State, None, tuple[Any, ...]]:
+        def program(
+            gradients: bool, state: State, flight: tuple[Any, ...], traced: Traced
+        ) -> tuple[State, None, tuple[Any, ...]]:
             draft = fresh_draft_of(state)
             (draft.microbatch,) = flight
             draft.__class__ = state.__class__
-            state = traced.stages.validate(draft, label="", batch=0)
-            return state, None, (state.outputs, traced.stages.validation_loss(state) if with_loss else None)
+            state = traced.stages.validate(draft, label="", batch=0, gradients=gradients)
+            loss = traced.stages.validation_loss(state, gradients=gradients) if with_loss else None
+            return state, None, (detached(state.outputs) if gradients else state.outputs, loss)
 
         alone = attrs.evolve(stages, engine=stages.engine.alone())
         name = "evaluation" if with_loss else "prediction"
         in_parts = stages.engine.in_parts
-        stretch = Stretch(name, program, alone, recorders, left_out=in_parts, brief=bool(in_parts))
+        stretches = {
+            gradients: Stretch(
+                name, partial(program, gradients), alone, recorders, left_out=in_parts, brief=bool(in_parts)
+            )
+            for gradients in (False, True)
+        }
         return cls(
-            **fields, with_loss=with_loss, where_possible=where_possible, alone=alone, stretch=stretch, last=_Last()
+            **fields, with_loss=with_loss, where_possible=where_possible, alone=alone, stretches=stretches, last=_Last()
         )
 
-    def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         last = self.last
         whole = self.engine.gathered(state)
         draft = fresh_draft_of(state)
         if not last.eager:
             try:
-                run = self.stretch(whole, (state.previous_timestamp, state.timestamp), (state.microbatch,))
+                timestamps = state.previous_timestamp, state.timestamp
+                run = self.stretches[gradients](whole, timestamps, (state.microbatch,))
             except Untraceable as error:
                 if not self.where_possible:
                     raise error.for_users() from error.__cause__  # not twice the same text
                 error.let_go()
                 last.eager = True
         if last.eager:
-            found = self.alone.validate(whole, label=label, batch=batch, index=index)
+            found = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
             draft.outputs, draft.buffers = found.outputs, found.buffers
         else:
             for name, value in zip(run.names, run.durable, strict=True):
@@ -88,9 +100,10 @@ class CompiledEvaluation(LoopStages):
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]
 
-    def validation_loss(self, state: State) -> Tensor:
+    def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.
         if state.outputs is self.last.outputs and self.last.loss is not None:
             return self.last.loss
         # Where a module has a loss of its own, that may be of its parameters.
-        return self.alone.validation_loss(self.engine.gathered(state) if self.task.loss is None else state)
+        whole = self.engine.gathered(state) if self.task.loss is None else state
+        return self.alone.validation_loss(whole, gradients=gradients)

@@ -38,7 +38,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import LoopStages
 from pure_loop.precision import LossScale
-from pure_loop.stages import _updated, _where
+from pure_loop.stages import _updated, _where, refusing_to_differentiate
 from pure_loop.state import State, fresh_draft_of
 
 __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_handlers", "update"]
@@ -310,11 +310,16 @@ class TracedStages(LoopStages):
                 )
         return state
 
-    def validate(self, state: State, *, label: str, batch: int, index: int = 0) -> State:
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         microbatch, task = state.microbatch, self.task
         what = f"the forward of {type(state.model._skeleton).__name__} in evaluation"
         params = self.engine.leaves(state, index=index, last=False)
-        with GradMode(False), self._autocast(state), naming(self.tracing, what, ("forward", None)):
+        with (
+            refusing_to_differentiate("forward", gradients),
+            GradMode(gradients),
+            self._autocast(state),
+            naming(self.tracing, what, ("forward", None)),
+        ):
             outputs, buffers = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -323,9 +328,14 @@ class TracedStages(LoopStages):
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]
 
-    def validation_loss(self, state: State) -> Tensor:
-        with GradMode(False), self._autocast(state), naming(self.tracing, "the loss in evaluation", ("forward", None)):
-            return measured_loss(self._loss(state, training=False)[0], self.task)
+    def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
+        with (
+            refusing_to_differentiate("loss", gradients),
+            GradMode(gradients),
+            self._autocast(state),
+            naming(self.tracing, "the loss in evaluation", ("forward", None)),
+        ):
+            return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def _seeded(self, state: State, stage: str, index: int) -> Any:
         return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
