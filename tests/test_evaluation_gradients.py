@@ -140,7 +140,7 @@ def test_without_the_error_says_what_to_write(which: str, compile: bool) -> None
 
 
 def test_in_inference_mode_the_error_names_that() -> None:
-    with torch.inference_mode(), pytest.raises(pl.ModelError, match="outside of torch.inference_mode"):
+    with torch.inference_mode(), pytest.raises(pl.ModelError, match=r"outside of torch\.inference_mode"):
         pl.run(pl.evaluate(model(), pl.Evaluator(forces(), gradients=True), loss=mse_loss))
 
 
