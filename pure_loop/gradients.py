@@ -132,16 +132,21 @@ def clip_by_norm(
 def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> FrozenDict[str, Any]:
     """Clamp every element of every gradient to ``[-max_value, max_value]``; one that is not finite becomes NaN.
 
-    An infinite gradient clamped to a finite one would hide that it had overflowed.
+    An infinite gradient clamped to a finite one would hide that it had overflowed. Of complex gradients the real and
+    the imaginary parts are clamped.
 
     >>> clip_by_value({"a": torch.tensor([3.0, -0.5])}, 1.0)["a"]
     tensor([ 1.0000, -0.5000])
     """
 
     def clamp(present: list[Tensor]) -> list[Tensor]:
-        clamped = torch._foreach_clamp_max(torch._foreach_clamp_min(present, -max_value), max_value)
+        real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in present]
+        clamped = torch._foreach_clamp_max(torch._foreach_clamp_min(real, -max_value), max_value)
         # x - x is 0, and NaN where x is infinite.
-        return list(torch._foreach_add(clamped, torch._foreach_sub(present, present)))
+        found = torch._foreach_add(clamped, torch._foreach_sub(real, real))
+        return [
+            torch.view_as_complex(new) if each.is_complex() else new for new, each in zip(found, present, strict=True)
+        ]
 
     return map_present(clamp, grads)
 

@@ -47,8 +47,8 @@ def moving_average(
     """``smoothing * average + (1 - smoothing) * tensors``, name by name.
 
     Args:
-        average: names to floating point tensors. Float16 and bfloat16 are averaged in float32, in which the result
-            is: in their own precision small changes would be rounded away.
+        average: names to floating point or complex tensors. Those in half precision or less are averaged in float32
+            (complex64), in which the result is: in their own precision small changes would be rounded away.
         tensors: what joins the average; names that the average lacks are left out.
         smoothing: how much of the average stays.
 
@@ -69,13 +69,25 @@ def moving_average(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    if tensor.is_complex():
+        return tensor.to(torch.complex64) if tensor.dtype.itemsize < 8 else tensor
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The average of those buffers that are there now: one that is new, or has another shape, begins as it is."""
+    if average.keys() == tensors.keys() and all(old.shape == tensors[name].shape for name, old in average.items()):
+        return average
+    return {
+        name: average[name] if name in average and average[name].shape == tensor.shape else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def averaged(state: State, name: str = "ema") -> State:
     """The State with the average of :func:`ema` as its parameters and buffers: ``averaged(state).module()``.
 
-    Buffers of integers (BatchNorm's count of batches) are not averaged.
+    Integers (BatchNorm's count of batches, weights that are quantised) are not averaged: they are the State's own.
 
     Raises:
         ArgumentError: the State has no average of this name.
@@ -107,7 +119,12 @@ def averaged(state: State, name: str = "ema") -> State:
 
 def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
     return FrozenDict(
-        (name, average[name].to(tensor.dtype) if name in average else tensor) for name, tensor in tensors.items()
+        (
+            name,
+            # A buffer may have taken another shape since the last update.
+            average[name].to(tensor.dtype) if name in average and average[name].shape == tensor.shape else tensor,
+        )
+        for name, tensor in tensors.items()
     )
 
 
@@ -121,7 +138,8 @@ def ema(
     """Exponential moving average: evaluation and prediction use the average, training the weights.
 
     The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters and
-    floating point buffers are averaged; nothing in training reads the average, so training is what it would be
+    buffers are averaged, complex ones too, and not those of integers; a buffer that appears later, or takes another
+    shape, begins its average there. Nothing in training reads the average, so training is what it would be
     without. :func:`averaged` gives a State with the average in place of the weights, to export or go on from.
     ``evaluate`` and ``predict`` use the average that their State holds: give them ``algorithms=[ema(...)]`` too.
 
@@ -170,7 +188,7 @@ def ema(
         if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
             _refuse_inside(life, unit, period, period_unit)
         return FrozenDict(
-            params=_floats(state.params), buffers=_floats(state.buffers), updated=_counts(state.timestamp)
+            params=_averaged(state.params), buffers=_averaged(state.buffers), updated=_counts(state.timestamp)
         )
 
     def update(state: State) -> State:
@@ -180,8 +198,10 @@ def ema(
         memory, now = state.algorithm_state[name], state.timestamp
         decay = smoothing if life is None else _decay(life, memory["updated"], now)
         assert decay is not None
-        new = {kind: moving_average(memory[kind], getattr(state, kind), decay) for kind in ("params", "buffers")}
-        return state.remember(name, FrozenDict(**new, updated=_counts(now)))
+        params = moving_average(memory["params"], state.params, decay)
+        # Buffers may come, go and change their shapes.
+        buffers = moving_average(_begun(memory["buffers"], _averaged(state.buffers)), state.buffers, decay)
+        return state.remember(name, FrozenDict(params=params, buffers=buffers, updated=_counts(now)))
 
     def show(state: State) -> State:
         return averaged(state, name)
@@ -217,8 +237,11 @@ def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_uni
         )
 
 
-def _floats(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
-    return FrozenDict((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+def _averaged(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    """Those that can be averaged."""
+    return FrozenDict(
+        (name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()
+    )
 
 
 def _counts(timestamp: Timestamp) -> FrozenDict[str, Any]:
