@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pure_loop._counted import refuse_no_tokens
 from pure_loop.data import beside, to_device
 from pure_loop.errors import DataError
 from pure_loop.event import Event
@@ -54,7 +55,9 @@ def train_batch(
 ) -> tuple[Any, int, int] | None:
     """The same of ``fit``'s own data, with its errors; ``number`` is the batch's, if it isn't the State's next one."""
     task = fit.stages.task
-    if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not fit.counts_tokens:
+    awaits_tokens = fit.needs_tokens is not None and not state.timestamp.token
+    counts_tokens = fit.counts_tokens or awaits_tokens
+    if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not counts_tokens:
         # By far the commonest batch, without the calls that it takes to find out the same.
         one, other = loaded
         if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu:
@@ -73,7 +76,12 @@ def train_batch(
     except DataError as error:
         error.add_note(f"raised by batch {state.timestamp.batch if number is None else number} of train_dataloader")
         raise
-    if fit.counts_tokens and ready is not None and ready[2] == 0 and not fit.stages.engine.padding:
+    if not counts_tokens or ready is None or ready[2] or fit.stages.engine.padding:
+        return ready
+    if awaits_tokens and (fit.stages.engine.ranks == 1 or state.timestamp.batch):  # of all ranks one batch later
+        assert fit.needs_tokens is not None
+        refuse_no_tokens(fit.needs_tokens, state.timestamp.batch)
+    if fit.counts_tokens:
         raise DataError(
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "
             "end: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."

@@ -8,7 +8,7 @@ from typing import Any
 
 from pure_loop.errors import ArgumentTypeError
 
-__all__ = ["accepts", "name_of", "refuse_no_schedule"]
+__all__ = ["accepts", "is_scheduler", "name_of", "refuse_no_schedule"]
 
 
 def accepts(function: Callable[..., Any], count: int) -> bool:
@@ -35,12 +35,29 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def is_scheduler(given: object) -> bool:
+    """Whether this is a scheduler of torch's, or its class."""
+    cls = given if isinstance(given, type) else type(given)
+    return any(base.__module__ == "torch.optim.lr_scheduler" for base in cls.__mro__)
+
+
 def refuse_no_schedule(where: str, given: Any) -> None:
     """
     Raises:
         ArgumentTypeError: what was given can't be called with a timestamp, or is a class of schedules.
     """
     name = name_of(given)
+    if is_scheduler(given):
+        plateau = name == "ReduceLROnPlateau"
+        advice = (
+            'for one that looks at a metric, docs/optimizers.md has a recipe, "A schedule that looks at a metric"'
+            if plateau
+            else 'such as pl.schedules.cosine("3ep", peak=3e-4), or a function of your own'
+        )
+        raise ArgumentTypeError(
+            f"{where} is torch's scheduler {name}, which changes a torch optimizer step by step. Here a schedule is a "
+            f"function of the timestamp: {advice}."
+        )
     if isinstance(given, type):
         raise ArgumentTypeError(f"{where} is the class {name}; give a schedule: {name}(...).")
     if not accepts(given, 1):

@@ -17,7 +17,6 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
-from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.precision import LossScale, Precision
 from pure_loop.state import State, in_order, refuse_misfit
 
@@ -149,6 +148,8 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         ResumeError: the State has the memory of another optimizer, or of other parameters.
     """
     if state.opt_state is not None:
+        from pure_loop.optim.resuming import refuse_other_memory  # no fresh start needs it
+
         refuse_other_memory(optimizer, state.opt_state, state.model.trained(state.params))
 
 

@@ -27,6 +27,7 @@ from pure_loop._arguments import (
 )
 from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
+from pure_loop._counted import counted_in, of_fit, refuse_no_iterations
 from pure_loop._loading import loading, read_start, refuse_savers, savers_among, saving, seed_of
 from pure_loop._memories import refuse_other_memories
 from pure_loop._start import (
@@ -39,6 +40,7 @@ from pure_loop._together import Together
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
+from pure_loop.data import num_tokens
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -301,6 +303,11 @@ def prepare(
     state = known(state)
     bound = bind_evaluators(evaluators, eval_interval, state.seed, duration, sources=open_source)
     refuse_savers(objects, bound, order, length)
+    counted = list(of_fit(optimizer, listed, bound, objects))
+    if length is None:
+        refuse_no_iterations(counted)
+    # A count of the user's own may begin later.
+    counts_itself = stages.task.tokens is not num_tokens
     settings = {
         "seed": state.seed,
         "max_duration": str(duration),
@@ -338,6 +345,7 @@ def prepare(
             fresh=fresh,
             prepare=preparing(fresh),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
+            needs_tokens=None if counts_itself else counted_in(TimeUnit.TOKEN, counted),
             compiled=compiler(compile, steps_per_call, stages, watched, observed, strict, order, bound),
             load=loading(
                 checkpoint,

@@ -115,6 +115,8 @@ class Fit:
     fresh: bool
     prepare: Callable[[State], State]
     counts_tokens: bool
+    # What never moves as long as no batch has tokens, for errors.
+    needs_tokens: str | None = None
     compiled: Any = None
     load: Callable[[State], State] | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)

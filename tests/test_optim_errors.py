@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pure_loop import schedules
+import pure_loop as pl
+from pure_loop import Event, schedules
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, adam, adamw, from_torch, optimizer, partition, sgd
@@ -150,3 +153,45 @@ def test_an_update_without_memory_says_how_to_begin(opt: Optimizer) -> None:
     nothing: Any = None
     with pytest.raises(ResumeError, match=r"opt_state is None, .*state\.replace\(opt_state=optimizer\.init"):
         opt.update(params, nothing, params, Timestamp())
+
+
+@pytest.mark.parametrize("given", [torch.optim.lr_scheduler.ReduceLROnPlateau, torch.optim.lr_scheduler.StepLR])
+@pytest.mark.parametrize("make", [adamw, sgd, lambda lr: from_torch(torch.optim.RMSprop, lr=lr)])
+def test_schedulers_of_torch_are_refused_with_what_to_write(given: Any, make: Any) -> None:
+    """The class was answered with advice to pass an instance, which was refused, too."""
+    reference = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    options = {"step_size": 1} if given is torch.optim.lr_scheduler.StepLR else {}
+    says = "a metric" if given is torch.optim.lr_scheduler.ReduceLROnPlateau else r"pl\.schedules"
+    for scheduler in (given, given(reference, **options)):
+        with pytest.raises(ArgumentTypeError, match=rf"lr is torch's scheduler {given.__name__}.*function of.*{says}"):
+            make(lr=scheduler)
+
+
+def test_the_recipe_for_plateaus_is_torchs() -> None:
+    """That of docs/optimizers.md, in each epoch, against torch's scheduler in a plain loop."""
+    text = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text()
+    source = text[text.index("def reduce_on_plateau") :].partition("\n\n\nvalidation")[0]
+    names: dict[str, Any] = {"pl": pl, "torch": torch}
+    exec(source, names)
+    g = torch.Generator().manual_seed(0)
+    data, val = ([(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(2)] for _ in range(2))
+    model = torch.nn.Linear(3, 2)
+    by_hand, mse = copy.deepcopy(model), torch.nn.functional.mse_loss
+    reference = torch.optim.SGD(by_hand.parameters(), lr=0.8, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(reference, factor=0.5, patience=1)
+    for _ in range(12):
+        for inputs, targets in data:
+            reference.zero_grad()
+            mse(by_hand(inputs), targets).backward()
+            reference.step()
+        with torch.no_grad():
+            scheduler.step(sum(mse(by_hand(inputs), targets) for inputs, targets in val) / 2)
+    assert scheduler.get_last_lr()[0] < 0.3, "the case reduces the rate"
+    options: dict[str, Any] = {"evaluators": {"val": pl.Evaluator(val, metrics=[pl.metrics.loss()])}, "loss": mse}
+    options |= {"optimizer": sgd(lr=0.8, momentum=0.5), "max_duration": "12ep"}
+    plateau = names["reduce_on_plateau"]("val", "loss", factor=0.5, patience=1)
+    kept = [state for event, state in pl.fit(model, data, algorithms=[plateau], **options) if event is Event.BATCH_END]
+    for name, param in by_hand.named_parameters():
+        torch.testing.assert_close(kept[-1].params[name], param.detach(), rtol=1e-4, atol=1e-5)
+    resumed = pl.run(pl.fit(kept[9], data, algorithms=[plateau], **options))
+    assert all(torch.equal(resumed.params[name], value) for name, value in kept[-1].params.items())

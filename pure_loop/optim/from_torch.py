@@ -30,6 +30,7 @@ from torch import Tensor
 from pure_loop._cloning import clone_all
 from pure_loop._parts import is_part
 from pure_loop._pytree import NAMESPACE
+from pure_loop._signature import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -122,6 +123,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         )
     lr = options.get("lr")
     scheduled = callable(lr)
+    if scheduled or is_scheduler(lr):
+        refuse_no_schedule(f"from_torch({name}): lr", lr)
     rest = {key: value for key, value in options.items() if key != "lr" or not scheduled}
     if "lr" in rest:
         rest["lr"] = check_number(f"from_torch({name})", "lr", lr)

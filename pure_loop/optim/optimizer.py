@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._cloning import clone_all
-from pure_loop._signature import name_of, refuse_no_schedule
+from pure_loop._signature import is_scheduler, name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 
@@ -156,9 +156,9 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
     """A learning rate as a function of the timestamp."""
     if isinstance(lr, torch.nn.Module | Iterable) and not isinstance(lr, str | Tensor):
         raise ArgumentTypeError(f"{where} is given the parameters by fit: write {where}(lr=3e-4), without them.")
-    if callable(lr):
+    if callable(lr) or is_scheduler(lr):
         refuse_no_schedule(f"{where}: lr", lr)
-        return lr
+        return lr  # type: ignore[return-value]
     if isinstance(lr, bool) or not isinstance(lr, int | float):
         shown = repr(lr) if lr is None or isinstance(lr, str | bool | Tensor) else "an object"
         raise ArgumentTypeError(
