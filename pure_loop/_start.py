@@ -150,7 +150,8 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
     if state.opt_state is not None:
         from pure_loop.optim.resuming import refuse_other_memory  # no fresh start needs it
 
-        refuse_other_memory(optimizer, state.opt_state, state.model.trained(state.params))
+        served, trained = state.model.served_by(optimizer), state.model.trained(state.params)
+        refuse_other_memory(served, state.opt_state, trained)
 
 
 def preparation(
@@ -169,7 +170,8 @@ def preparation(
         if meet is not None:
             state = meet(state)
         if state.opt_state is None:
-            state = state.replace(opt_state=engine.memory(optimizer, state.model.trained(state.params)))
+            served, trained = state.model.served_by(optimizer), state.model.trained(state.params)
+            state = state.replace(opt_state=engine.memory(served, trained))
         if precision.scaled and state.loss_scale is None:
             state = state.replace(loss_scale=LossScale.initial(state.device))
         elif not precision.scaled and state.loss_scale is not None:

@@ -296,7 +296,7 @@ def begin(state: State, fit: Fit) -> State:
         state = fit.load(state)
     if fit.stages.donation is not None:
         assert fit.stages.optimizer is not None
-        fit.stages.donation.adopt(state, fit.stages.optimizer)
+        fit.stages.donation.adopt(state, state.model.served_by(fit.stages.optimizer))
     return state
 
 

@@ -13,7 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
@@ -29,6 +29,9 @@ from pure_loop._parts import is_part, whole_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
+if TYPE_CHECKING:
+    from pure_loop.optim import Optimizer
+
 __all__ = ["ModelDef", "are_marked", "hooks_so_far", "refuse_untrainable"]
 
 T = TypeVar("T")
@@ -42,6 +45,7 @@ class ModelDef:
         trainable: the names of parameters that require a gradient.
         may_draw: whether calling the module may draw random numbers, or run code of the user's.
         is_done_after_forward: whether the user has nothing in the module that runs in a backward.
+        declared: the parameters of the module that have attributes or a class of the user's, on the meta device.
 
     Two structures are equal when their modules have the same classes, settings, and names, shapes
     and dtypes of tensors; that is what makes two States of one architecture mappable together.
@@ -59,9 +63,11 @@ class ModelDef:
         "__weakref__",
         "_idle",
         "_modes",
+        "_served",
         "_signature",
         "_skeleton",
         "buffer_names",
+        "declared",
         "is_done_after_forward",
         "may_draw",
         "parameter_names",
@@ -75,6 +81,9 @@ class ModelDef:
         # Of submodules in eval mode, and of those in them, in a module that is not: the mode in which they are trained.
         self._modes = _modes_to_keep(skeleton)
         parameters = dict(skeleton.named_parameters())
+        self.declared = {name: param for name, param in parameters.items() if _is_declared(param)}
+        # An optimizer, and what it is for these parameters.
+        self._served: tuple[Optimizer, Optimizer] | None = None
         self.parameter_names = tuple(parameters)
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
         self.buffer_names = tuple(name for name, _ in skeleton.named_buffers())
@@ -98,11 +107,12 @@ class ModelDef:
         meta: dict[int, Any] = {}
         for parameter in module.parameters():
             empty = torch.empty_like(parameter, device="meta")
-            meta[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            meta[id(parameter)] = _declared_like(parameter, empty, parameter.requires_grad)
         for buffer in module.buffers():
             meta[id(buffer)] = torch.empty_like(buffer, device="meta")
         try:
             # deepcopy finds every tensor already "copied" in its memo: no numbers are duplicated.
+            _copy_attributes(module, meta)
             skeleton = copy.deepcopy(module, meta)
         except RuntimeError as error:
             raise ModelError(
@@ -199,8 +209,44 @@ class ModelDef:
             leaves = FrozenDict(
                 (name, tensor.detach().requires_grad_(name in wanted)) for name, tensor in params.items()
             )
+        if self.declared:
+            leaves = FrozenDict((name, self.seen_as_declared(name, leaf)) for name, leaf in leaves.items())
         leaves.origin, leaves.holder = params, None
         return leaves
+
+    def seen_as_declared(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor with the class and the attributes of the user's parameter of this name; its memory is the same.
+
+        One of another class than torch's own (in parts, or in a step that is traced) has the attributes alone.
+        """
+        declared = self.declared.get(name)
+        if declared is None:
+            return tensor
+        if type(tensor) is Tensor:
+            like: Tensor = _declared_like(declared, tensor, tensor.requires_grad, attributes=True)
+            return like
+        vars(tensor).update(_attributes_of(declared))
+        return tensor
+
+    def served_by(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer for these parameters: one whose label function is shown them as the user declared them."""
+        if not self.declared or optimizer.seeing is None:
+            return optimizer
+        served = self._served
+        if served is None or served[0] is not optimizer:
+            served = self._served = optimizer, optimizer.seeing(self.seen_as_declared)
+        return served[1]
+
+    def copied(self) -> nn.Module:
+        """A copy of the module, on the meta device."""
+        if not self.declared:
+            return copy.deepcopy(self._skeleton)
+        memo: dict[int, Any] = {
+            id(param): _declared_like(param, torch.empty_like(param), param.requires_grad)
+            for param in self._skeleton.parameters()
+        }
+        _copy_attributes(self._skeleton, memo)
+        return copy.deepcopy(self._skeleton, memo)
 
     def trained(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
         """The parameters that are trained; the mapping itself where all are."""
@@ -220,12 +266,13 @@ class ModelDef:
             buffers: buffers.
             training: train mode, in which submodules that are kept in eval mode stay so, or eval mode.
         """
-        module = copy.deepcopy(self._skeleton)
+        module = self.copied()
         _own_classes(module)
         self.set_mode(module, training)
         wanted = frozenset(self.trainable)
+        before = dict(module.named_parameters())
         parameters = {
-            name: nn.Parameter(whole_of(tensor.detach()).clone(), requires_grad=name in wanted)
+            name: _declared_like(before[name], whole_of(tensor.detach()).clone(), name in wanted, attributes=True)
             for name, tensor in params.items()
         }
         for name, tensors, key in _places(module, self.parameter_names, "_parameters"):
@@ -273,11 +320,52 @@ class ModelDef:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelDef, (self._skeleton,)
+        return _rebuilt, (self._skeleton, {name: type(param) for name, param in self.declared.items()})
 
     def __repr__(self) -> str:
         name = type(self._skeleton).__name__
         return f"ModelDef({name}: {len(self.parameter_names)} parameters, {len(self.buffer_names)} buffers)"
+
+
+# Parameters as the user declared them. ``Parameter.__deepcopy__`` drops attributes, and calls the class of a subclass
+# with arguments that it may not take; pickling drops the class.
+
+
+def _attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """The user's attributes; of a tensor of another kind, whose own state is there, none."""
+    return vars(parameter) if nn.Parameter in type(parameter).__mro__ else {}
+
+
+def _is_declared(parameter: Tensor) -> bool:
+    return bool(_attributes_of(parameter)) or (
+        type(parameter) is not nn.Parameter and nn.Parameter in type(parameter).__mro__
+    )
+
+
+def _declared_like(parameter: Tensor, tensor: Tensor, requires_grad: bool, *, attributes: bool = False) -> Any:
+    """This tensor as a parameter of the class of another one, with its attributes if that is said."""
+    kind = type(parameter)
+    if kind is nn.Parameter or nn.Parameter not in kind.__mro__:
+        made: Any = nn.Parameter(tensor, requires_grad=requires_grad)
+    else:
+        made = Tensor._make_subclass(kind, tensor.detach(), requires_grad)
+    if attributes:
+        vars(made).update(_attributes_of(parameter))
+    return made
+
+
+def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copies of parameters, which stand in the memo of a deepcopy, copies of their attributes."""
+    for parameter in module.parameters():
+        if attributes := _attributes_of(parameter):
+            vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))
+
+
+def _rebuilt(skeleton: nn.Module, classes: dict[str, type]) -> ModelDef:
+    for name, parameter in skeleton.named_parameters():
+        if name in classes:
+            parameter.__class__ = classes[name]
+    return ModelDef(skeleton)
 
 
 _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
@@ -320,7 +408,7 @@ class Instance:
     __slots__ = ("_modes", "_parameters", "bound", "buffers", "module", "params", "places", "training")
 
     def __init__(self, model: ModelDef) -> None:
-        self.module = copy.deepcopy(model._skeleton)
+        self.module = model.copied()
         mirror(self.module)
         # A tied tensor has several places, which stand here one by one.
         self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))

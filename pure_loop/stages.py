@@ -297,7 +297,10 @@ class Stages:
                 # Once a run: it looks at more than class and dtype, and walks the whole graph.
                 check_loss(loss, state, "AFTER_LOSS", self.task)
                 plain = [each for each in leaves.values() if type(each) is Tensor] if type(leaves) is FrozenDict else []
-                refuse_strangers(loss, engine.parameters(), plain)
+                known = engine.parameters()
+                if known is not None and model.declared:
+                    known = (*known, *leaves.values())  # which may be of a class of parameters
+                refuse_strangers(loss, known, plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
             if _any_autocast() or (draws and not draws_on_host(origin)):
@@ -445,6 +448,7 @@ class Stages:
         optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
+        optimizer = state.model.served_by(optimizer)
         donation, scale = self.donation, state.loss_scale
         if donation is not None and donation.compiled:  # compiled steps have a way of their own
             donation = None
@@ -501,6 +505,7 @@ class Stages:
         params, trained, memory, overwrite_unread = taken
         optimizer, donation, loss = self.optimizer, self.donation, state.loss
         assert optimizer is not None
+        optimizer = state.model.served_by(optimizer)
         assert donation is not None
         draft = fresh_draft_of(state)
         overwrite: Any = overwrite_unread or optimizer.overwrite

@@ -350,6 +350,7 @@ def update(
     """
     optimizer, params = stages.optimizer, state.params
     assert optimizer is not None
+    optimizer = state.model.served_by(optimizer)
     trained = state.model.trained(params)
     draft = fresh_draft_of(state)
     host = stages.tracing.host

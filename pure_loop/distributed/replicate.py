@@ -212,7 +212,11 @@ class ReplicateEngine(JointEngine):
 
     def _hold(self, state: State) -> None:
         self._forget()
-        self._held = {name: nn.Parameter(torch.empty_like(state.params[name])) for name in state.model.trainable}
+        self._held = {}
+        for name in state.model.trainable:
+            empty = torch.empty_like(state.params[name], requires_grad=True)
+            declared = state.model.seen_as_declared(name, empty)
+            self._held[name] = declared if isinstance(declared, nn.Parameter) else nn.Parameter(empty)
         self._bound = FrozenDict(self._held)
         self._lender = no_parameters
         self._model = state.model

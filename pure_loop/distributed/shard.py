@@ -8,7 +8,6 @@ first forward (:mod:`pure_loop.distributed._wholes`), and that module isn't made
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -276,7 +275,7 @@ class ShardEngine(JointEngine):
 
     def _build(self, model: ModelDef) -> None:
         self._forget_module()
-        module = copy.deepcopy(model._skeleton)
+        module = model.copied()
         groups = self.parallel.groups
         chosen = (
             [each for name, each in module.named_modules() if name and groups(name, each)]

@@ -78,6 +78,8 @@ class Optimizer:
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
             :class:`~pure_loop.ResumeError` where training can't resume from ``opt_state``. None: it is compared with
             what ``init`` makes.
+        seeing: ``(view) -> optimizer``: this optimizer, which asks its label function about ``view(name, tensor)``: the
+            parameter as the user declared it, with its class and attributes (see :func:`partition`).
 
     An optimizer of one's own needs nothing else:
 
@@ -105,6 +107,7 @@ class Optimizer:
     parts: Mapping[str, Optimizer] = attrs.field(factory=FrozenDict)
     draws: bool = False
     check: Callable[[Any, Params], None] | None = None
+    seeing: Callable[[Callable[[str, Tensor], Tensor]], Optimizer] | None = None
 
     def __repr__(self) -> str:
         shown = {} if self.parts else {"lr": self.lr}

@@ -34,8 +34,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     Args:
         optimizers: by label.
-        label: a pure function of a parameter's name and of its shape, dtype and device, never of its numbers: it
-            is asked in every update and must always give the same answer.
+        label: a pure function of a parameter's name and of its shape, dtype, device, class and attributes, never of its
+            numbers: it is asked in every update and must always give the same answer. In ``fit`` it is shown the
+            parameter as it was declared: ``getattr(tensor, "_no_weight_decay", False)``.
 
     The state holds the state of each optimizer under its label. ``lr`` of the result is that of the first
     optimizer; the others are in ``parts``.
@@ -83,6 +84,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         parts=rule.parts,
         draws=any(part.draws for part in rule.parts.values()),
         check=rule.check,
+        seeing=rule.seeing,
         elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
     )
@@ -104,6 +106,11 @@ class _Partition:
                 )
             groups[key].append(name)
         return groups
+
+    def seeing(self, view: Callable[[str, Tensor], Tensor]) -> Optimizer:
+        label = self.label
+        parts = {key: part if part.seeing is None else part.seeing(view) for key, part in self.parts.items()}
+        return partition(parts, lambda name, tensor: label(name, view(name, tensor.detach())))
 
     def init(self, params: Params) -> OptState:
         return FrozenDict(
