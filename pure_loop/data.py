@@ -1,22 +1,39 @@
 """Batches as pytrees: how many samples, how many tokens, split into microbatches, moved to a device.
 
-A batch is any nesting of tuples, named tuples, lists, mappings and registered classes. In it a tensor
-or a NumPy array of at least one dimension holds the samples along its first, and so does a list of
-as many strings; 0-d tensors, numbers, strings and None belong to the batch as a whole.
+A batch is any nesting of tuples, named tuples, lists, mappings, dataclasses, attrs classes and registered classes. In
+it a tensor or a NumPy array of at least one dimension holds the samples along its first; a ``PackedSequence`` holds as
+many as it has sequences, and an object with a ``batch_size`` that is a ``torch.Size`` (a ``TensorDict``) the first of
+these. 0-d tensors, numbers, strings and None belong to the batch as a whole.
+
+A list inside a batch of n samples is either a container, whose items are parts of the batch, or data, one item a
+sample:
+
+* n strings are data, in a tuple, too.
+* A list or tuple with tensors in it is a container where each holds n samples, or is in a list of n items. Otherwise it
+  is data, where it has n items.
+* A list without tensors in it is data where it has n items, whatever these are; otherwise it is a container. A list of
+  n lists of n items could be either, and is refused; so is a tuple of n numbers.
+
+The batch itself, such as ``(inputs, targets)``, is a container, unless it is a list of numbers or strings.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any, TypeAlias
 
+import attrs
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from pure_loop._pytree import NAMESPACE
 from pure_loop.errors import ArgumentError, DataError
@@ -27,12 +44,14 @@ __all__ = ["Source", "num_samples", "num_tokens", "source", "split", "to_device"
 # The children of a node, their names in an error's path, and the way back.
 Node: TypeAlias = tuple[Sequence[Any], Sequence[str], Callable[[Sequence[Any]], Any]]
 
-_WHOLE = (str, bytes, Number, Enum, type(None), torch.dtype, torch.device)
+_WHOLE = (str, bytes, Number, Enum, type(None), torch.dtype, torch.device, torch.Size)
 _TOKEN_IDS = frozenset((torch.int64, torch.int32))
 
 
 def num_samples(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its tensors and arrays.
+
+    Where those in nested lists disagree, as many as the others say, if these lists have as many items.
 
     Raises:
         DataError: they disagree, or there is none; the message lists every one of them.
@@ -49,23 +68,29 @@ def num_samples(batch: Any) -> int:
     size = _flat_size(batch)
     if size >= 0:
         return size
-    sizes = [(path, _rows(leaf)) for path, leaf in _leaves(batch) if _rows(leaf) is not None]
-    # A batch of texts alone has no tensor to count.
-    sizes = sizes or [(path, len(leaf)) for path, leaf in _leaves(batch) if _is_strings(leaf)]
+    sizes = _sizes(batch)
+    # A batch of texts alone has no tensor to count, nor has one of numbers.
+    sizes = sizes or [(path, len(leaf)) for path, leaf in _leaves(batch) if _is_strings(leaf)] or _lengths(batch)
     if len({rows for _, rows in sizes}) == 1:
-        return int(sizes[0][1])  # type: ignore[arg-type]
+        return sizes[0][1]
     if not sizes:
         raise DataError(
             f"can't count the samples of a batch of type {type(batch).__name__}: it holds no tensor or array of at "
-            f"least one dimension in a tuple, list, mapping or registered class, but {describe(batch)}; give batches "
-            "such as (inputs, targets) or {'input_ids': ..., 'labels': ...}, or register your class with "
-            f"optree.register_pytree_node(..., namespace={NAMESPACE!r})"
+            f"least one dimension in a tuple, list, mapping, dataclass or registered class, but {describe(batch)}. Say "
+            f"how to: {_HOW_TO_COUNT}; or give batches such as (inputs, targets) or {{'input_ids': ..., 'labels': ...}}"
+            f"; or register your class with optree.register_pytree_node(..., namespace={NAMESPACE!r})"
         )
+    outside = {rows for _, rows in _sizes(batch, into_lists=False)}
+    if len(outside) == 1:
+        (n,) = outside
+        if all(_fits(nested, n) for nested in _lists(batch)):
+            return n
     raise DataError(
         "can't count the samples of a batch: its tensors have different first dimensions, "
         + ", ".join(f"{path}: {rows}" for path, rows in sizes)
         + f", in {describe(batch)}; the first dimension of each must be the samples (what belongs to the batch as a "
-        "whole goes in as a number, a 0-d tensor, or with a first dimension of its own: x.expand(n, *x.shape))"
+        "whole goes in as a number, a 0-d tensor, or with a first dimension of its own: x.expand(n, *x.shape)). Or say "
+        f"how to count them: {_HOW_TO_COUNT}"
     )
 
 
@@ -93,14 +118,18 @@ def num_tokens(batch: Any) -> int:
 def split(batch: Any, size: int) -> list[Any]:
     """A batch of n samples as ``ceil(n / size)`` batches of ``size`` samples, the last one smaller.
 
-    The pieces are views: nothing is copied. What belongs to the batch as a whole goes into every piece.
+    The pieces are views: nothing is copied, except of a ``PackedSequence``, which is packed anew. What belongs to the
+    batch as a whole goes into every piece. The module's page says what a list is.
 
     Raises:
         ArgumentError: ``size`` is below 1.
-        DataError: the samples can't be counted, there are none, or a leaf is of a kind that can't be split.
+        DataError: the samples can't be counted, there are none, a leaf is of a kind that can't be split, or a list or
+            tuple may belong to the whole batch as well as to its samples.
 
     >>> split((torch.arange(5), ["a", "b", "c", "d", "e"], 0.5), 3)
     [(tensor([0, 1, 2]), ['a', 'b', 'c'], 0.5), (tensor([3, 4]), ['d', 'e'], 0.5)]
+    >>> split({"x": torch.arange(3), "lengths": [7, 8, 9], "scale": [2.0]}, 2)
+    [{'x': tensor([0, 1]), 'lengths': [7, 8], 'scale': [2.0]}, {'x': tensor([2]), 'lengths': [9], 'scale': [2.0]}]
     """
     if size < 1:
         raise ArgumentError(f"a microbatch holds at least one sample, not {size}; None means the whole batch")
@@ -113,7 +142,7 @@ def split(batch: Any, size: int) -> list[Any]:
     if n <= size:
         return [batch]
     if not flat:
-        return _split(batch, n, size, "batch")
+        return _split(batch, n, size, "batch", top=True)
     kind = type(batch)
     rows = zip(*[_views(leaf, size) for leaf in (batch.values() if kind is dict else batch)], strict=True)
     if kind is dict:
@@ -123,6 +152,9 @@ def split(batch: Any, size: int) -> list[Any]:
 
 def to_device(batch: Any, device: torch.device | str, *, stays: bool = False) -> Any:
     """A batch with its tensors on ``device``, each moved once; the same object where nothing has to move.
+
+    An object with a method ``to`` of its own (a ``TensorDict``, a ``PackedSequence``, a batch of graphs) is moved by
+    it, as a copy, so that one that moves itself leaves the batch as it was.
 
     Args:
         batch: what to move.
@@ -151,7 +183,17 @@ def to_device(batch: Any, device: torch.device | str, *, stays: bool = False) ->
             moved[id(tensor)] = tensor.to(device, non_blocking=apart)
         return moved[id(tensor)]
 
-    return map_tensors(move, batch)
+    return map_tensors(move, batch, lambda value: _moved(value, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """An object on a device, by its own ``to``."""
+    tensors = [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    if tensors and all(tensor.device == device for tensor in tensors):
+        return value
+    new: Any = value if isinstance(value, tuple) else copy.copy(value)
+    moved = new.to(device)
+    return new if moved is None else moved
 
 
 def beside(batch: Any, tensor: Tensor, given_by: Source) -> Any:
@@ -165,17 +207,24 @@ def beside(batch: Any, tensor: Tensor, given_by: Source) -> Any:
     return to_device(batch, tensor.device, stays=given_by.keeps_pinned)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A nesting with every tensor in it mapped; the same object where all stay the same."""
+def map_tensors(
+    function: Callable[[Tensor], Tensor], value: Any, of_movable: Callable[[Any], Any] | None = None
+) -> Any:
+    """A nesting with every tensor in it mapped; the same object where all stay the same.
+
+    ``of_movable``, if it is given, maps objects with a method ``to``, instead of the tensors in them.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _WHOLE) or _is_strings(value):
         return value
+    if of_movable is not None and _is_movable(value):
+        return of_movable(value)
     node = _open(value)
     if node is None:
         return value
     children, _, build = node
-    new = [map_tensors(function, child) for child in children]
+    new = [map_tensors(function, child, of_movable) for child in children]
     return value if all(a is b for a, b in zip(new, children, strict=True)) else build(new)
 
 
@@ -194,6 +243,10 @@ def describe(value: Any) -> str:
         return (
             f"{{{_some([f'{key!r}: {describe(child)}' for key, child in list(value.items())[:_SHOWN]], len(value))}}}"
         )
+    names = _fields(value)
+    if names is not None:
+        inside = _some([f"{name}={describe(getattr(value, name))}" for name in names[:_SHOWN]], len(names))
+        return f"{type(value).__name__}({inside})"
     if type(value) in (tuple, list):
         inside = _some([describe(child) for child in value[:_SHOWN]], len(value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
@@ -201,6 +254,8 @@ def describe(value: Any) -> str:
 
 
 _SHOWN = 6
+
+_HOW_TO_COUNT = "task=pl.Task(samples=lambda batch: ..., split=lambda batch, size: [...])"
 
 
 def _some(shown: list[str], count: int) -> str:
@@ -237,19 +292,25 @@ def _views(leaf: Tensor, size: int) -> Sequence[Tensor]:
     return leaf.split_with_sizes([size] * whole + [rest] * (rest > 0))
 
 
-def _split(value: Any, n: int, size: int, path: str) -> list[Any]:
+def _split(value: Any, n: int, size: int, path: str, *, top: bool = False) -> list[Any]:
     if isinstance(value, Tensor) and value.ndim:
         return list(_views(value, size))
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        return [pack_sequence(sequences[i : i + size], enforce_sorted=False) for i in range(0, n, size)]
     if _rows(value) is not None or (_is_strings(value) and len(value) == n):
         return [value[i : i + size] for i in range(0, n, size)]
     if isinstance(value, (Tensor, *_WHOLE)) or _is_array(value) or _is_strings(value):
         return [value] * -(-n // size)
+    if type(value) in (list, tuple) and _is_by_sample(value, n, path, top):
+        return [value[i : i + size] for i in range(0, n, size)]
     node = _open(value)
     if node is None:
         raise DataError(
             f"can't split {path}, a {type(value).__name__}, into microbatches of {size} of {n} samples: make it a "
-            "tensor whose first dimension is the samples, a list of as many strings, or a class registered with "
-            f"optree.register_pytree_node(..., namespace={NAMESPACE!r}); or train with microbatch_size=None"
+            "tensor whose first dimension is the samples, a list of as many items, or a class registered with "
+            f"optree.register_pytree_node(..., namespace={NAMESPACE!r}); say how to: {_HOW_TO_COUNT}; or train with "
+            "microbatch_size=None"
         )
     children, names, build = node
     if not children:
@@ -258,8 +319,36 @@ def _split(value: Any, n: int, size: int, path: str) -> list[Any]:
     return [build(row) for row in zip(*columns, strict=True)]
 
 
+def _is_by_sample(value: Any, n: int, path: str, top: bool) -> bool:
+    """Whether a list or tuple in a batch of n samples holds something of each sample; or else parts of the batch.
+
+    Raises:
+        DataError: it may be either.
+    """
+    if top:
+        return type(value) is list and _is_flat(value)
+    if len(value) != n or {rows for _, rows in _sizes(value)} == {n}:
+        return False
+    if not all(_fits(item, n) for item in value):
+        return True
+    if _sizes(value, into_lists=False) or any(_is_strings(leaf) and len(leaf) == n for _, leaf in _leaves(value)):
+        return False
+    holds_lists = any(len(each) == n for item in value for each in _lists([item]))
+    if type(value) is list and not holds_lists:
+        return True
+    if type(value) is tuple and holds_lists:
+        return False
+    kind = type(value).__name__
+    items = f"lists of {n} items" if holds_lists else "items"
+    raise DataError(
+        f"can't split {path}, a {kind} of {n} {items} in a batch of {n} samples: each item may belong to a sample, or "
+        f"all to the whole batch. Make what belongs to the samples a tensor{'' if holds_lists else ' or a list'}, and "
+        f"what belongs to the whole batch a mapping or a torch.Size; or say how to split: {_HOW_TO_COUNT}"
+    )
+
+
 def _open(value: Any) -> Node | None:
-    """One level of a pytree, whichever engine knows its class, or of a mapping; None for a leaf."""
+    """One level of a pytree, whichever engine knows its class, of a mapping or a record; None for a leaf."""
     if not optree.tree_is_leaf(value, none_is_leaf=True, namespace=NAMESPACE):
         level = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=NAMESPACE)
         children, metadata, entries, unflatten = level
@@ -268,25 +357,123 @@ def _open(value: Any) -> Node | None:
             entries = value._fields
         names = [f".{entry}" if attributes else f"[{entry!r}]" for entry in entries]
         return children, names, lambda new: unflatten(metadata, tuple(new))
-    if isinstance(value, Mapping):
-        keys = list(value)
-        make: Callable[[dict[Any, Any]], Any] = type(value)
-        names = [f"[{key!r}]" for key in keys]
-        return list(value.values()), names, lambda new: make(dict(zip(keys, new, strict=True)))
     known = torch_pytree.SUPPORTED_NODES.get(type(value))
     if known is not None:
         flat, context = known.flatten_fn(value)
         return flat, [f"[{i}]" for i in range(len(flat))], lambda new: known.unflatten_fn(list(new), context)
+    if isinstance(value, Mapping):
+        keys = list(value)
+        names = [f"[{key!r}]" for key in keys]
+        return list(value.values()), names, lambda new: _mapping_like(value, dict(zip(keys, new, strict=True)))
+    fields = _fields(value)
+    if fields is not None:
+        return [getattr(value, name) for name in fields], [f".{name}" for name in fields], _Rebuilding(value, fields)
     return None
 
 
-def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    node = None if isinstance(value, Tensor) or _is_strings(value) else _open(value)
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(value, UserDict):  # whose subclasses may be made in other ways, and have attributes besides
+        new = copy.copy(value)
+        new.data = items
+        return new
+    make: Callable[[dict[Any, Any]], Any] = type(value)
+    try:
+        return make(items)
+    except TypeError as error:
+        raise DataError(
+            f"a {type(value).__name__} with other values can't be made from a dict of them: {error}. Register the "
+            f"class with optree.register_pytree_node(..., namespace={NAMESPACE!r}), or say how to split: "
+            f"{_HOW_TO_COUNT}"
+        ) from error
+
+
+@attrs.frozen(eq=False)
+class _Rebuilding:
+    """Makes a record like another one, with other values in its fields, without calling its ``__init__``."""
+
+    record: Any
+    fields: Sequence[str]
+
+    def __call__(self, new: Sequence[Any]) -> Any:
+        record = copy.copy(self.record)
+        for name, value in zip(self.fields, new, strict=True):
+            object.__setattr__(record, name, value)
+        return record
+
+
+def _fields(value: Any) -> Sequence[str] | None:
+    """The names of the fields of a dataclass or an attrs class; None for anything else."""
+    kind = type(value)
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif attrs.has(kind):
+        names = [field.name for field in attrs.fields(kind)]
+    else:
+        return None
+    return [name for name in names if hasattr(value, name)]
+
+
+def _fits(value: Any, n: int) -> bool:
+    """Whether a part of a batch can belong to n samples: what holds samples holds n, and lists have n items or fit."""
+    rows = _rows(value)
+    if rows is not None:
+        return rows == n
+    if isinstance(value, (Tensor, *_WHOLE)) or _is_array(value) or _is_strings(value):
+        return True
+    if type(value) in (list, tuple) and len(value) == n:
+        return True
+    node = _open(value)
+    return node is not None and all(_fits(child, n) for child in node[0])
+
+
+def _is_movable(value: Any) -> bool:
+    return callable(getattr(type(value), "to", None)) and not isinstance(value, nn.Module)
+
+
+def _lists(value: Any, top: bool = True) -> Iterator[Any]:
+    """The lists and tuples in a batch, itself left out, that are in no other one."""
+    if not top and type(value) in (list, tuple):
+        if not _is_strings(value):
+            yield value
+        return
+    node = None if _rows(value) is not None or isinstance(value, Tensor) or _is_strings(value) else _open(value)
+    for child in () if node is None else node[0]:
+        yield from _lists(child, top=False)
+
+
+def _sizes(value: Any, *, into_lists: bool = True) -> list[tuple[str, int]]:
+    """What holds samples in a batch, and how many; ``into_lists``: in nested lists and tuples, too."""
+    lists = [] if into_lists else list(_lists(value))
+    return [
+        (path, rows)
+        for path, leaf in _leaves(value, opening=lambda each: not any(each is nested for nested in lists))
+        if (rows := _rows(leaf)) is not None
+    ]
+
+
+def _lengths(value: Any, path: str = "batch") -> list[tuple[str, int]]:
+    """The lists of numbers in a batch without tensors and texts, and how long they are."""
+    if type(value) is list and value and _is_flat(value):
+        return [(path, len(value))]
+    node = _open(value)
     if node is None:
+        return []
+    return [found for child, name in zip(node[0], node[1], strict=True) for found in _lengths(child, path + name)]
+
+
+def _is_flat(values: Sequence[Any]) -> bool:
+    """Whether all items are numbers, texts, 0-d tensors or None."""
+    return all(isinstance(each, _WHOLE) or (isinstance(each, Tensor) and not each.ndim) for each in values)
+
+
+def _leaves(value: Any, path: str = "batch", opening: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+    """What is in a batch; ``opening`` says of each node whether to go into it."""
+    node = None if isinstance(value, Tensor) or _is_strings(value) or _is_unit(value) else _open(value)
+    if node is None or (opening is not None and not opening(value)):
         yield path, value
     else:
         for child, name in zip(node[0], node[1], strict=True):
-            yield from _leaves(child, path + name)
+            yield from _leaves(child, path + name, opening)
 
 
 def _is_array(value: Any) -> bool:
@@ -298,6 +485,19 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, (str, bytes)) for each in value)
 
 
+def _is_unit(value: Any) -> bool:
+    """Whether an object knows how many samples it holds, and can be cut as a whole."""
+    if isinstance(value, PackedSequence):
+        return True
+    size = getattr(value, "batch_size", None) if hasattr(type(value), "__getitem__") else None
+    return isinstance(size, torch.Size) and len(size) > 0
+
+
 def _rows(leaf: Any) -> int | None:
-    """The first dimension of a tensor or array; None for anything else."""
+    """How many samples a tensor, an array or a unit holds; None for anything else."""
+    if isinstance(leaf, PackedSequence):
+        # By a shape, where there is one: a number in a tensor can't be read while a step is traced.
+        return int(leaf.batch_sizes[0]) if leaf.sorted_indices is None else leaf.sorted_indices.shape[0]
+    if _is_unit(leaf):
+        return int(leaf.batch_size[0])
     return int(leaf.shape[0]) if (isinstance(leaf, Tensor) or _is_array(leaf)) and leaf.ndim else None

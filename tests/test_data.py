@@ -37,9 +37,9 @@ class Known:
     inputs: Any
 
 
-@attrs.frozen
 class Unknown:
-    inputs: Any
+    def __init__(self, inputs: Any) -> None:
+        self.inputs = inputs
 
 
 _pytree.register(
@@ -164,7 +164,8 @@ def test_a_bare_tensor_is_a_batch() -> None:
 
 
 def test_what_belongs_to_the_whole_batch_goes_into_every_piece() -> None:
-    whole = {"name": "abc", "size": (4, 4, 4), "classes": ["cat", "dog"], "none": None, "scale": torch.tensor(2.0)}
+    whole = {"name": "abc", "size": (4, 4), "classes": ["cat", "dog"], "none": None, "scale": torch.tensor(2.0)}
+    whole |= {"shape": torch.Size((4, 4, 4)), "weights": [1.0, 2.0], "nested": {"height": 3, "width": 3}}
     for piece in split({"x": torch.zeros(3), **whole}, 1):
         assert {key: piece[key] for key in whole} == whole
 
