@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
@@ -26,6 +27,8 @@ from pure_loop._cloning import clone_all
 from pure_loop._mirrored import mirror, stands_twice
 from pure_loop._overlaps import overlapping_elements, overlapping_pair
 from pure_loop._parts import is_part, whole_of
+from pure_loop._signature import name_of
+from pure_loop._structure import copied, referred_to, refers_to, refuse_uncopyable
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.frozendict import FrozenDict
 
@@ -63,6 +66,7 @@ class ModelDef:
         "__weakref__",
         "_idle",
         "_modes",
+        "_origin",
         "_served",
         "_signature",
         "_skeleton",
@@ -78,6 +82,7 @@ class ModelDef:
         self._skeleton = skeleton
         self._idle: list[Instance] = []
         self._signature: tuple[Any, ...] | None = None
+        self._origin: Callable[[], nn.Module | None] = _nothing
         # Of submodules in eval mode, and of those in them, in a module that is not: the mode in which they are trained.
         self._modes = _modes_to_keep(skeleton)
         parameters = dict(skeleton.named_parameters())
@@ -96,12 +101,12 @@ class ModelDef:
     ) -> tuple[ModelDef, FrozenDict[str, Tensor], FrozenDict[str, Tensor]]:
         """Take ``module`` apart into structure, parameters and buffers; the module stays as it was.
 
-        The tensors are copies (on ``device``, if given), so nothing that happens to the module later
-        reaches a State.
+        Modules and tensors are copies (on ``device``, if given); other objects that the module refers to, such as
+        those of its hooks, are shared with it.
 
         Raises:
-            ModelError: the module holds tensors that can't be copied (results of a computation), has a parameter
-                or buffer in a plain attribute as well, or has two that share memory and are not one object.
+            ModelError: the module has an attribute that can't be copied (a lock, a file), has a parameter or buffer in
+                a plain attribute as well, or has two that share memory and are not one object.
         """
         _refuse_shared_memory(module)
         meta: dict[int, Any] = {}
@@ -110,21 +115,23 @@ class ModelDef:
             meta[id(parameter)] = _declared_like(parameter, empty, parameter.requires_grad)
         for buffer in module.buffers():
             meta[id(buffer)] = torch.empty_like(buffer, device="meta")
+        refuse_uncopyable(module)
         try:
-            # deepcopy finds every tensor already "copied" in its memo: no numbers are duplicated.
-            _copy_attributes(module, meta)
-            skeleton = copy.deepcopy(module, meta)
-        except RuntimeError as error:
+            # Every tensor is found already "copied" in the memo: no numbers are duplicated.
+            skeleton = copied(module, meta, prepare=partial(_copy_attributes, module))
+        except Exception as error:  # of whatever class: that of an attribute decides
             raise ModelError(
-                f"{type(module).__name__} can't be copied: {error}. A module must not keep results of a "
-                "computation in its attributes (the old torch.nn.utils.weight_norm and spectral_norm do); use "
-                "torch.nn.utils.parametrizations instead, or compute them in forward."
+                f"{type(module).__name__} can't be copied: {type(error).__name__}: {error}. Keep what can't be copied "
+                "outside of the module: in a global name, or in an object of yours that a hook or a function of "
+                "pl.Task refers to; or make it in the forward."
             ) from error
         _refuse_aliases(skeleton)
         _own_classes(skeleton)
         params = FrozenDict((name, _copy(p, device)) for name, p in module.named_parameters())
         buffers = FrozenDict((name, _copy(b, device)) for name, b in module.named_buffers())
-        return cls(skeleton), params, buffers
+        model = cls(skeleton)
+        model._origin = ref(module)
+        return model, params, buffers
 
     def apply(
         self,
@@ -237,16 +244,15 @@ class ModelDef:
             served = self._served = optimizer, optimizer.seeing(self.seen_as_declared)
         return served[1]
 
-    def copied(self) -> nn.Module:
-        """A copy of the module, on the meta device."""
+    def copied(self, *, independent: bool = False) -> nn.Module:
+        """A copy of the module, on the meta device; see :func:`pure_loop._structure.copied`."""
         if not self.declared:
-            return copy.deepcopy(self._skeleton)
+            return copied(self._skeleton, independent=independent)
         memo: dict[int, Any] = {
             id(param): _declared_like(param, torch.empty_like(param), param.requires_grad)
             for param in self._skeleton.parameters()
         }
-        _copy_attributes(self._skeleton, memo)
-        return copy.deepcopy(self._skeleton, memo)
+        return copied(self._skeleton, memo, independent=independent, prepare=partial(_copy_attributes, self._skeleton))
 
     def trained(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
         """The parameters that are trained; the mapping itself where all are."""
@@ -266,7 +272,7 @@ class ModelDef:
             buffers: buffers.
             training: train mode, in which submodules that are kept in eval mode stay so, or eval mode.
         """
-        module = self.copied()
+        module = self.copied(independent=True)
         _own_classes(module)
         self.set_mode(module, training)
         wanted = frozenset(self.trainable)
@@ -281,6 +287,35 @@ class ModelDef:
         for name, tensors, key in _places(module, self.buffer_names, "_buffers"):
             tensors[key] = copies[name]
         return module
+
+    def watching(self, forward: Callable[[nn.Module, Any], T], functions: Iterable[Any]) -> Callable[[Any, Any], T]:
+        """A forward that refuses to set attributes, where one of these functions has the module that was split.
+
+        It is for the first batch. ``functions`` are the loss and others of the user's.
+        """
+
+        def call(module: nn.Module, batch: Any) -> T:
+            before = _plain_attributes(module)
+            result = forward(module, batch)
+            after = _plain_attributes(module)
+            changed = [place for place, value in after.items() if place not in before or before[place] is not value]
+            origin = self._origin()
+            for function in functions if changed else ():
+                if origin is not None and refers_to(function, origin):
+                    where = ".".join(filter(None, ("model", *changed[0])))
+                    raise ModelError(
+                        f"the forward sets {where}, and {name_of(function)} holds on to the model that was given to "
+                        "fit, where it is never set: a forward runs on a copy of the module tree. Return the value "
+                        "from the forward with the outputs, or give the model a method loss(outputs, batch), which is "
+                        "called on the copy."
+                    )
+            return result
+
+        return call
+
+    def referred_to(self) -> list[Any]:
+        """The user's objects that its instances refer to, and that are not copied."""
+        return referred_to(self._skeleton)
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """Put a copy of the module into train or eval mode; in train mode, what is kept in eval mode stays in it."""
@@ -390,6 +425,22 @@ def are_marked(leaves: FrozenDict[str, Tensor], *, unhooked: bool = False) -> bo
         return False
     # A hook that was taken off again leaves an empty dict.
     return any(hooks or gradient is not None for hooks, gradient in marks)
+
+
+# What torch keeps in each module.
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _plain_attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """What the plain attributes of a user's modules refer to, by the names of module and attribute."""
+    return {
+        (prefix, name): value
+        for prefix, submodule in module.named_modules()
+        if not type(submodule).__module__.startswith("torch.")
+        for name, value in vars(submodule).items()
+        if name not in _INTERNAL
+        and not any(name in members for members in (submodule._parameters, submodule._buffers, submodule._modules))
+    }
 
 
 def _nothing() -> None:
@@ -578,7 +629,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         for prefix, submodule in module.named_modules()
         if not isinstance(submodule, nn.RNNBase)
         for attribute, value in vars(submodule).items()
-        if attribute not in ("_parameters", "_buffers", "_modules")
+        if attribute not in ("_parameters", "_buffers", "_modules", *_recomputed(submodule))
         for tensor in _plain_tensors(value)
         if id(tensor) not in ids
     ]
@@ -590,6 +641,15 @@ def _refuse_shared_memory(module: nn.Module) -> None:
             "(decoder.weight = encoder.weight, not .data); compute a part or view of another tensor in the forward, or "
             "in a property (return self.base[:2]); else give each its own memory (tensor.clone())."
         )
+
+
+def _recomputed(module: nn.Module) -> Iterator[str]:
+    """Attributes that a hook of torch's sets before each forward: a pruned weight, an old-style normalised one."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            name = getattr(hook, "_tensor_name", getattr(hook, "name", None))
+            if isinstance(name, str):
+                yield name
 
 
 def _refuse_aliases(skeleton: nn.Module) -> None:

@@ -151,6 +151,8 @@ class Stages:
             params = donation.leaves(state, engine, index=index, last=last)
         forward = task.forward
         draws = model.may_draw or forward is not default_forward
+        if draws and state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_draw:
+            forward = model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
         if plain and type(engine) is Engine and (not draws or draws_on_host(params)):
             # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.

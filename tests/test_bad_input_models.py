@@ -72,13 +72,6 @@ def compiled() -> Any:
         return torch.compile(net())
 
 
-def old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module: nn.Module = nn.utils.weight_norm(nn.Linear(4, 3))
-        return module
-
-
 MODEL, WRAPPED = (pl.ModelError, ValueError), (pl.WrappedModelError, TypeError)
 
 MODELS = [
@@ -90,7 +83,6 @@ MODELS = [
     pytest.param(lambda: nn.LazyLinear(3), *MODEL, ["'weight' of a lazy module", "call the model on one"], id="lazy"),
     pytest.param(lambda: nn.Linear(4, 3, device="meta"), *MODEL, ["meta device", "to_empty"], id="meta"),
     pytest.param(lambda: nn.Embedding(3, 3, max_norm=1.0), *MODEL, ["max_norm=1.0", "torch.renorm"], id="max_norm"),
-    pytest.param(old_weight_norm, *MODEL, ["can't be copied", "parametrizations"], id="old weight norm"),
     pytest.param(
         lambda: nn.Sequential(Twice()), *MODEL, ["model.0.decayed holds '0.layer.weight'", "property"], id="twice"
     ),

@@ -26,6 +26,7 @@ from pure_loop._autograd import GradMode
 from pure_loop._finite import total_loss
 from pure_loop._losses import measured_loss
 from pure_loop._pytree import NAMESPACE
+from pure_loop._structure import found_from
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group
 from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError, TracedGenerator
@@ -37,6 +38,7 @@ from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import LoopStages
+from pure_loop.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.stages import _updated, _where, refusing_to_differentiate
 from pure_loop.state import State, fresh_draft_of
@@ -251,6 +253,18 @@ def _refuse_memory(what: str, memory: Any, part: tuple[str, Event | None]) -> No
         )
 
 
+def _refuse_kept(what: str, model: ModelDef) -> None:
+    """Refuse a forward that hands a tensor to an object outside of the module tree: in a trace it has no numbers."""
+    for value in model.referred_to():
+        if any(isinstance(found, FakeTensor) for found in found_from(value)):
+            raise Untraceable(
+                f"{what} can't be compiled: it gives a tensor to an object outside of the module tree to keep (a "
+                f"{type(value).__name__}, by a hook or an attribute), and Python runs only while a graph is made. "
+                f"Return the tensor from the forward; {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
+
+
 def _refuse_subclasses(what: str, result: Any) -> None:
     """Refuse what a graph can't give: tensors of other classes than torch's own, and those that aren't dense."""
     for leaf in optree.tree_leaves(result, namespace=NAMESPACE):
@@ -287,6 +301,7 @@ class TracedStages(LoopStages):
         with self.tracing.host.quiet(), naming(self.tracing, what, ("forward", None)):
             state = LoopStages.forward(self, state, index=index, last=last)
             _refuse_subclasses(what, state.outputs)
+            _refuse_kept(what, state.model)
             return state
 
     def loss(self, state: State, *, index: int = 0) -> State:
