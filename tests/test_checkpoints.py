@@ -428,3 +428,25 @@ def known(cls: type) -> None:
     """Register a class under the name of another version of it."""
     registry._by_name.pop("evolving", None)
     pl.checkpoint.register(cls, name="evolving")
+
+
+@pytest.mark.parametrize("leaf", [1, 2.5, float("inf"), "x", None, (), {1: 2}])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {1: x}, lambda x: {(x,)}]
+)
+def test_what_can_be_saved_can_be_loaded_however_deep(tmp_path: Path, leaf: Any, wrap: Any) -> None:
+    """Writer and reader stop at the same depth, near which each value is refused by the first or comes back."""
+    for depth in (90, 97, 98, 99, 100, 101):
+        value = leaf
+        try:
+            for _ in range(depth):
+                value = wrap(value)
+        except TypeError:  # what can't be hashed
+            return
+        state = pl.State.create(nn.Linear(1, 1)).remember("x", value)
+        try:
+            pl.save(state, tmp_path / "x.safetensors")
+        except pl.ArgumentTypeError:
+            assert depth > 90
+            continue
+        assert pl.load(tmp_path / "x.safetensors", model=nn.Linear(1, 1)).algorithm_state["x"] == value

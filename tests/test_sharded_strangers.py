@@ -161,6 +161,54 @@ def test_any_change_to_an_index_is_refused_or_none(sharded_saves, tmp_path_facto
     assert_same(found, wanted, "after a change that was taken")
 
 
+IMPOSSIBLE = {
+    **{
+        f"{name} {number}": (path, number)
+        for name, path in (("batch", ("fields", "timestamp", "fields", "batch")), ("seed", ("fields", "seed")))
+        for number in (float("inf"), float("nan"), True, 1.5, "1", None)
+    },
+    "batch below zero": (("fields", "timestamp", "fields", "batch"), -1),
+    "batch beyond all": (("fields", "timestamp", "fields", "batch"), 10**400),
+    "a time beyond all": (("saved_at",), 10**400),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_numbers_that_no_state_has(name, sharded_copy):
+    """In the description that an index has, as in that of a file: refused, and the folder before it is the newest."""
+    path, number = IMPOSSIBLE[name]
+
+    def document(text):
+        for key in path[:-1]:
+            text = text[key]
+        text[path[-1]] = number
+
+    rewrite(os.path.join(sharded_copy, "newer.sharded"), lambda index: None, document)
+    with pytest.raises(pl.CheckpointError):
+        pl.load(os.path.join(sharded_copy, "newer.sharded"), model=network())
+    assert pl.latest(sharded_copy) == os.path.join(sharded_copy, "older.sharded")
+    generous = {"max_duration": "3ba", "optimizer": pl.optim.sgd(lr=0.1)}
+    with pytest.raises(pl.ResumeError, match=r"older\.sharded"):  # it has another optimizer's memory
+        train(network(), autoresume=sharded_copy, **generous)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), True, 10**400, -1, 1.5, None])
+def test_numbers_that_no_index_has(number, sharded_copy):
+    path = os.path.join(sharded_copy, "newer.sharded")
+
+    def change(index):
+        tensor = next(tensor for tensor in index["tensors"].values() if tensor[1])
+        draw = [index["files"][0], tensor[1], tensor[3][0], tensor[3][0][1], tensor[3][0][2]]
+        draw[where].__setitem__({0: 1, 2: 0}.get(where, 0), number)
+
+    for where in range(5):
+        shutil.copytree(path, f"{path}.{where}")
+        rewrite(f"{path}.{where}", change)
+        with pytest.raises(pl.CheckpointError):
+            pl.load(f"{path}.{where}", model=network())
+    assert pl.latest(sharded_copy) == path
+
+
 def test_what_is_no_folder_of_ours(sharded_copy, tmp_path):
     newer = os.path.join(sharded_copy, "newer.sharded")
     for name in (INDEX, parts(newer)[0]):

@@ -68,12 +68,14 @@ class Writer:
                     "hold: keep it as bytes, value.to_bytes(...)."
                 )
             return value
+        if type(value) is float and math.isfinite(value):
+            return value
         if len(path) > _DEEPEST:
             raise ArgumentTypeError(
                 f"state.{'.'.join(path[:4])}... is nested more than {_DEEPEST} deep: does it hold itself?"
             )
         if type(value) is float:
-            return value if math.isfinite(value) else {"float": value.hex()}
+            return {"float": value.hex()}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         write = _WRITERS.get(type(value))
@@ -95,7 +97,7 @@ class Writer:
     def mapping(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
         if all(type(key) is str for key in values):
             return {key: self.write(each, (*path, key)) for key, each in values.items()}
-        return [[self.write(key, path), self.write(each, (*path, str(key)))] for key, each in values.items()]
+        return [[self.write(key, (*path, "key")), self.write(each, (*path, str(key)))] for key, each in values.items()]
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
         found = self._names.get(id(tensor))
@@ -249,11 +251,11 @@ class Reader:
             return value
         self._depth += 1
         try:
-            # A writer stops earlier, and Python's own limit differs from version to version.
-            if self._depth > 2 * _DEEPEST:
+            # Where a writer stops, too: what was loaded can be saved again.
+            if self._depth > _DEEPEST:
                 raise CheckpointError(f"{self._path} can't be read: a value in it is nested too deep.")
             if isinstance(value, list):
-                return [self.read(each) for each in value]
+                return self.items(value)
             read = _READERS.get(next(iter(value), "")) if isinstance(value, dict) else None
             if read is not None:
                 return read(self, value)
@@ -267,9 +269,13 @@ class Reader:
             self._depth -= 1
         raise CheckpointError(f"{self._path} can't be read: {shortened(value)} in it is of an unknown kind.")
 
+    def items(self, values: Any) -> list[Any]:
+        """What a list or a tuple is made of."""
+        return [self.read(value) for value in _list(values)]
+
     def elements(self, values: Any) -> list[Any]:
         """What a set is made of."""
-        found = [self.read(value) for value in _list(values)]
+        found = self.items(values)
         refuse_collisions(found)
         if len(set(found)) != len(found):
             raise ValueError("an element stands twice in it")
@@ -408,8 +414,8 @@ _READERS: dict[str, Read] = {
     "record": lambda reader, value: reader.record(value),
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),
-    "tuple": lambda reader, value: tuple(reader.read(_list(value["tuple"]))),
-    "deque": lambda reader, value: deque(reader.read(_list(value["deque"])), _length(value["maxlen"])),
+    "tuple": lambda reader, value: tuple(reader.items(value["tuple"])),
+    "deque": lambda reader, value: deque(reader.items(value["deque"]), _length(value["maxlen"])),
     "size": lambda reader, value: torch.Size(_counts(value["size"])),
     "set": lambda reader, value: set(reader.elements(value["set"])),
     "frozenset": lambda reader, value: frozenset(reader.elements(value["frozenset"])),
