@@ -234,13 +234,17 @@ class ReplicateEngine(JointEngine):
             # What a rank without samples reaches: a backward that reaches nothing ends before the others are heard.
             self._anchor = nn.Parameter(torch.zeros(1, device=device_of(state)))
             held.append(self._anchor)
-        return DistributedDataParallel(
-            _Holder(held),
+        averaging = DistributedDataParallel(
+            # In the order in which most of their gradients come.
+            _Holder(held if unused else held[::-1]),
             process_group=self.talk.group,
             find_unused_parameters=bool(unused),
             init_sync=False,
             **options,
         )
+        if not unused:
+            _fix_buckets(averaging)
+        return averaging
 
     def _refuse_unused(self, state: State, found: tuple[Any, ...]) -> None:
         """
@@ -259,6 +263,31 @@ class ReplicateEngine(JointEngine):
         self._held = FrozenDict()
         self._bound = FrozenDict()
         self._lender = no_parameters
+
+
+def _fix_buckets(averaging: DistributedDataParallel) -> None:
+    """Fill its buckets in the order of its parameters, from the first batch on.
+
+    By itself it has one bucket in its first batch, and fills others, in the order in which that batch's gradients came,
+    for the second. On three ranks and more numbers are added in another order where they are in another bucket, so
+    training that is resumed would not come to the same bits.
+    """
+    push = getattr(averaging.reducer, "_push_all_rebuilt_params", None)
+    if push is not None:
+        push()
+        return
+    _backward_of_nothing(averaging)
+
+
+def _backward_of_nothing(averaging: DistributedDataParallel) -> None:
+    """A first batch whose gradients are zeros that come in the order of the parameters."""
+    held = list(averaging.parameters())
+    # What was computed last is differentiated first.
+    parts = [parameter.reshape(-1)[:0].sum() for parameter in reversed(held)]
+    with GradMode(True):
+        averaging(torch.stack([part.to(parts[0]) for part in parts]).sum()).backward()
+    for parameter in held:
+        parameter.grad = None
 
 
 def _count_unreached(loss: Tensor, parameters: Iterable[Tensor]) -> int:
