@@ -11,7 +11,7 @@ from pure_loop._counted import refuse_no_tokens
 from pure_loop.data import beside, to_device
 from pure_loop.errors import DataError
 from pure_loop.event import Event
-from pure_loop.sources import END, Padding, Source
+from pure_loop.sources import END, Part, Source
 from pure_loop.stages import Stages
 from pure_loop.state import State
 
@@ -40,11 +40,10 @@ def next_batch(
             return None
         whole = beside(loaded, next(iter(state.params.values())), source)
         return whole, task.samples(whole), task.tokens(whole)
-    padding = type(loaded) is Padding
-    batch = loaded.batch if padding else loaded
-    counted = not padding and batch is not END
-    samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
-    batch = engine.next_batch(state, batch, samples, tokens, seconds, event, counted, source)
+    part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
+    batch = part.batch
+    samples, tokens = (task.samples(batch), task.tokens(batch)) if part.counts else (0, 0)
+    batch = engine.next_batch(state, part, samples, tokens, seconds, event, source)
     if batch is END:
         return None
     return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens

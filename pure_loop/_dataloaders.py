@@ -21,7 +21,7 @@ from pure_loop.sources import (
     END,
     Batches,
     Iterated,
-    Padding,
+    Part,
     Share,
     Source,
     at_epoch,
@@ -72,6 +72,23 @@ class _Indexed(Source):
         self._pool_is_busy = False
 
     @property
+    def described(self) -> dict[str, Any]:
+        loader, described = self._loader, super().described
+        if not described:
+            return described
+        try:
+            samples = len(loader.dataset)
+        except (TypeError, NotImplementedError, AttributeError):  # its sampler knows what there is
+            samples = None
+        return {
+            **described,
+            "samples": samples,
+            "batch_size": loader.batch_size,
+            "order": type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__,
+            "sampler": type(loader.sampler).__name__,
+        }
+
+    @property
     def batches_stay(self) -> bool:
         return self._free or self._loader.num_workers > 0 or _loaders.collates_by_default(self._loader)
 
@@ -92,17 +109,18 @@ class _Indexed(Source):
 
     def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
         """This rank's samples alone. Positions, and so seeds, count whole batches."""
-        padding: deque[bool] = deque()  # of what is being loaded: workers are asked ahead
+        parts: deque[Part] = deque()  # of what is being loaded: workers are asked ahead
 
         def mine() -> Iterator[Any]:
             for indices in order:
                 part = share.of_indices(indices)
-                padding.append(type(part) is Padding)
-                yield part.batch if padding[-1] else part
+                parts.append(part)
+                yield part.batch
 
         with closing(self._load(mine(), epoch, start)) as batches:
             for batch in batches:
-                yield Padding(batch) if padding.popleft() else batch
+                part = parts.popleft()
+                yield Part(batch, part.counts, part.samples, part.order)
 
     def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
         if self._table:

@@ -100,11 +100,17 @@ def _measure(
     return found
 
 
-def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator]) -> Script:
-    """Evaluation by itself."""
-    state = stages.engine.start(
-        outside_batch(state), {"evaluators": [each.label for each in evaluators]}, fresh=state.position is None
-    )
+def _settings(stages: Stages, algorithms: Sequence[str]) -> dict[str, Any]:
+    """What has to be equal on all ranks."""
+    return {"precision": stages.precision.name, "loss": stages.task.loss_in_words, "algorithms": list(algorithms)}
+
+
+def evaluate(
+    state: State, stages: Stages, evaluators: Sequence[BoundEvaluator], algorithms: Sequence[str] = ()
+) -> Script:
+    """Evaluation by itself; ``algorithms`` are described, for ranks to compare."""
+    settings = {"evaluators": [each.described for each in evaluators], **_settings(stages, algorithms)}
+    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
     state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
         state = yield from evaluation(state, stages, evaluator)
@@ -112,9 +118,13 @@ def evaluate(state: State, stages: Stages, evaluators: Sequence[BoundEvaluator])
     return (yield Event.EVAL_STANDALONE_END, state)
 
 
-def predict(state: State, stages: Stages, source: Source, *, gradients: bool = False) -> Script:
+def predict(
+    state: State, stages: Stages, source: Source, algorithms: Sequence[str] = (), *, gradients: bool = False
+) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    state = yield Event.PREDICT_START, stages.engine.start(outside_batch(state), {}, fresh=state.position is None)
+    settings = {"dataloader": source.described, **_settings(stages, algorithms)}
+    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = yield Event.PREDICT_START, state
     number = 0
     with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):
         for number in count():

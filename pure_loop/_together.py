@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
 from pure_loop._parts import is_part
+from pure_loop.algorithm import Algorithm
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, world_size
 from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import ResumeError
@@ -18,7 +21,52 @@ from pure_loop.sources import Share, Source, source
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["Together"]
+__all__ = ["Together", "announced"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Seconds for which a failing call looks for the others, where its own ``parallel=`` can't be read.
+_DEFAULT = 300.0
+
+
+def announced(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function with ``parallel=``; where it raises on one of several ranks, the others are told why."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _announce(kwargs.get("parallel"), function.__name__, error)
+            raise
+
+    return called
+
+
+def _announce(parallel: Any, name: str, error: Exception) -> None:
+    if parallel is None or world_size() == 1:
+        return
+    from pure_loop.distributed._rendezvous import Rendezvous, first_line  # with it comes torch.distributed
+
+    seconds = parallel.seconds if isinstance(parallel, Parallel) else _DEFAULT
+    text = f"raised {type(error).__name__} in its call of pl.{name}: {first_line(error)}"
+    Rendezvous(rank(), world_size(), seconds).announce(text)
+
+
+def algorithm_described(algorithm: Algorithm) -> str:
+    """What has to be equal on all ranks of an algorithm: its name, its events, and its options, if it is a library's.
+
+    What the user's functions refer to may differ between ranks, such as a rank's number.
+    """
+    options: dict[str, Any] = {}
+    for function in (function for listed in algorithm.handlers.values() for function in listed):
+        if isinstance(function, FunctionType) and function.__module__.startswith("pure_loop."):
+            options |= inspect.getclosurevars(function).nonlocals
+    when = "" if algorithm.when is None else f", when={algorithm.when}"
+    simple = {name: value for name, value in options.items() if isinstance(value, int | float | str | None)}
+    shown = ", ".join(f"{name}={value!r}" for name, value in simple.items())
+    return f"{algorithm!r}{when}" + (f" with {shown}" if shown else "")
 
 
 @attrs.frozen
@@ -85,16 +133,19 @@ class Together:
         own = derive(seed, "rank", self.rank) if self.rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
+    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, Any]]) -> Callable[[State], State]:
+        """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
+        return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
+
     def meeting(
-        self, engine: Engine, data: Source, settings: Mapping[str, Any], fresh: bool
+        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, Any]], fresh: bool
     ) -> Callable[[State], State] | None:
-        """What the ranks do first: see that they are about to do the same, and start from the same State."""
+        """What the ranks do after INIT: start from the same State."""
         if self.parallel is None:
             return None
-        same = {name: re.sub(r" at 0x[0-9a-f]+", "", str(value)) for name, value in settings.items()}
 
         def meet(state: State) -> State:
-            state = engine.start(state, same, fresh=fresh)
+            state = engine.start(state, settings(), fresh=fresh)
             data.length = engine.length(data.length, data.uneven)
             known = {"batches_per_epoch": data.length}
             return state.replace(

@@ -22,7 +22,7 @@ from pure_loop.frozendict import FrozenDict
 if TYPE_CHECKING:
     from pure_loop.metrics import Metric
     from pure_loop.optim import Optimizer
-    from pure_loop.sources import Source
+    from pure_loop.sources import Part, Source
     from pure_loop.state import State
 
 __all__ = ["ONE_RANK", "Engine", "are_large", "writable"]
@@ -45,6 +45,10 @@ class Engine:
     padding = False
     in_parts: tuple[str, ...] = ()
 
+    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+        """Meet the others before INIT, and show what rank 0 begins with."""
+        return state
+
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         """Meet the others, see that all are about to do the same, and start from the same State."""
         return state
@@ -52,26 +56,24 @@ class Engine:
     def next_batch(
         self,
         state: State,
-        batch: Any,
+        part: Part,
         samples: int,
         tokens: int,
         seconds: Callable[[], float],
         event: Event,
-        counted: bool,
         source: Source,
     ) -> Any:
         """The batch that this rank goes on with; END comes for all at once.
 
         Args:
             state: the State before it.
-            batch: what this rank's data gave, or END.
+            part: what this rank's data gave: its part of a batch, or END, which doesn't count.
             samples, tokens: in it.
             seconds: how long it is since this was asked last.
             event: which comes next if there is a batch.
-            counted: whether it counts: it is neither END nor padding.
             source: where it comes from.
         """
-        return batch
+        return part.batch
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         """How many batches an epoch has for all, where this rank's data has so many."""

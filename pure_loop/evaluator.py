@@ -99,6 +99,12 @@ class BoundEvaluator:
     microbatch_size: int | None
     gradients: bool
 
+    @property
+    def described(self) -> str:
+        """What has to be equal on all ranks."""
+        metrics = None if self.metrics is None else [metric.name for metric in self.metrics]
+        return f"{self.label} of {self.source.described}, metrics={metrics}, microbatch_size={self.microbatch_size}"
+
     def due(self, state: State, event: Event) -> bool:
         """Whether it is asked for at this event, BATCH_END or EPOCH_END."""
         if isinstance(self.interval, Cadence):

@@ -36,7 +36,7 @@ from pure_loop._start import (
     refuse_no_boundary,
     refuse_other_optimizer,
 )
-from pure_loop._together import Together
+from pure_loop._together import Together, algorithm_described, announced
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
@@ -84,6 +84,7 @@ class Prepared:
         return (loop.fit_2021 if self.order == "2021" else loop.fit)(self.state, self.fit)
 
 
+@announced
 @teaching
 def fit(
     model_or_state: nn.Module | State,
@@ -308,7 +309,7 @@ def prepare(
         refuse_no_iterations(counted)
     # A count of the user's own may begin later.
     counts_itself = stages.task.tokens is not num_tokens
-    settings = {
+    settings = lambda: {  # noqa: E731
         "seed": state.seed,
         "max_duration": str(duration),
         "precision": mode.name,
@@ -317,9 +318,14 @@ def prepare(
         "nonfinite": nonfinite,
         "clip_grad": clip_grad,
         "batches_per_epoch": batches_per_epoch,
+        "learning rate": optimizer.lr(state.timestamp),
+        "loss": stages.task.loss_in_words,
         "eval_interval": [str(each.interval) for each in bound],
-        "algorithms": [algorithm.name for algorithm in listed],
-        "evaluators": [each.label for each in bound],
+        "algorithms": list(map(algorithm_described, listed)),
+        "evaluators": [each.described for each in bound],
+        "compile": compile,
+        "steps_per_call": steps_per_call,
+        "train_dataloader": data.described,
         "iteration_length": str(length),
         "order": order,
         "checkpoint": None if checkpoint is None else checkpoint.name,
@@ -343,6 +349,7 @@ def prepare(
             iteration_length=length,
             clock=clock,
             fresh=fresh,
+            meet=together.beginning(engine, settings),
             prepare=preparing(fresh),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
             needs_tokens=None if counts_itself else counted_in(TimeUnit.TOKEN, counted),

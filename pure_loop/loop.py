@@ -113,6 +113,7 @@ class Fit:
     iteration_length: Time | None
     clock: Callable[[], float]
     fresh: bool
+    meet: Callable[[State], State]
     prepare: Callable[[State], State]
     counts_tokens: bool
     # What never moves as long as no batch has tokens, for errors.
@@ -303,7 +304,7 @@ def begin(state: State, fit: Fit) -> State:
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a fresh State or from the boundary at which a State was kept."""
     if fit.fresh:
-        state = yield Event.INIT, state
+        state = yield Event.INIT, fit.meet(state)
         state = begin((yield Event.BEFORE_LOAD, fit.prepare(state)), fit)
         state = yield Event.AFTER_LOAD, state
     else:
@@ -335,7 +336,7 @@ _AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATI
 def fit_2021(state: State, fit: Fit) -> Script:
     """Training in the order of the older documents, with their events only."""
     if fit.fresh:
-        state = begin(fit.prepare((yield Event.INIT, state)), fit)
+        state = begin(fit.prepare((yield Event.INIT, fit.meet(state))), fit)
     else:
         state = fit.prepare(outside_batch(state))
     at = state.position

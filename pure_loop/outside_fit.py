@@ -15,7 +15,7 @@ from pure_loop._compiling import evaluating
 from pure_loop._loading import refuse_idle_savers
 from pure_loop._memories import refuse_other_memories
 from pure_loop._start import any_state
-from pure_loop._together import Together
+from pure_loop._together import Together, algorithm_described, announced
 from pure_loop.algorithm import AlgorithmLike, bind, flatten
 from pure_loop.callback import CallbackLike, Logger, observers
 from pure_loop.distributed.parallel import Parallel
@@ -35,6 +35,7 @@ from pure_loop.task import Task, has_loss_method, make_task
 __all__ = ["evaluate", "predict"]
 
 
+@announced
 @teaching
 def evaluate(
     model_or_state: nn.Module | State,
@@ -77,7 +78,7 @@ def evaluate(
     if loss is None and given.loss is None and not has_loss_method(module) and not measure_loss(bound):
         loss = _no_loss
     chosen = make_task(module, loss, task)
-    build = lambda stages: loop.evaluate(state, stages, bound)  # noqa: E731
+    build = lambda stages, listed: loop.evaluate(state, stages, bound, listed)  # noqa: E731
     sources = [each.source for each in bound]
     return _outside_fit(
         state,
@@ -96,6 +97,7 @@ def evaluate(
     )
 
 
+@announced
 @teaching
 def predict(
     model_or_state: nn.Module | State,
@@ -136,7 +138,7 @@ def predict(
         task = make_task(module, None if has_loss_method(module) else _no_loss, None)
     data = together.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
-    build = lambda stages: loop.predict(state, stages, data, gradients=gradients)  # noqa: E731
+    build = lambda stages, listed: loop.predict(state, stages, data, listed, gradients=gradients)  # noqa: E731
     return _outside_fit(
         state, build, [data], task, precision, algorithms, callbacks, loggers, watch, strict, together, compile, ()
     )
@@ -148,7 +150,7 @@ def _no_loss(outputs: Any, targets: Any) -> Any:
 
 def _outside_fit(
     state: State,
-    build: Callable[[Stages], Script],
+    build: Callable[[Stages, list[str]], Script],
     sources: list[Any],
     task: Task,
     precision: Any,
@@ -171,7 +173,7 @@ def _outside_fit(
     stages = evaluating(compile, stages, evaluators)
     watched = read_watch(watch)
     return run_script(
-        build(stages),
+        build(stages, [] if together.parallel is None else list(map(algorithm_described, listed))),
         handlers,
         observed,
         [each.close for each in (*objects, *sources, engine)],

@@ -14,7 +14,9 @@ its own that a dataset with indices keeps between items, and an iterator that wa
 from __future__ import annotations
 
 import sys
+import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -30,7 +32,7 @@ from pure_loop._private import Private, writes_attributes
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
 
-__all__ = ["END", "ITERATOR_MADE", "Padding", "Share", "Source", "is_loading", "source"]
+__all__ = ["END", "ITERATOR_MADE", "Part", "Share", "Source", "is_loading", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
 
@@ -39,10 +41,20 @@ ITERATOR_MADE: list[Callable[[], None]] = []
 
 
 @attrs.frozen
-class Padding:
-    """A batch that only keeps a rank company while others have one: it has samples, and none of them counts."""
+class Part:
+    """A rank's part of a batch that several ranks split, and what all of them must have seen of the whole.
+
+    Attributes:
+        batch: the part; of a batch with too few samples for all ranks, another rank's.
+        counts: whether its samples count here; if not, they only keep this rank company while others have some.
+        samples: of the whole batch.
+        order: a checksum of the indices of the whole batch; 0 where they are not known.
+    """
 
     batch: Any
+    counts: bool = True
+    samples: int = 0
+    order: int = 0
 
 
 @attrs.frozen
@@ -56,8 +68,10 @@ class Share:
 
     >>> import torch
     >>> from pure_loop.data import num_samples, split
-    >>> [Share(rank, 3, num_samples, split).of(torch.arange(4)) for rank in range(3)]
-    [tensor([0, 1]), tensor([2, 3]), Padding(batch=tensor([2, 3]))]
+    >>> Share(1, 3, num_samples, split).of(torch.arange(4))
+    Part(batch=tensor([2, 3]), counts=True, samples=4, order=0)
+    >>> Share(2, 3, num_samples, split).of(torch.arange(4))
+    Part(batch=tensor([2, 3]), counts=False, samples=4, order=0)
     """
 
     rank: int
@@ -65,17 +79,28 @@ class Share:
     samples: Callable[[Any], int]
     split: Callable[[Any, int], list[Any]]
 
-    def of(self, batch: Any) -> Any:
-        """This rank's part of a batch; another one's as padding, where there are too few samples."""
-        return self._taken(self.split(batch, -(-self.samples(batch) // self.ranks)))
+    def of(self, batch: Any) -> Part:
+        """This rank's part of a batch; another one's, which doesn't count, where there are too few samples."""
+        samples = self.samples(batch)
+        return self._taken(self.split(batch, -(-samples // self.ranks)), samples, 0)
 
-    def of_indices(self, indices: list[Any]) -> Any:
+    def of_indices(self, indices: list[Any]) -> Part:
         """The same of a list of samples' indices."""
         size = -(-len(indices) // self.ranks)
-        return self._taken([indices[i : i + size] for i in range(0, len(indices), max(size, 1))])
+        parts = [indices[i : i + size] for i in range(0, len(indices), max(size, 1))]
+        return self._taken(parts, len(indices), _checksum(indices))
 
-    def _taken(self, parts: list[Any]) -> Any:
-        return parts[self.rank] if self.rank < len(parts) else Padding(parts[-1])
+    def _taken(self, parts: list[Any], samples: int, order: int) -> Part:
+        counts = self.rank < len(parts)
+        return Part(parts[self.rank if counts else -1], counts, samples, order)
+
+
+def _checksum(indices: list[Any]) -> int:
+    """A checksum of indices that are whole numbers; 0 of others."""
+    try:
+        return zlib.crc32(array("q", indices))
+    except (TypeError, OverflowError):
+        return 0
 
 
 def source(
@@ -180,6 +205,11 @@ class Source(ABC):
         # No __len__, one of a parent that refuses, one that asks an iterable dataset: how loaders say that they can't.
         except (TypeError, NotImplementedError, AttributeError):
             return None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What has to be equal on ranks that split each batch, as far as the loader can tell."""
+        return {} if self.uneven else {"batches": self.length}
 
     @property
     def batches_stay(self) -> bool:

@@ -150,13 +150,15 @@ def test_padding_survives_evaluations_and_going_on():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluators_with_unequally_many_batches_are_told(kind):
+@pytest.mark.parametrize("sized", [True, False], ids=["list", "iterator"])
+def test_evaluators_with_unequally_many_batches_are_told(kind, sized):
     def program(rank):
         case = testing.Case(plan=Plan(batches=(4,), max_duration="1ba"))
-        case.run(parallel=kind, evaluators=testing.PROBLEMS["linear"].batches((4,) * (3 - rank), seed=1))
+        batches = testing.PROBLEMS["linear"].batches((4,) * (3 - rank), seed=1)
+        case.run(parallel=kind, evaluators=batches if sized else iter(batches))
 
-    message = "after 3 batches.*after 2 batches" if kind == "replicate" else "lost step.*EVAL"
-    with pytest.raises(RankError, match=message):
+    message = "given 3 batches.*given 2 batches" if kind == "replicate" else "lost step.*EVAL"
+    with pytest.raises(RankError, match="'batches': 2.*'batches': 3" if sized else message):
         pool().run(program)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -18,6 +19,7 @@ from pure_loop._pytree import NAMESPACE
 from pure_loop._weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data import map_tensors
 from pure_loop.distributed._meshes import on_usable_mesh
+from pure_loop.distributed._rendezvous import named
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.engine import Engine
@@ -25,11 +27,15 @@ from pure_loop.errors import DataError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
-from pure_loop.sources import END, Source
+from pure_loop.sources import END, Part, Source
 from pure_loop.state import State, device_of
 
 __all__ = ["JointEngine", "no_parameters"]
 
+# What ranks have to choose alike; the mesh is compared by its shape.
+_CHOICES = ("kind", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
+# A sum of checksums stays below it, and exact in a float64.
+_CHECKSUMS = 1 << 48
 # What a rank has instead of a batch that counts.
 _NOTHING, _PADDING, _BATCH = 0, 1, 2
 # Which event follows the end of the data, by the one that follows a batch.
@@ -73,6 +79,11 @@ class JointEngine(Engine):
         self._summed = False
         self._asked: Callable[[], list[tuple[float, ...]]] | None = None
         self._batch = 0
+        # What there was before INIT.
+        self._begun: list[tuple[int, Tensor]] | None = None
+        # Of the whole batch: samples, and a checksum of their indices; and both summed over an evaluation.
+        self._whole = (0, 0)
+        self._seen = [0, 0]
         self._written: frozenset[str] | None = None
         self._epoch: int | None = None
 
@@ -81,22 +92,37 @@ class JointEngine(Engine):
 
     # The beginning and the end.
 
+    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+        self._meet(state, settings, fresh=True)
+        state = self._shared(state)
+        self._begun = _versions(state)
+        return state
+
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
-        _refuse_sparse(state)
-        self.talk.connect()
-        mine = {**{name: repr(value) for name, value in settings.items()}, **_model(state)}
-        mine |= {f"parallel.{name}": repr(getattr(self.parallel, name)) for name in ("kind", "data", "uneven")}
-        if not fresh:
-            mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
-        self._compare(mine, "is about to do something else than rank 0")
+        self._meet(state, settings, fresh=fresh)
         if any(map(is_part, state.params.values())):
             state = on_usable_mesh(state, self.talk)
         if any(map(is_part, state.params.values())) and self.parallel.kind == "replicate":
             state = optree.tree_map(whole_of, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
         if fresh:
-            return self._shared(state)
+            # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
+            begun, self._begun = self._begun, None
+            changed = self.talk.exchange(Event.BEFORE_LOAD, 0, begun is None or not _untouched(begun, state))
+            return self._shared(state) if any(row[0] for row in changed) else state
         self._compare(_digests(state), "goes on from another State than rank 0")
         return state
+
+    def _meet(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> None:
+        """Connect, and refuse ranks that are about to do something else than the first."""
+        self.talk.connect()
+        mine = {"the start": "afresh" if fresh else "from a State that was kept", "device": self.talk.device.type}
+        mine |= {name: _without_addresses(value) for name, value in settings.items()}
+        mine |= {f"parallel.{name}": _without_addresses(getattr(self.parallel, name)) for name in _CHOICES}
+        mine |= _model(state)
+        if not fresh:
+            mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
+        self._compare(mine, "is about to do something else than rank 0")
+        _refuse_sparse(state)
 
     def _shared(self, state: State) -> State:
         """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
@@ -162,38 +188,61 @@ class JointEngine(Engine):
     def next_batch(
         self,
         state: State,
-        batch: Any,
+        part: Part,
         samples: int,
         tokens: int,
         seconds: Callable[[], float],
         event: Event,
-        counted: bool,
         source: Source,
     ) -> Any:
+        batch, counted = part.batch, part.counts
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
+        self._whole = part.samples, part.order
         if source.uneven is not None:
             batch = self._vote(state, batch, event, counted, source)
+        outside = event is not Event.AFTER_DATALOADER
         if batch is END:
-            given, self._given = self._given, 0
-            self._refuse_uneven(self.talk.exchange(_ENDS[event], state.timestamp.batch, given), event)
+            seen, self._seen = (self._given, *self._seen), [0, 0]
+            self._given = 0
+            # Of an evaluation these are sums: its batches are not compared one by one.
+            everybody = self.talk.exchange(_ENDS[event], state.timestamp.batch, *seen)
+            self._refuse_other_data(everybody, f"before {_ENDS[event].name}", "{} batches")
             return END
-        self._given += event is not Event.AFTER_DATALOADER
-        if self._meets_before_forwards and event is not Event.AFTER_DATALOADER:
-            self.meet(state, event)
+        if outside:
+            self._given += 1
+            self._seen = [self._seen[0] + part.samples, (self._seen[1] + part.order) % _CHECKSUMS]
+            if self._meets_before_forwards:
+                self.meet(state, event)
         self.padding = not counted
         return batch
 
-    def _refuse_uneven(self, given: list[tuple[float, ...]], event: Event) -> None:
-        """
+    def _refuse_other_data(self, everybody: list[tuple[float, ...]], where: str, *counted: str) -> None:
+        """Refuse ranks to which unequal data was given, of which each is to take its part.
+
+        Args:
+            everybody: of each rank some counts, then the samples of whole batches, and a checksum of their indices.
+            where: where they are.
+            counted: what the counts are.
+
         Raises:
-            DistributedError: the evaluators, or predictions, of ranks had unequally many batches.
+            DistributedError: they differ; names the ranks, and the two numbers.
         """
-        if any(row != given[0] for row in given):
-            stand = self.talk.stand([f"at the end of its data after {int(row[0])} batches" for row in given])
-            raise DistributedError(
-                f"before {_ENDS[event].name} {stand}. Each batch is split over the ranks, so every rank has to be "
-                "given the same data; where each has its own write parallel=pl.distributed.Parallel(data='own')."
-            )
+        if all(row == everybody[0] for row in everybody):
+            return
+        texts = (*counted, "{} samples")
+        for column, text in enumerate(texts):
+            numbers = [int(row[column]) for row in everybody]
+            if len(set(numbers)) > 1:
+                stand = self.talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
+                break
+        else:
+            others = [rank for rank, row in enumerate(everybody) if row != everybody[0]]
+            stand = f"{named(others)} took other samples than rank 0 from the dataset, or in another order"
+        raise DistributedError(
+            f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank has "
+            "to be given the same data, in the same order; where each has its own write "
+            "parallel=pl.distributed.Parallel(data='own')."
+        )
 
     def _vote(self, state: State, batch: Any, event: Event, counted: bool, source: Source) -> Any:
         """The batch that this rank goes on with, where each has data of its own; END comes for all at once."""
@@ -213,8 +262,8 @@ class JointEngine(Engine):
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = self.talk.gather(length)
-        if None in lengths:
-            return None
+        if uneven is None or None in lengths:  # of data that is split they are equal
+            return None if None in lengths else length
         found: int = max(lengths) if uneven == "pad" else min(lengths)
         return found
 
@@ -235,7 +284,7 @@ class JointEngine(Engine):
         else:
             self._on_device = None
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-        numbers = (len(mine), own, *self._mine, self._signature)
+        numbers = (len(mine), own, *self._mine, self._signature, *self._whole)
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # Nobody waits for the answer before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
@@ -256,6 +305,7 @@ class JointEngine(Engine):
             return 0
         everybody, self._asked = self._asked(), None
         self._refuse_others([row[5] for row in everybody])
+        self._refuse_other_data([row[6:] for row in everybody], f"in batch {self._batch}")
         self._weights = [row[1] for row in everybody]
         self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
@@ -373,6 +423,22 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float64, torch.int64)
 
 
+def _without_addresses(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _versions(state: State) -> list[tuple[int, Tensor]]:
+    """The parameters and buffers, and how often each was written to."""
+    return [(tensor._version, tensor) for tensors in (state.params, state.buffers) for tensor in tensors.values()]
+
+
+def _untouched(begun: list[tuple[int, Tensor]], state: State) -> bool:
+    now = _versions(state)
+    return len(begun) == len(now) and all(
+        old is new and before == after for (before, old), (after, new) in zip(begun, now, strict=True)
+    )
+
+
 def _short(value: str) -> str:
     return value if len(value) <= 200 else f"{value[:200]} ..."
 
@@ -399,7 +465,7 @@ def _model(state: State) -> dict[str, str]:
         for kind, some in named
         for name, tensor in some.items()
     }
-    return {"the model": type(state.model._skeleton).__name__, **shapes}
+    return {"the model": type(state.model._skeleton).__name__, **shapes, "trained": str(list(state.model.trainable))}
 
 
 def _counts(state: State) -> str:

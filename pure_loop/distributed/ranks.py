@@ -1,7 +1,7 @@
 """How ranks talk: small exchanges of numbers, and an error on every rank, with names, when one of them fails.
 
-A rank that fails writes down where it was and breaks its connections, so that the others, who wait for it, wake up at
-once; one that was killed or hangs writes nothing down, by which the others know it.
+A rank that fails reports where it was and breaks its connections, so that the others, who wait for it, wake up at
+once; one that was killed or hangs reports nothing, by which the others know it.
 """
 
 from __future__ import annotations
@@ -9,28 +9,24 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from itertools import count
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
+from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
 
 __all__ = ["Ranks"]
 
-# Seconds in which a rank that is alive notices that a connection broke, and says so.
-_ROLL_CALL = 5.0
-_NUMBERS = 6
+_NUMBERS = 8
 _EVENTS = tuple(Event)
-_serial = count()
 
 
 class Ranks:
@@ -49,40 +45,53 @@ class Ranks:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.group: Any = None
         self._control: Any = None
-        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
         self._owns = False
         self._fake = False
+        # Whether this stream has left the others, while a thread may still be making its process groups.
+        self._left = False
 
     def connect(self) -> None:
-        """Meet the others, in process groups of our own.
+        """Meet the others, in process groups of this stream's own.
 
         Raises:
-            DistributedError: they don't come in time.
+            DistributedError: they don't come in time, or failed before they came; names them.
         """
-        patience = timedelta(seconds=self.timeout)
-        backend = self.backend
-        try:
-            if self.group is not None:  # a checkpoint was loaded, and they start again, from that
-                self.exchange(Event.INIT, 0)
-                return
-            if not dist.is_initialized():
-                dist.init_process_group(backend, timeout=patience)
-                self._owns = True
-            self._fake = dist.get_backend() == "fake"
-            # One after the other, on all ranks, so their numbers agree.
-            self._store = c10d.PrefixStore(f"pure_loop/{next(_serial)}", c10d._get_default_store())
-            self.group = self.new_group()
-            # Numbers that Python has to read don't wait for a device.
-            self._control = self.group
-            if backend == "nccl" and not self._fake:
-                self._control = dist.new_group(timeout=patience, backend="gloo")
+        if self.group is not None:  # a checkpoint was loaded, and they start again, from that
             self.exchange(Event.INIT, 0)
-        except (RuntimeError, ValueError) as error:
+            return
+        self._fake = dist.is_initialized() and dist.get_backend() == "fake"
+        if self._fake:
+            self._join(True)
+            return
+        rendezvous = Rendezvous(self.rank, self.size, self.timeout)
+        joined = rendezvous.meet()
+        self._rendezvous = rendezvous
+        try:
+            # Groups find each other through the store, too. Each connects within the timeout, if the store answers.
+            within(1.5 * self.timeout, lambda: self._join(joined))
+            self.exchange(Event.INIT, 0)
+        except (RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, DistributedError):
+                raise
+            raise self._lost(error, "the start") from error
+
+    def _join(self, joined: bool) -> None:
+        """Make the process groups; ``joined`` says whether there is a default one, on all ranks."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            patience = timedelta(seconds=self.timeout)
+            if not joined:
+                assert self._rendezvous is not None
+                options: dict[str, Any] = {"store": self._rendezvous.store, "rank": self.rank, "world_size": self.size}
+                dist.init_process_group(self.backend, timeout=patience, **options)
+                self._owns = True
+            group = self.new_group()
+            # Numbers that Python has to read don't wait for a device.
+            apart = self.backend == "nccl" and not self._fake
+            control = dist.new_group(timeout=patience, backend="gloo") if apart else group
+        self.group, self._control = group, control
+        if self._left:
             self._disconnect()
-            raise DistributedError(
-                f"rank {self.rank} of {self.size} could not meet the others within {self.timeout:g} s: {_line(error)} "
-                "Start all ranks with torchrun, or call torch.distributed.init_process_group in each before."
-            ) from error
 
     @property
     def backend(self) -> str:
@@ -166,23 +175,34 @@ class Ranks:
         Raises:
             DistributedError: it ends because of another rank; it says which, and what happened there.
         """
-        if self._store is None:
+        if self._rendezvous is None:
             return
         place = f"{event.name} of batch {batch}"
-        lost = _is_lost(error)
+        if _is_lost(error):
+            raise self._lost(error, place) from error
         if isinstance(error, GeneratorExit):
-            self._write("fell", f"left the loop at {place}")
-        elif lost:
-            self._write("waited", f"waited for another rank after {place}")
+            self._fell(f"left the loop at {place}")
         else:
-            self._write("fell", f"raised {type(error).__name__} after {place}: {_line(error)}")
-        store, self._store = self._store, None
-        if lost:
-            # Its frames hold what holds the group, whose connections close when nothing does.
-            traceback.clear_frames(error.__traceback__)
+            self._fell(f"raised {type(error).__name__} after {place}: {first_line(error)}")
+
+    def _fell(self, text: str) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        assert rendezvous is not None
+        rendezvous.report("fell", text)
         self._disconnect()
-        if lost:
-            raise DistributedError(self._roll_call(store, place)) from error
+        rendezvous.finish()
+
+    def _lost(self, error: BaseException, place: str) -> DistributedError:
+        """Another rank can't be reached; gives the error that says which, and why."""
+        rendezvous, self._rendezvous = self._rendezvous, None
+        assert rendezvous is not None
+        rendezvous.report("waited", f"waited for another rank after {place}")
+        # Its frames hold what holds the group, whose connections close when nothing does.
+        traceback.clear_frames(error.__traceback__)
+        self._disconnect()
+        text = self._roll_call(rendezvous, place)
+        rendezvous.finish()
+        return DistributedError(text)
 
     def close(self) -> None:
         """Leave the others; nothing is left behind."""
@@ -190,7 +210,8 @@ class Ranks:
 
     def _disconnect(self) -> None:
         groups = {id(group): group for group in (self.group, self._control) if group is not None}
-        self.group = self._control = self._store = None
+        self.group = self._control = self._rendezvous = None
+        self._left = True
         while groups:
             _, group = groups.popitem()
             if dist.is_initialized():
@@ -202,53 +223,35 @@ class Ranks:
             dist.destroy_process_group()
         self._owns = False
 
-    def _write(self, kind: str, text: str) -> None:
-        try:
-            self._store.set(str(self.rank), f"{kind}|{text}")
-        except (RuntimeError, ValueError):
-            # The process that held the store is gone, and with it whoever could read this.
-            return
-
-    def _roll_call(self, store: Any, place: str) -> str:
-        """Who fell, and who doesn't answer."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        said: dict[int, str] = {}
-        until = time.monotonic() + min(_ROLL_CALL, max(self.timeout, 1.0))
-        try:
-            while len(said) < len(others) and time.monotonic() < until:
-                for rank in others:
-                    if rank not in said and store.check([str(rank)]):
-                        said[rank] = store.get(str(rank)).decode()
-                if any(text.startswith("fell") for text in said.values()):
-                    break
-                time.sleep(0.05)
-            unreachable = ""
-        except (RuntimeError, ValueError):
-            unreachable = " The process that ranks met at is gone too."
+    def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
+        """Which ranks fell, and which don't answer."""
+        said, reachable = rendezvous.roll_call()
         fell = {rank: text.partition("|")[2] for rank, text in said.items() if text.startswith("fell")}
-        silent = [rank for rank in others if rank not in said]
+        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in said]
         head = f"rank {self.rank} of {self.size} waited after {place}, and training can't go on: "
         if fell:
-            return head + "; ".join(f"rank {rank} {text}" for rank, text in sorted(fell.items())) + "."
+            return head + "; ".join(f"rank {rank} {text}" for rank, text in sorted(fell.items())).rstrip(".") + "."
+        if not reachable and rendezvous.hosted_by_rank_0:
+            silent = [0]  # of the others nothing is known
         if silent:
-            names = ", ".join(map(str, silent))
             return (
-                f"{head}rank{'s' if len(silent) > 1 else ''} {names} did not come to what follows {place} and "
+                f"{head}{named(silent)} did not come to what follows {place} and "
                 f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than the "
-                f"timeout of {self.timeout:g} s.{unreachable} Look at the output of that process."
+                f"timeout of {self.timeout:g} s. "
+                f"{'' if reachable else 'The store through which ranks meet does not answer either. '}"
+                "Look at the output of that process."
             )
         places = "; ".join(f"rank {rank} {text.partition('|')[2]}" for rank, text in sorted(said.items()))
         return f"{head}a connection between ranks broke, though all of them are alive: {places}."
 
-    def stand(self, places: Sequence[str]) -> str:
+    def stand(self, places: Sequence[str], verbs: tuple[str, str] = ("is", "are")) -> str:
         """Where ranks are, those at the same place together."""
         groups: dict[str, list[int]] = {}
         for rank, place in enumerate(places):
             groups.setdefault(place, []).append(rank)
         parts = []
         for place, ranks in groups.items():
-            some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-            parts.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {some} {'are' if len(ranks) > 1 else 'is'} {place}")
+            parts.append(f"{named(ranks)} {verbs[len(ranks) > 1]} {place}")
         return "; ".join(parts)
 
 
@@ -260,11 +263,6 @@ def _leave() -> None:
 def local_rank() -> int:
     """This process among those on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def _line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return line if len(line) <= 600 else line[:600] + " ..."
 
 
 def _is_lost(error: BaseException) -> bool:

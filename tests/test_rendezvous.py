@@ -1,0 +1,185 @@
+"""Where ranks meet: bounded in time whatever the store does, and no stream reads what another one left.
+
+The ranks are threads of this process, and the store is in its memory, or on the loopback.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+import pure_loop as pl
+from pure_loop.distributed import _rendezvous
+from pure_loop.distributed._rendezvous import Rendezvous, within
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store that all ranks of this process share."""
+    store = dist.HashStore()
+    monkeypatch.setattr(_rendezvous, "_base", lambda rank, size, seconds: store)
+    monkeypatch.setattr(_rendezvous, "_unread", [])
+    monkeypatch.setattr(_rendezvous, "_fell", False)
+    return store
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """A free port of the loopback, in the environment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(_rendezvous, "_opened", None)
+    monkeypatch.setattr(_rendezvous, "_unread", [])
+    monkeypatch.setattr(_rendezvous, "_fell", False)
+    return port
+
+
+def ranks(size, number, seconds=5.0):
+    """The ranks of one stream; in one process each of them would take a number of its own."""
+    found = [Rendezvous(rank, size, seconds) for rank in range(size)]
+    for each in found:
+        each._number = number
+    return found
+
+
+def together(*calls):
+    """What each call returns, or the error that it raises, and after how many seconds."""
+
+    def timed(call):
+        started = time.monotonic()
+        try:
+            found = call()
+        except pl.DistributedError as error:
+            found = str(error)
+        return found, time.monotonic() - started
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(timed, calls))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_meet_again_and_again(store, size):
+    for number in range(3):
+        assert [found for found, _ in together(*(each.meet for each in ranks(size, number)))] == [False] * size
+
+
+@pytest.mark.parametrize(("size", "missing"), [(2, [0]), (2, [1]), (4, [1, 3]), (12, list(range(11)))])
+def test_ranks_that_never_start_are_named(store, size, missing):
+    here = [each for each in ranks(size, 0, seconds=0.3) if each.rank not in missing]
+    names = {(0,): "rank 0", (1,): "rank 1", (1, 3): "ranks 1, 3"}.get(tuple(missing), "ranks 0, 1, .* and 3 more")
+    for text, seconds in together(*(each.meet for each in here)):
+        assert seconds < 0.6 + 0.5
+        with pytest.raises(pl.DistributedError, match=f"could not meet the others within 0.3 s: {names} did not come"):
+            raise pl.DistributedError(text)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_that_fails_before_they_meet_is_named_at_once(store, first):
+    one, two, failing = ranks(3, 0)
+    meeting = [one.meet, two.meet]
+
+    def announce():
+        if not first:
+            time.sleep(0.1)  # the others wait by then
+        failing.announce("raised ValueError in its call of pl.fit: lr=-1")
+
+    for text, seconds in together(*meeting, announce)[:2]:
+        assert "rank 2 raised ValueError in its call of pl.fit: lr=-1" in text
+        assert seconds < 1
+
+
+def test_the_stream_after_a_failed_one_meets(store):
+    one, failing = ranks(2, 0)
+    together(one.meet, lambda: failing.announce("raised ValueError"))
+    assert [found for found, _ in together(*(each.meet for each in ranks(2, 1)))] == [False, False]
+
+
+def test_what_a_rank_reports_is_read_by_the_others(store):
+    one, two, three = ranks(3, 0)
+    together(one.meet, two.meet, three.meet)
+    three.report("fell", "left the loop")
+    assert one.roll_call() == ({2: "fell|left the loop"}, True)
+    two.seconds = 0.2
+    store.delete_key("pure_loop/0/0/2")
+    assert two.roll_call() == ({}, True)
+
+
+def test_rank_0_hosts_the_store_and_names_the_others(port):
+    with pytest.raises(pl.DistributedError, match=r"rank 0 of 3 could not meet .*: ranks 1, 2 did not come"):
+        Rendezvous(0, 3, 0.3).meet()
+
+
+def test_one_store_serves_all_streams(port):
+    for number in range(3):
+        (one,) = ranks(1, number)
+        assert one.meet() is False
+        store = _rendezvous._opened
+    one.meet()
+    assert _rendezvous._opened is store
+
+
+@pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["silent", "http", "closes"])
+def test_another_program_at_the_port_is_not_waited_for(port, answers):
+    """Neighbours: a server that accepts and says nothing, says something else, or closes the connection."""
+    ended = threading.Event()
+
+    def serve(server):
+        held = []
+        while not ended.is_set():
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                continue
+            if answers is None:
+                connection.close()
+            else:
+                connection.sendall(answers)
+                held.append(connection)
+        for each in held:
+            each.close()
+
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(0.05)
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        try:
+            started = time.monotonic()
+            with pytest.raises(pl.DistributedError, match=rf"rank 0, which hosts the store at 127.0.0.1:{port}"):
+                Rendezvous(1, 2, 0.5).meet()
+            assert time.monotonic() - started < 1.0 + 0.5
+            with pytest.raises(pl.DistributedError, match=rf"rank 0 can't host a store at 127.0.0.1:{port}.* a port"):
+                Rendezvous(0, 2, 0.5).meet()
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_a_host_that_never_starts_is_named(port):
+    started = time.monotonic()
+    with pytest.raises(pl.DistributedError, match=r"rank 0, which hosts the store .* not started, stopped or dead"):
+        Rendezvous(1, 2, 0.5).meet()
+    assert time.monotonic() - started < 1.0 + 0.5
+
+
+def test_without_an_environment_it_says_what_is_missing(port, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(pl.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* torchrun"):
+        Rendezvous(1, 2, 0.5).meet()
+
+
+def test_what_takes_too_long_is_left():
+    gate = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.05, gate.wait)
+    gate.set()
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(KeyError, match="inside"):
+        within(5, lambda: {}["inside"])
