@@ -73,7 +73,8 @@ class Algorithm:
         name: its name, which is also its key in ``state.algorithm_state``; unique in a run.
         handlers: an event, or a tuple of events, to a function ``state -> state`` (or
             ``(state, stages) -> state``: see :class:`pure_loop.loop.LoopStages`).
-        init: ``state -> memory``, any pytree; called once, after INIT, and kept in ``algorithm_state``.
+        init: ``state -> memory``, any pytree; called once, after INIT, and kept in ``algorithm_state``. Where training
+            resumes it is called with tensors on the meta device, and its shapes are compared with the memory's.
         when: how often the handlers run, such as ``pl.every("10ba")``; None: always.
 
     Raises:
