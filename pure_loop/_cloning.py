@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["clone_all"]
+__all__ = ["clone_all", "in_transform"]
 
 
 # torch 2.12 and later clone a list at once, at half the cost, but not inside torch.func.vmap.
@@ -21,6 +21,11 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     >>> clone_all([torch.ones(2), torch.tensor(3)])
     [tensor([1., 1.]), tensor(3)]
     """
-    if tensors and _at_once is not None and _transforms() is None:
+    if tensors and _at_once is not None and not in_transform():
         return list(_at_once(tensors))
     return [tensor.clone() for tensor in tensors]
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a transform of ``torch.func``, whose tensors have no memory of their own."""
+    return _transforms() is not None

@@ -37,10 +37,7 @@ def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None
     if not asked:
         return
     meta = _without_numbers(state)
-    at_first = dict(state.model._skeleton.named_buffers())
-    changing = {
-        name for name, buffer in state.buffers.items() if name not in at_first or at_first[name].shape != buffer.shape
-    }
+    changing = set(state.model.altered)
     for algorithm in asked:
         expected = _asked(algorithm, meta)
         if expected is not None:

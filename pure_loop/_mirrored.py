@@ -20,8 +20,13 @@ __all__ = ["mirror", "stands_twice"]
 _KINDS = ("_parameters", "_buffers", "_modules")
 
 
-def mirror(module: nn.Module) -> None:
+def mirror(module: nn.Module, notes: list[str] | None = None) -> None:
     """Have the tensors and submodules of a private module, and of all modules in it, found at once.
+
+    Args:
+        module: the private module.
+        notes: a list to which names are appended when something is registered, replaced or removed: all parameters and
+            submodules, and buffers that were no tensors. What is assigned to a buffer that was a tensor isn't noted.
 
     >>> layer = nn.Linear(1, 1)
     >>> mirror(layer)
@@ -34,6 +39,7 @@ def mirror(module: nn.Module) -> None:
             members = vars(each).get(kind)
             if type(members) is dict:
                 vars(each)[kind] = Mirrored(each, members)
+                vars(each)[kind].note_in(notes, but_for_tensors=kind == "_buffers")
 
 
 def stands_twice(members: dict[str, Any], name: str) -> bool:
@@ -47,7 +53,7 @@ class Mirrored(dict[str, Any]):
     Only those that were there at first do. Others, and what an attribute of the class hides, are found as ever.
     """
 
-    __slots__ = ("_names", "_owner")
+    __slots__ = ("_names", "_notes", "_owner", "_unnoted")
 
     def __init__(self, owner: nn.Module, items: Mapping[str, Any], names: frozenset[str] | None = None) -> None:
         super().__init__(items)
@@ -58,14 +64,26 @@ class Mirrored(dict[str, Any]):
             names = frozenset(name for name in items if name not in present and not hasattr(cls, name))
             present.update((name, items[name]) for name in names)
         self._names = names
+        self._notes: list[str] | None = None
+        self._unnoted: frozenset[str] = frozenset()
+
+    def note_in(self, notes: list[str] | None, *, but_for_tensors: bool) -> None:
+        """Append names to a list when items are set or removed; those that are tensors now may be set unnoted."""
+        self._notes = notes
+        if but_for_tensors:
+            self._unnoted = frozenset(name for name, value in self.items() if value is not None)
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         if name in self._names and (owner := self._owner()) is not None:
             vars(owner)[name] = value
+        if self._notes is not None and name not in self._unnoted:
+            self._notes.append(name)
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
+        if self._notes is not None:
+            self._notes.append(name)
         if name in self._names and (owner := self._owner()) is not None:
             vars(owner).pop(name, None)
 

@@ -149,7 +149,7 @@ def plain_batches(
                 if before_train_batch != 2:
                     yield BEFORE_TRAIN_BATCH, state
 
-            buffers = state.buffers
+            unchanged = state.buffers, state.model
             weights = None
             if by_default and state.batch is whole:
                 pieces, weights = [whole], stages.weights_of_whole(whole, samples)
@@ -251,12 +251,12 @@ def plain_batches(
             del seen
             before = state.timestamp
             now = before.next_batch(samples, tokens, lap())
-            draft = update_draft(state, buffers)
+            draft = update_draft(state, unchanged)
             draft.timestamp, draft.previous_timestamp = now, before
             draft.event = draft.position = BATCH_END
             draft.__class__ = state.__class__
             state = draft
-            del draft, before, buffers
+            del draft, before, unchanged
             if end:
                 if end > 1:
                     state = attend(BATCH_END, state)

@@ -74,7 +74,7 @@ def unseen_batches(
             if given_up and getrefcount(seen) == 3:
                 drop_gradients(seen)  # type: ignore[arg-type]  # else they would be in the way of those of this batch
             del seen
-            before, buffers = state.timestamp, state.buffers
+            before, unchanged = state.timestamp, (state.buffers, state.model)
             draft = _gone_through(state, stages, batch, samples) if common else None
             if draft is None or state.model.may_draw:
                 given_up = given_up and gives_up(_getframe(1).f_back, shown())  # code of the user's has run
@@ -92,12 +92,12 @@ def unseen_batches(
             donation.look(others, seen, replaced=given_up)
             del seen
             now = before.next_batch(samples, tokens, lap())
-            draft = update_draft(state, buffers)
+            draft = update_draft(state, unchanged)
             draft.timestamp, draft.previous_timestamp = now, before
             draft.event = draft.position = BATCH_END
             draft.__class__ = state.__class__
             state = draft
-            del draft, before, buffers
+            del draft, before, unchanged
             if end:
                 if end > 1:
                     state = attend(BATCH_END, state)
@@ -170,8 +170,10 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
             instance = model.enter(leaves, draft.buffers, training=True)
             outputs = instance.module(batch[0])
             _set_grad_enabled(True)  # whatever the user's code has left
-            if instance.buffers:
+            if instance.buffers or instance.notes:
                 draft.buffers = instance.read_buffers(draft.buffers, copy=model.may_write_later())
+                if instance.altered is not model.altered:
+                    draft.model = model.with_altered(instance.altered)
             instance.be_held_by(leaves)
             stage = "loss"
             loss: Any = stages.task.loss.loss(outputs, batch[1])  # type: ignore[union-attr]

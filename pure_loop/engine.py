@@ -21,6 +21,7 @@ from pure_loop.frozendict import FrozenDict
 
 if TYPE_CHECKING:
     from pure_loop.metrics import Metric
+    from pure_loop.model import ModelDef
     from pure_loop.optim import Optimizer
     from pure_loop.sources import Part, Source
     from pure_loop.state import State
@@ -131,9 +132,9 @@ class Engine:
         *,
         training: bool,
         hold: bool = False,
-    ) -> tuple[T, FrozenDict[str, Tensor]]:
-        """Call ``function(module)`` with these parameters; gives its result and the buffers after it."""
-        return state.model.apply(function, params, state.buffers, training=training, hold=hold)
+    ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
+        """Call ``function(module)`` with these parameters; gives its result, and buffers and structure after it."""
+        return state.model.call(function, params, state.buffers, training=training, hold=hold)
 
     def parameters(self) -> Iterable[Tensor] | None:
         """Parameters of the engine's own that stand for those of a State in a graph; None where it can't tell."""
@@ -205,7 +206,12 @@ class Engine:
         return loss
 
     def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
-        """The State of a batch on which all ranks agree: buffers, which forwards wrote to, are averaged."""
+        """The State of a batch on which all ranks agree: buffers, which forwards wrote to, are averaged.
+
+        Args:
+            state: after the gradients.
+            before: the buffers before the batch.
+        """
         return state
 
     def memory(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:

@@ -142,7 +142,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = stages.microbatch(state, piece, index=index, last=last, weight=weight, alone=index > 0)
             losses.append(state.loss)
             continue
-        buffers = state.buffers
+        buffers, model = state.buffers, state.model
         draft = fresh_draft_of(state)
         draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None
         draft.__class__ = state.__class__
@@ -158,7 +158,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             # Not in one line: while it waited, the script would keep the graph alive in the State before.
             state = stages.backward(state, weight=weights.shares[index])
         if padding:
-            state = state.replace(buffers=buffers)
+            state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
     mean = weights.mean_of(losses, always=engine.ranks > 1)
@@ -182,12 +182,12 @@ def batch(given: list[State], fit: Fit, samples: int, tokens: int, stopwatch: St
         return (yield from compiled)
     state = yield Event.BATCH_START, state
     state = yield Event.BEFORE_TRAIN_BATCH, state
-    buffers = state.buffers
+    buffers, model = state.buffers, state.model
     state = stages.engine.agree((yield from gradients(state, stages)), buffers)
     state = yield Event.AFTER_TRAIN_BATCH, state
     before = state.timestamp
     now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
-    state = stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
+    state = stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
     return (yield Event.BATCH_END, state)
 
 

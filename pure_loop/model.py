@@ -23,8 +23,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from pure_loop._cloning import clone_all
-from pure_loop._mirrored import mirror, stands_twice
+from pure_loop._buffers import UNALTERED, Altered, Slot, alterations, places_of, put_slots, slot_of
+from pure_loop._cloning import clone_all, in_transform
+from pure_loop._mirrored import Mirrored, mirror, stands_twice
 from pure_loop._overlaps import overlapping_elements, overlapping_pair
 from pure_loop._parts import is_part, whole_of
 from pure_loop._signature import name_of
@@ -45,6 +46,8 @@ class ModelDef:
 
     Attributes:
         parameter_names, buffer_names: in the order of the module.
+        altered: by name, what forwards have made of buffers that the module came with, or registered
+            (:mod:`pure_loop._buffers`).
         trainable: the names of parameters that require a gradient.
         may_draw: whether calling the module may draw random numbers, or run code of the user's.
         is_done_after_forward: whether the user has nothing in the module that runs in a backward.
@@ -64,12 +67,15 @@ class ModelDef:
 
     __slots__ = (
         "__weakref__",
+        "_buffer_places",
         "_idle",
         "_modes",
         "_origin",
+        "_registered",
         "_served",
         "_signature",
         "_skeleton",
+        "altered",
         "buffer_names",
         "declared",
         "is_done_after_forward",
@@ -78,7 +84,7 @@ class ModelDef:
         "trainable",
     )
 
-    def __init__(self, skeleton: nn.Module) -> None:
+    def __init__(self, skeleton: nn.Module, altered: Altered = UNALTERED) -> None:
         self._skeleton = skeleton
         self._idle: list[Instance] = []
         self._signature: tuple[Any, ...] | None = None
@@ -91,7 +97,9 @@ class ModelDef:
         self._served: tuple[Optimizer, Optimizer] | None = None
         self.parameter_names = tuple(parameters)
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
-        self.buffer_names = tuple(name for name, _ in skeleton.named_buffers())
+        self._alter(altered)
+        # The names of all buffers that this structure and those made of it have had.
+        self._registered = set(self.buffer_names)
         self.may_draw = any(_may_draw(module) for module in skeleton.modules())
         self.is_done_after_forward = not self.may_draw and not any(map(_has_backward_hooks, skeleton.modules()))
 
@@ -133,6 +141,44 @@ class ModelDef:
         model._origin = ref(module)
         return model, params, buffers
 
+    def _alter(self, altered: Altered) -> None:
+        self.altered = altered
+        self._buffer_places = places_of(self._skeleton, altered)
+        self.buffer_names = tuple(self._buffer_places)
+        self._signature = None
+
+    def with_altered(self, altered: Altered) -> ModelDef:
+        """This structure after forwards have altered buffers; it shares everything else, private modules included."""
+        if altered is self.altered or altered == self.altered:
+            return self
+        other = object.__new__(ModelDef)
+        for name in _SHARED:
+            setattr(other, name, getattr(self, name))
+        other._alter(altered)
+        self._registered.update(other.buffer_names)
+        return other
+
+    def fitting(self, buffers: Mapping[str, Tensor]) -> ModelDef:
+        """This structure with the buffers of these names, which forwards have registered; itself, if it has them."""
+        if buffers.keys() == self._buffer_places.keys():
+            return self
+        skeleton, altered = self._skeleton, dict(self.altered)
+        for name in [name for name in self.buffer_names if name not in buffers]:
+            before = slot_of(skeleton, name)
+            altered.pop(name, None)
+            if before.kind == "tensor":
+                altered[name] = Slot("none", before.persistent)
+        for name in [name for name in buffers if name not in self.buffer_names]:
+            before = slot_of(skeleton, name)
+            altered.pop(name, None)
+            if before.kind != "tensor":
+                altered[name] = Slot("tensor", before.persistent)
+        return self.with_altered(FrozenDict(altered) if altered else UNALTERED)
+
+    def fixed_buffers(self) -> dict[str, Tensor]:
+        """Buffers of which shape and dtype don't change, as tensors without numbers, by name."""
+        return {name: tensor for name, tensor in self._skeleton.named_buffers() if name not in self.altered}
+
     def apply(
         self,
         function: Callable[[nn.Module], T],
@@ -158,9 +204,26 @@ class ModelDef:
 
         Raises:
             ArgumentError: a name is missing in ``params`` or ``buffers``, or unknown.
+            ModelError: the function registered, replaced or removed a parameter or submodule.
         """
         params = _all_named("params", params, self.parameter_names)
-        buffers = _all_named("buffers", buffers, self.buffer_names)
+        model, more = self, buffers.keys() - self._buffer_places.keys()
+        if more and more <= self._registered:
+            model = self.fitting(buffers)  # that of an earlier call's result
+        buffers = _all_named("buffers", buffers, model.buffer_names)
+        result, after, _ = model.call(function, params, buffers, training=training, hold=hold)
+        return result, after
+
+    def call(
+        self,
+        function: Callable[[nn.Module], T],
+        params: FrozenDict[str, Tensor],
+        buffers: FrozenDict[str, Tensor],
+        *,
+        training: bool,
+        hold: bool = False,
+    ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
+        """:meth:`apply`, and the structure after it: another one where a buffer was registered, removed or reshaped."""
         hold = hold or getattr(params, "holder", None) is not None
         instance = self.enter(params, buffers, training=training)
         result = function(instance.module)
@@ -170,7 +233,7 @@ class ModelDef:
             instance.be_held_by(params)
         else:
             self._idle.append(instance)
-        return result, after
+        return result, after, self.with_altered(instance.altered)
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
         """An instance whose module holds these tensors; :meth:`apply` for who calls its module himself."""
@@ -180,8 +243,11 @@ class ModelDef:
                 instance = self._idle.pop()  # atomic: two threads never get the same instance
             except IndexError:
                 instance = Instance(self)
+        if instance.altered is not self.altered or instance.notes:
+            instance.take_structure(self)
         if instance.buffers or instance.training is not training or instance.bound() is not params:
             instance.bind(params, buffers, training)
+            instance.notes.clear()
         return instance
 
     def may_write_later(self) -> bool:
@@ -283,8 +349,9 @@ class ModelDef:
         }
         for name, tensors, key in _places(module, self.parameter_names, "_parameters"):
             tensors[key] = parameters[name]
+        put_slots(module, self.altered)
         copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        for name, tensors, key in _places(module, self.buffer_names, "_buffers"):
+        for name, tensors, key in self.places_of_buffers(module):
             tensors[key] = copies[name]
         return module
 
@@ -317,6 +384,10 @@ class ModelDef:
         """The user's objects that its instances refer to, and that are not copied."""
         return referred_to(self._skeleton)
 
+    def places_of_buffers(self, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """(name, dict, key) for every place of a buffer in a copy of the module: several where one is tied."""
+        return _places_at(module, self._buffer_places)
+
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """Put a copy of the module into train or eval mode; in train mode, what is kept in eval mode stays in it."""
         _set_mode(module, training, self._modes)
@@ -340,6 +411,7 @@ class ModelDef:
                 repr(self._skeleton),
                 tuple((name, tuple(t.shape), t.dtype) for name, t in tensors),
                 self.trainable,
+                self.buffer_names,
             )
         return self._signature
 
@@ -355,11 +427,18 @@ class ModelDef:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._skeleton, {name: type(param) for name, param in self.declared.items()})
+        return _rebuilt, (self._skeleton, {name: type(param) for name, param in self.declared.items()}, self.altered)
 
     def __repr__(self) -> str:
         name = type(self._skeleton).__name__
         return f"ModelDef({name}: {len(self.parameter_names)} parameters, {len(self.buffer_names)} buffers)"
+
+
+_SHARED = tuple(
+    name
+    for name in ModelDef.__slots__
+    if name not in ("__weakref__", "_buffer_places", "_signature", "altered", "buffer_names")
+)
 
 
 # Parameters as the user declared them. ``Parameter.__deepcopy__`` drops attributes, and calls the class of a subclass
@@ -396,11 +475,11 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
             vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))
 
 
-def _rebuilt(skeleton: nn.Module, classes: dict[str, type]) -> ModelDef:
+def _rebuilt(skeleton: nn.Module, classes: dict[str, type], altered: Altered = UNALTERED) -> ModelDef:
     for name, parameter in skeleton.named_parameters():
         if name in classes:
             parameter.__class__ = classes[name]
-    return ModelDef(skeleton)
+    return ModelDef(skeleton, altered)
 
 
 _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
@@ -451,26 +530,63 @@ class Instance:
     """A private module and the places where tensors go, found once.
 
     Attributes:
+        altered: what has become of the buffers that the module came with.
+        notes: names that were registered, replaced or removed since the last look; see ``mirror``.
         places: how many references the module has to each parameter.
         bound: gives the mapping whose tensors stand in the module, if it is alive.
         params: that mapping, while no leaves hold this instance.
     """
 
-    __slots__ = ("_modes", "_parameters", "bound", "buffers", "module", "params", "places", "training")
+    __slots__ = (
+        *("_assigned", "_came", "_known", "_modes", "_parameters", "_submodules", "_tied", "_written"),
+        *("altered", "bound", "buffers", "module", "notes", "params", "places", "training"),
+    )
 
     def __init__(self, model: ModelDef) -> None:
         self.module = model.copied()
-        mirror(self.module)
+        self.notes: list[str] = []
+        mirror(self.module, self.notes)
         # A tied tensor has several places, which stand here one by one.
         self._parameters = list(_places(self.module, model.parameter_names, "_parameters"))
         self.places = Counter[str]()
         for name, tensors, key in self._parameters:
             self.places[name] += 1 + stands_twice(tensors, key)
-        self.buffers = list(_places(self.module, model.buffer_names, "_buffers"))
-        self.params: FrozenDict[str, Tensor] | None = None
-        self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
+        self._came = model._skeleton
+        self._submodules = list(self.module.modules())
+        # Buffers to which tensors were assigned, which therefore may be anybody's.
+        self._assigned: set[str] = set()
+        self._written: list[Tensor] = []
+        self._known: list[tuple[str, Any, str, set[str], bool]] = []
+        self.altered = UNALTERED
+        self.params: FrozenDict[str, Tensor] | None
+        self.bound: Callable[[], FrozenDict[str, Tensor] | None]
+        self.take_structure(model)
         self.training: bool | None = None
         self._modes = model._modes
+
+    def take_structure(self, model: ModelDef) -> None:
+        """Register the buffers of this structure, and no others."""
+        came = self._came
+        put_slots(self.module, {path: slot_of(came, path) for path in self.altered if path not in model.altered})
+        put_slots(self.module, model.altered)
+        self._find_buffers(model.altered, model._buffer_places)
+        self.params, self.bound = None, _nothing
+
+    def _find_buffers(self, altered: Altered, places: Mapping[str, list[str]]) -> None:
+        self.altered = altered
+        self.buffers = list(_places_at(self.module, places))
+        fixed = {name: (t.shape, t.dtype) for name, t in self._came.named_buffers() if name not in altered}
+        self._known = []
+        for name, paths in places.items():
+            for path in paths:
+                prefix, _, key = path.rpartition(".")
+                hidden = self.module.get_submodule(prefix)._non_persistent_buffers_set
+                self._known.append((name, fixed.get(name), key, hidden, key in hidden))
+        self._tied = len(self.buffers) > len(places)
+        for module in self._submodules:
+            if isinstance(module._buffers, Mirrored):
+                module._buffers.note_in(self.notes, but_for_tensors=True)
+        self.notes.clear()
 
     def bind(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], training: bool) -> None:
         if self.training is not training:
@@ -483,8 +599,9 @@ class Instance:
         if self.buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))
-            for name, tensors, key in self.buffers:
-                tensors[key] = copies[name]
+            self._written = [copies[name] for name, _, _ in self.buffers]
+            for (_, tensors, key), buffer in zip(self.buffers, self._written, strict=True):
+                tensors[key] = buffer
 
     def be_held_by(self, leaves: FrozenDict[str, Tensor]) -> None:
         """Stay with these leaves, whose graph goes through this module, until :meth:`ModelDef.give_back`."""
@@ -498,18 +615,126 @@ class Instance:
             for name, tensors, key in self._parameters:
                 tensors[key] = placeholders[name]
             self.params, self.bound = None, _nothing
+            self.notes.clear()
 
     def read_buffers(self, before: FrozenDict[str, Tensor], *, copy: bool) -> FrozenDict[str, Tensor]:
-        if not self.buffers:
+        """The buffers after a forward; :attr:`altered` says which of them are not what the module came with.
+
+        Raises:
+            ModelError: it left something that a State can't hold.
+        """
+        values: list[Any] = [tensors.get(key) for _, tensors, key in self.buffers]
+        if self.notes or self._are_news(values):
+            self._look()
+            values = [tensors[key] for _, tensors, key in self.buffers]
+        names: Iterable[str] = [name for name, _, _ in self.buffers]
+        if self._tied:
+            after = dict(zip(names, values, strict=True))
+            names, values = after, list(after.values())
+        self._written = []
+        if not values and not before:
             return before
-        after = {name: tensors[key] for name, tensors, key in self.buffers}
-        for name, buffer in after.items():
-            if not isinstance(buffer, Tensor):
+        found = [value.detach() if value.requires_grad else value for value in values]
+        return FrozenDict(zip(names, clone_all(found) if copy else found, strict=True))
+
+    def _are_news(self, values: list[Any]) -> bool:
+        """Whether a buffer is something else than a tensor of the shape that is known, or in memory that is not."""
+        assigned = False
+        for value, written, (name, kind, key, hidden, was_hidden) in zip(
+            values, self._written, self._known, strict=True
+        ):
+            if value is not written:
+                assigned = True
+                if (
+                    not isinstance(value, Tensor)
+                    or self._tied
+                    or name not in self._assigned
+                    or (key in hidden) is not was_hidden
+                ):
+                    return True
+            if kind is not None and (value.shape != kind[0] or value.dtype is not kind[1]):
+                return True
+        return assigned and self._share_storage(values)
+
+    def _share_storage(self, values: list[Any]) -> bool:
+        if len(values) < 2 or in_transform():
+            return False
+        storages = [value.untyped_storage()._cdata for value in values if type(value) is Tensor]
+        return len(set(storages)) < len(storages)
+
+    def _look(self) -> None:
+        """Find out what was registered, replaced, reshaped or removed, and refuse what a State can't hold."""
+        self.notes.clear()
+        written = {
+            (id(tensors), key): tensor for (_, tensors, key), tensor in zip(self.buffers, self._written, strict=False)
+        }
+        assigned = set()
+        for prefix, module in self.module.named_modules():
+            for key, tensor in module._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is not None and not isinstance(tensor, Tensor):
+                    raise ModelError(f"the forward set buffer {name!r} to {tensor!r}: a buffer is a tensor or None.")
+                if tensor is not None and tensor is not written.get((id(module._buffers), key)):
+                    assigned.add(name)
+        self._refuse_other_submodules()
+        self._refuse_other_parameters()
+        altered = alterations(self.module, self._came, self.altered)
+        if altered is not self.altered:
+            self._find_buffers(altered, places_of(self._came, altered))
+        named = [(f"parameter {name!r}", tensors[key]) for name, tensors, key in self._parameters]
+        named += [(f"buffer {name!r}", tensors[key]) for name, tensors, key in self.buffers]
+        # What was assigned for the first time may be memory of a parameter; buffers of one storage are seen each time.
+        # A transform of torch.func has tensors without memory.
+        values = [tensors[key] for _, tensors, key in self.buffers]
+        if not in_transform() and (not assigned <= self._assigned or self._share_storage(values)):
+            pair = overlapping_pair(dict(named).items())
+            if pair is not None:
                 raise ModelError(
-                    f"the forward set buffer {name!r} to {buffer!r}; a buffer stays a tensor, because a State holds it."
+                    f"the forward left {pair[0]} and {pair[1]} in the same memory. A write to one would change the "
+                    "other, and a State holds each by itself: assign a copy (self.buffer = tensor.clone())."
                 )
-        found = [after[name].detach() if after[name].requires_grad else after[name] for name in before]
-        return FrozenDict(zip(before, clone_all(found) if copy else found, strict=True))
+            self._assigned |= assigned
+
+    def _refuse_other_submodules(self) -> None:
+        now = dict(self.module.named_modules())
+        known = set(map(id, self._submodules))
+        new = [(name, module) for name, module in now.items() if id(module) not in known]
+        for name, module in new:
+            if any(True for _ in (*module.parameters(), *module.buffers())):
+                raise ModelError(
+                    f"the forward put a {type(module).__name__} in the model, as {name!r}, of whose parameters and "
+                    "buffers neither the optimizer nor a State knows: create it in __init__ (for a lazy module call "
+                    "the model on one batch before training)."
+                )
+        removed = [name for name, _ in self._came.named_modules() if name not in now]
+        if removed:
+            raise ModelError(
+                f"the forward removed the submodule {removed[0]!r}, of which a State holds the structure: leave it "
+                "where it is, and don't call it."
+            )
+        self._submodules += [module for _, module in new]
+
+    def _refuse_other_parameters(self) -> None:
+        places = {(id(tensors), key): name for name, tensors, key in self._parameters}
+        bound: Any = self.bound()
+        for prefix, module in self.module.named_modules():
+            for key, tensor in module._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                known = places.pop((id(module._parameters), key), None)
+                if tensor is not None and (known is None or (bound is not None and tensor is not bound[known])):
+                    what = "created the parameter" if known is None else "replaced the parameter"
+                    raise ModelError(
+                        f"the forward {what} {name!r}, of which no optimizer knows and which no State holds: create it "
+                        "in __init__ (for a lazy module call the model on one batch before training); what is not "
+                        "trained is a buffer, self.register_buffer(name, tensor)."
+                    )
+                if tensor is None and known is not None:
+                    places[id(module._parameters), key] = known
+        for name in places.values():
+            raise ModelError(
+                f"the forward removed the parameter {name!r}, which the optimizer goes on to train: leave it where it "
+                "is, and don't use it."
+            )
 
 
 _NEVER_DRAW = frozenset(
@@ -607,6 +832,13 @@ def _all_named(kind: str, given: Mapping[str, Tensor], names: tuple[str, ...]) -
             + f". Give all of them: {{**state.{kind}, name: tensor}}."
         )
     return FrozenDict((name, given[name]) for name in names)
+
+
+def _places_at(module: nn.Module, places: Mapping[str, list[str]]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for name, paths in places.items():
+        for path in paths:
+            prefix, _, key = path.rpartition(".")
+            yield name, module.get_submodule(prefix)._buffers, key
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:

@@ -36,6 +36,7 @@ from pure_loop.engine import ONE_RANK, Engine, writable
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, DataError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, global_norm, in_dtypes_of, map_present
+from pure_loop.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import is_laid_out, lie_plainly
 from pure_loop.precision import Precision
@@ -47,6 +48,9 @@ __all__ = ["Stages", "draws_on_host", "refusing_to_differentiate", "value_and_gr
 
 T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
+
+# Buffers before a batch, and the structure then; None: known by the names of the buffers.
+Before: TypeAlias = "tuple[FrozenDict[str, Tensor], ModelDef | None]"
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _tracer = tracer.get
@@ -166,9 +170,11 @@ class Stages:
                 else:
                     outputs = forward(instance.module, microbatch)
                 buffers = state.buffers
-                if instance.buffers:
+                if instance.buffers or instance.notes:
                     copy = forward is not default_forward or model.may_write_later()
                     buffers = instance.read_buffers(buffers, copy=copy)
+                    if instance.altered is not model.altered:
+                        state.model = model.with_altered(instance.altered)
                 instance.be_held_by(params)
             except Exception as error:
                 note_stage(error, "forward", state, index)
@@ -179,10 +185,10 @@ class Stages:
                 _set_grad_enabled(True)  # whatever the user's code has left
         else:
 
-            def call() -> tuple[Any, FrozenDict[str, Tensor]]:
+            def call() -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
                 return engine.apply(state, lambda module: forward(module, microbatch), params, training=True, hold=True)
 
-            outputs, buffers = self._with_gradients(call, state, "forward", index, draws)
+            outputs, buffers, state.model = self._with_gradients(call, state, "forward", index, draws)
         if donation is not None and donation.held is not None and donation.held.bound_to is None:
             donation.bound(params)
         state.params, state.outputs, state.buffers = params, outputs, buffers
@@ -225,7 +231,7 @@ class Stages:
             def call() -> Any:
                 return self._loss(state, training=True)
 
-            loss, state.buffers = self._with_gradients(call, state, "loss", index, draws)
+            loss, state.buffers, state.model = self._with_gradients(call, state, "loss", index, draws)
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
         state.loss = loss
@@ -416,7 +422,14 @@ class Stages:
                 draft._grads = clip(draft._grads, state.params)
         return _frozen(draft, state)
 
-    def update(self, state: State, *, buffers: FrozenDict[str, Tensor] | None = None, **counted: Any) -> State:
+    def update(
+        self,
+        state: State,
+        *,
+        buffers: FrozenDict[str, Tensor] | None = None,
+        model: ModelDef | None = None,
+        **counted: Any,
+    ) -> State:
         """One step of the optimizer; skipped, and counted in ``state.skipped``, where a gradient overflowed its loss
         scale, or with ``nonfinite="skip"`` the loss or a gradient isn't finite.
 
@@ -427,6 +440,7 @@ class Stages:
         Args:
             state: with gradients.
             buffers: those before the batch, which a batch that ``nonfinite="skip"`` leaves out must not change.
+            model: the structure before the batch, if forwards may register buffers.
             **counted: further fields to set, such as the timestamp after the batch.
 
         Raises:
@@ -434,19 +448,19 @@ class Stages:
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
-        draft = self.update_draft(state, buffers)
+        draft = self.update_draft(state, None if buffers is None else (buffers, model))
         for name, value in counted.items():
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def update_draft(self, state: State, buffers: FrozenDict[str, Tensor] | None) -> Any:
-        """The draft of what :meth:`update` returns."""
+    def update_draft(self, state: State, before: Before | None) -> Any:
+        """The draft of what :meth:`update` returns; ``before`` has its ``buffers`` and ``model``."""
         taken = None
         in_place = self.writes_in_place and state.loss_scale is None
         if in_place:
             taken = self.donation.take(state, shared=False)  # type: ignore[union-attr]
             if taken is not None:
-                return self._update_in_place(state, taken, buffers)
+                return self._update_in_place(state, taken, before)
         optimizer, engine = self.optimizer, self.engine
         if optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
@@ -462,7 +476,7 @@ class Stages:
                 if found.item():
                     if donation is not None:
                         donation.look_away()
-                    return self._left_out(state, scale, buffers)
+                    return self._left_out(state, scale, before)
                 found = None  # a step like any other
         overwrites = donation is not None and optimizer.overwrite is not None
         if overwrites and found is not None and not _leaves_out_itself(optimizer, state):
@@ -472,7 +486,7 @@ class Stages:
             shared = type(engine) is not Engine and engine.shares(state.params)
             taken = donation.take(state, shared=shared)  # type: ignore[union-attr]
         if taken is not None and found is None and type(engine) is Engine:
-            draft = self._update_in_place(state, taken, buffers)
+            draft = self._update_in_place(state, taken, before)
             draft.loss_scale = scale
             return draft
         draft = fresh_draft_of(state)
@@ -494,7 +508,7 @@ class Stages:
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            self._refuse_nonfinite(draft, state, fresh, found, buffers)
+            self._refuse_nonfinite(draft, state, fresh, found, before)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
@@ -502,7 +516,7 @@ class Stages:
             donation.keep(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
         return draft
 
-    def _update_in_place(self, state: State, taken: Taken, buffers: FrozenDict[str, Tensor] | None) -> Any:
+    def _update_in_place(self, state: State, taken: Taken, before: Before | None) -> Any:
         """The draft after an update that writes where the old numbers are, on one rank."""
         params, trained, memory, overwrite_unread = taken
         optimizer, donation, loss = self.optimizer, self.donation, state.loss
@@ -520,7 +534,7 @@ class Stages:
                 if is_nonfinite(loss, held.values, alike=True):
                     raise nonfinite_error(state)
             else:
-                self._refuse_nonfinite(draft, state, list(new.values()), None, buffers)
+                self._refuse_nonfinite(draft, state, list(new.values()), None, before)
         finally:
             _set_grad_enabled(grad_mode)
         if new is trained:
@@ -537,13 +551,13 @@ class Stages:
         state: State,
         fresh: list[Tensor],
         found: Tensor | None,
-        buffers: FrozenDict[str, Tensor] | None,
+        before: Before | None,
     ) -> None:
         """Raise for a loss or new parameters that are NaN or infinite, or note it on a device; see :meth:`update`."""
         assert self.optimizer is not None
         wrong = self._nonfinite(state, self.optimizer, fresh, found)
         if type(wrong) is not bool and not wrong.is_cpu:
-            self._note_on_device(draft, state, found, wrong, buffers)
+            self._note_on_device(draft, state, found, wrong, before)
         elif wrong:
             raise nonfinite_error(state)
 
@@ -555,14 +569,14 @@ class Stages:
             loss = total_loss(state.loss).to(device_of(state))
             return self.engine.anywhere(gradients_nonfinite(loss, grads))
 
-    def _left_out(self, state: State, scale: Any, buffers: Any) -> Any:
+    def _left_out(self, state: State, scale: Any, before: Before | None) -> Any:
         """The draft of the State after a step that is skipped."""
         if self.nonfinite == "error" and not loss_is_finite(state.loss):
             raise nonfinite_error(state)
         draft = fresh_draft_of(state)
         draft.loss_scale, draft.skipped = scale, state.skipped + 1
-        if buffers is not None and self.nonfinite == "skip":
-            draft.buffers = buffers
+        if before is not None and self.nonfinite == "skip":
+            _restore(draft, before)
         return draft
 
     def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], found: Tensor | None) -> Any:
@@ -584,7 +598,7 @@ class Stages:
         return engine.anywhere(wrong)
 
     def _note_on_device(
-        self, draft: Any, state: State, found: Tensor | None, wrong: Tensor, buffers: FrozenDict[str, Tensor] | None
+        self, draft: Any, state: State, found: Tensor | None, wrong: Tensor, before: Before | None
     ) -> None:
         """Note the batch, without waiting for the device, and whether it was left out."""
         bad = wrong[0].bool()
@@ -593,8 +607,12 @@ class Stages:
             draft.skipped = state.skipped + out
             if self.nonfinite == "error":
                 bad = bad | ~torch.isfinite(total_loss(state.loss).to(wrong.device))
-            elif buffers is not None:
-                draft.buffers = _where(out, buffers, state.buffers)
+            elif before is not None:
+                buffers, model = before
+                if (model is None or model is state.model) and _alike(buffers, state.buffers):
+                    draft.buffers = _where(out, buffers, state.buffers)
+                elif bool(out):  # waits for the device, where forwards register or reshape buffers
+                    _restore(draft, before)
         # full_like, because a Python number would be copied to the device, which waits for it.
         batch = torch.full_like(state.nonfinite, state.timestamp.batch)
         draft.nonfinite = torch.where(bad & (state.nonfinite < 0), batch, state.nonfinite)
@@ -617,14 +635,14 @@ class Stages:
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
         with about, refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
-            outputs, buffers = self.engine.apply(
+            outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         self._forget_casts()
         if self.donation is not None:
             self.donation.seen = True
         draft = fresh_draft_of(state)
-        draft.outputs, draft.buffers = outputs, buffers
+        draft.outputs, draft.buffers, draft.model = outputs, buffers, model
         return _frozen(draft, state)
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
@@ -633,11 +651,11 @@ class Stages:
         with refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
-    def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor]]:
-        """The loss, and the buffers after it: a module's own loss may write to them."""
+    def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
+        """The loss, and buffers and structure after it: a module's own loss may write to them."""
         outputs, microbatch = state.outputs, state.microbatch
         if self.task.loss is not None:
-            return self.task.loss(outputs, microbatch), state.buffers
+            return self.task.loss(outputs, microbatch), state.buffers, state.model
 
         def method(module: Any) -> Any:
             return module.loss(outputs, microbatch)
@@ -766,6 +784,19 @@ def _updated(
         odd = sorted(new.keys() ^ trained.keys())[:3]
         raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
     return FrozenDict((name, new[name]) for name in names), opt_state
+
+
+def _restore(draft: Any, before: Before) -> None:
+    """Put back the buffers of before a batch."""
+    buffers, model = before
+    draft.buffers, draft.model = buffers, draft.model.fitting(buffers) if model is None else model
+
+
+def _alike(some: FrozenDict[str, Tensor], others: FrozenDict[str, Tensor]) -> bool:
+    """Whether these buffers have the same names, shapes and dtypes."""
+    return some.keys() == others.keys() and all(
+        tensor.shape == others[name].shape and tensor.dtype is others[name].dtype for name, tensor in some.items()
+    )
 
 
 def _where(condition: Tensor, yes: Any, no: Any) -> Any:

@@ -498,12 +498,12 @@ def refuse_misfit(state: State) -> None:
     Raises:
         ResumeError: names the leaf, what the model has and what the State has.
     """
-    skeleton = state.model._skeleton
-    for kind, wanted, given in (
-        ("params", dict(skeleton.named_parameters()), state.params),
-        ("buffers", dict(skeleton.named_buffers()), state.buffers),
+    model = state.model
+    for kind, names, wanted, given in (
+        ("params", model.parameter_names, dict(model._skeleton.named_parameters()), state.params),
+        ("buffers", model.buffer_names, model.fixed_buffers(), state.buffers),
     ):
-        missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+        missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         if missing or unknown:
             named = (("missing", missing), ("unknown", unknown))
             raise ResumeError(

@@ -75,13 +75,20 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The average of those buffers that are there now: one that is new, or has another shape, begins as it is."""
-    if average.keys() == tensors.keys() and all(old.shape == tensors[name].shape for name, old in average.items()):
+    """The average of those buffers that are there now: a new one, or one of another shape or dtype, begins as it is."""
+    if average.keys() == tensors.keys() and all(_is_of(old, tensors[name]) for name, old in average.items()):
         return average
     return {
-        name: average[name] if name in average and average[name].shape == tensor.shape else tensor
+        name: average[name] if name in average and _is_of(average[name], tensor) else tensor
         for name, tensor in tensors.items()
     }
+
+
+def _is_of(average: Tensor, tensor: Tensor) -> bool:
+    """Whether an average is of tensors of this shape and dtype."""
+    widened = (torch.float16, torch.bfloat16)
+    dtypes = [torch.float32 if each.dtype in widened else each.dtype for each in (average, tensor)]
+    return average.shape == tensor.shape and dtypes[0] is dtypes[1]
 
 
 def averaged(state: State, name: str = "ema") -> State:
@@ -121,8 +128,8 @@ def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> Froze
     return FrozenDict(
         (
             name,
-            # A buffer may have taken another shape since the last update.
-            average[name].to(tensor.dtype) if name in average and average[name].shape == tensor.shape else tensor,
+            # A buffer may have taken another shape or dtype since the last update.
+            average[name].to(tensor.dtype) if name in average and _is_of(average[name], tensor) else tensor,
         )
         for name, tensor in tensors.items()
     )
@@ -139,7 +146,7 @@ def ema(
 
     The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters and
     buffers are averaged, complex ones too, and not those of integers; a buffer that appears later, or takes another
-    shape, begins its average there. Nothing in training reads the average, so training is what it would be
+    shape or dtype, begins its average there. Nothing in training reads the average, so training is what it would be
     without. :func:`averaged` gives a State with the average in place of the weights, to export or go on from.
     ``evaluate`` and ``predict`` use the average that their State holds: give them ``algorithms=[ema(...)]`` too.
 

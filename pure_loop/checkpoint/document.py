@@ -7,6 +7,8 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 * ``made_by``: the versions of pure_loop and torch that wrote it; ``saved_at``: nanoseconds since 1970.
 * ``state``: the registered name of the State's class; ``model``: that of the module, for messages.
 * ``fields``: the State's durable fields, as :mod:`pure_loop.checkpoint.tree` writes values.
+* ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
+  (``"tensor"``, ``"reshaped"``, ``"none"`` or ``"deleted"``) and whether it is persistent, ``["tensor", true]``.
 * ``notes``: what the writer wants to remember of it.
 """
 
@@ -22,6 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._buffers import altered_from
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
@@ -99,6 +102,7 @@ class Document:
         timestamp: how far the run was.
         event: where the State was kept.
         position: the last boundary before it.
+        altered: what forwards have made of the model's buffers, as JSON.
     """
 
     made_by: dict[str, str]
@@ -111,6 +115,7 @@ class Document:
     timestamp: Timestamp
     event: Event | None
     position: Event | None
+    altered: dict[str, Any] = attrs.field(factory=dict)
 
     @property
     def batch(self) -> int:
@@ -136,6 +141,7 @@ class Document:
             ResumeError: it is another model's; names the leaf.
         """
         cls, values = self._values(tensors, device, path)
+        model = self.altered_model(model, path)
         refuse_another_model(values["params"], values["buffers"], model, self.model, path)
         seen: set[int] = set()
         for name in ("params", "buffers"):
@@ -143,6 +149,24 @@ class Document:
         known = {field.name: field for field in attrs.fields(cls)}
         public = {known[name].alias or name: value for name, value in values.items()}
         return cls(model=model, **public)
+
+    def altered_model(self, model: ModelDef, path: object) -> ModelDef:
+        """The structure of this model with the buffers that forwards had made before the State was saved.
+
+        Raises:
+            CheckpointError: they are described in a way that can't be read.
+            ResumeError: the model has no place for one.
+        """
+        try:
+            return model.with_altered(altered_from(self.altered, model._skeleton))
+        except ValueError as error:
+            raise CheckpointError(f"{path} can't be read: of its buffers, {error}.") from error
+        except LookupError as error:
+            raise ResumeError(
+                f"{path} was saved with a {self.model.rpartition('.')[2]} that had registered buffers in its forward, "
+                f"and doesn't fit the {type(model._skeleton).__name__} given: {error.args[0]}. Build the model as it "
+                "was built then."
+            ) from error
 
     def refuse_contradiction(self, tensors: Mapping[str, Shaped], path: object, *, complete: bool = False) -> None:
         """Refuse a description from which no State can be made, whatever the model.
@@ -243,6 +267,8 @@ def write_document(
         "fields": fields,
         "notes": dict(notes or {}),
     }
+    if state.model.altered:
+        document["buffers"] = {name: list(slot) for name, slot in state.model.altered.items()}
     return json.dumps(document, allow_nan=False, separators=(",", ":")), writer.tensors
 
 
@@ -285,6 +311,8 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         texts, mappings = ("state", "model"), ("made_by", "fields", "notes")
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
+        altered = document.get("buffers", {})
+        wrong += [] if isinstance(altered, dict) else ["buffers"]
         wrong += [] if type(saved_at) is int and 0 <= saved_at <= _LARGEST_COUNT else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
@@ -313,6 +341,7 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         timestamp=values["timestamp"],
         event=values["event"],
         position=values["position"],
+        altered=altered,
     )
 
 
@@ -404,15 +433,14 @@ def refuse_another_model(
         ResumeError: names the leaf, what the model has and what the file has.
     """
     given = type(model._skeleton)
-    skeleton = model._skeleton
     whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {given.__name__} given"
     advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
-    for kind, wanted, found in (
-        ("params", dict(skeleton.named_parameters()), params),
-        ("buffers", dict(skeleton.named_buffers()), buffers),
+    for kind, names, wanted, found in (
+        ("params", model.parameter_names, dict(model._skeleton.named_parameters()), params),
+        ("buffers", model.buffer_names, model.fixed_buffers(), buffers),
     ):
-        missing = [name for name in wanted if name not in found]
-        unknown = [name for name in found if name not in wanted]
+        missing = [name for name in names if name not in found]
+        unknown = [name for name in found if name not in names]
         if missing or unknown:
             says = (("the file lacks", missing), ("the model lacks", unknown))
             raise ResumeError(

@@ -19,7 +19,7 @@ from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document,
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
 from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
 from pure_loop.checkpoint.tree import UnknownClassError
-from pure_loop.checkpoint.weights import saved_weights, with_weights
+from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.event import Event
 from pure_loop.model import ModelDef
@@ -257,6 +257,8 @@ class Checkpoint:
 
     def weights_into(self, state: State, *, strict: bool = True) -> State:
         """The State with the weights that were saved."""
+        if self.document is not None:
+            state = with_buffers_of(self.document, state, self.tensors, self.path)
         return with_weights(state, saved_weights(self.document, self.tensors, self.path), self.path, strict=strict)
 
     def fitted(self, model: ModelDef) -> State:

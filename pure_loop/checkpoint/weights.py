@@ -17,7 +17,7 @@ from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["saved_weights", "with_weights"]
+__all__ = ["saved_weights", "with_buffers_of", "with_weights"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -38,6 +38,23 @@ def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path
     return found
 
 
+def with_buffers_of(document: Document, state: State, tensors: Mapping[str, Tensor], path: object) -> State:
+    """The State with the buffers that forwards had registered, removed or reshaped when the other one was saved."""
+    model = document.altered_model(state.model, path)
+    if model is state.model:
+        return state
+    saved = saved_weights(document, tensors, path)
+    changed = {name for name, slot in model.altered.items() if slot.kind in ("tensor", "reshaped")}
+    buffers = {
+        name: saved[name].to(state.device) if name in changed and name in saved else state.buffers.get(name)
+        for name in model.buffer_names
+    }
+    missing = [name for name, tensor in buffers.items() if tensor is None]
+    if missing:
+        raise CheckpointError(f"{path} can't be read: it lists the buffer {missing[0]!r}, and has no tensor of it.")
+    return state.replace(model=model, buffers=buffers)
+
+
 def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, strict: bool) -> State:
     """The State with these weights in the place of its own, in its dtypes and on its device.
 
@@ -48,11 +65,12 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
         ResumeError: they don't fit the model; names the leaf.
     """
     model = state.model._skeleton
-    names: dict[str, str] = {}
+    names: dict[str, str] = {name: name for name in state.model.buffer_names}
     for kind in (model.named_parameters, model.named_buffers):
         first: dict[int, str] = {}
         for name, tensor in kind(remove_duplicate=False):
-            names[name] = first.setdefault(id(tensor), name)
+            if name not in state.model.altered:
+                names[name] = first.setdefault(id(tensor), name)
     optional = _not_in_state_dict(state.model)
     unknown = [name for name in weights if name not in names]
     given: dict[str, tuple[str, Tensor]] = {}
@@ -124,4 +142,6 @@ def _kind(tensor: Tensor) -> str:
 
 def _not_in_state_dict(model: ModelDef) -> set[str]:
     kept = set(model._skeleton.state_dict(keep_vars=True))
-    return {name for name in model.buffer_names if name not in kept}
+    persistent = {name: name in kept for name in model.buffer_names}
+    persistent |= {name: slot.persistent for name, slot in model.altered.items()}
+    return {name for name in model.buffer_names if not persistent[name]}

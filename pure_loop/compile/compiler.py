@@ -204,7 +204,7 @@ class Compiler:
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
             if run is not None:
                 return (yield from self._end(state, run, now))
-        buffers = state.buffers
+        buffers, model = state.buffers, state.model
         state = yield from self._gradients(state, timestamps[:2])
         if engine.ranks > 1:
             state = engine.agree(state, buffers)
@@ -216,7 +216,9 @@ class Compiler:
                 state = yield Event.AFTER_TRAIN_BATCH, state
                 shown = True
             if "update" in self.eager:
-                state = self.stages.update(state, buffers=buffers, timestamp=now, previous_timestamp=before)
+                state = self.stages.update(
+                    state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
+                )
                 return (yield Event.BATCH_END, state)
             if asks:
                 state = yield ABOUT_TO_WRITE, state

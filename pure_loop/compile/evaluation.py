@@ -88,7 +88,7 @@ class CompiledEvaluation(LoopStages):
                 last.eager = True
         if last.eager:
             found = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
-            draft.outputs, draft.buffers = found.outputs, found.buffers
+            draft.outputs, draft.buffers, draft.model = found.outputs, found.buffers, found.model
         else:
             for name, value in zip(run.names, run.durable, strict=True):
                 setattr(draft, name, value)

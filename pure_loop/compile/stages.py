@@ -304,6 +304,36 @@ class TracedStages(LoopStages):
             _refuse_kept(what, state.model)
             return state
 
+    def forward_into(self, state: Any, index: int, last: bool) -> None:
+        model, before = state.model, state.buffers
+        LoopStages.forward_into(self, state, index, last)
+        self._refuse_other_buffers(f"the forward of {type(model._skeleton).__name__}", model, before, state)
+
+    def loss_into(self, state: Any, index: int) -> None:
+        model, before = state.model, state.buffers
+        LoopStages.loss_into(self, state, index)
+        self._refuse_other_buffers("the loss", model, before, state)
+
+    def _refuse_other_buffers(self, what: str, model: ModelDef, before: FrozenDict[str, Tensor], after: Any) -> None:
+        """Refuse a graph in which buffers come, go, or change shape or dtype: the next batch needs another one."""
+        if after.model is model and after.buffers is before:
+            return
+        found: list[str] = []
+        for name in {**before, **after.buffers}:
+            was, now = before.get(name), after.buffers.get(name)
+            if was is None or now is None:
+                found.append(f"{'registers' if was is None else 'removes'} the buffer {name!r}")
+            elif was.shape != now.shape or was.dtype is not now.dtype:
+                shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(now.shape)} {now.dtype}"
+                found.append(f"changes the buffer {name!r} from {shapes}")
+        if found or after.model is not model:
+            raise Untraceable(
+                f"{what} can't be compiled: it {found[0] if found else 'alters the buffers of the model'}, and a graph "
+                "has buffers of one shape. Register a buffer of the full size in __init__ and write into it (a memory "
+                f"bank: a position that goes round), or call the model on one batch before training; {WHERE_POSSIBLE}",
+                ("forward", None),
+            )
+
     def loss(self, state: State, *, index: int = 0) -> State:
         with self.tracing.host.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
             state = LoopStages.loss(self, state, index=index)
@@ -335,11 +365,12 @@ class TracedStages(LoopStages):
             self._autocast(state),
             naming(self.tracing, what, ("forward", None)),
         ):
-            outputs, buffers = self.engine.apply(
+            outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         draft = fresh_draft_of(state)
-        draft.outputs, draft.buffers = outputs, buffers
+        draft.outputs, draft.buffers, draft.model = outputs, buffers, model
+        self._refuse_other_buffers(what, state.model, state.buffers, draft)
         draft.__class__ = state.__class__
         return draft  # type: ignore[no-any-return]
 

@@ -354,6 +354,7 @@ class JointEngine(Engine):
         return [found[i] for i in range(len(tensors))]
 
     def agree(self, state: State, before: FrozenDict[str, Tensor]) -> State:
+        self._refuse_reshaped(state, before)
         names = self._names_written(state, before)
         if not names:
             return state
@@ -380,19 +381,62 @@ class JointEngine(Engine):
             buffers=FrozenDict((name, agreed.get(name, tensor)) for name, tensor in state.buffers.items())
         )
 
+    def _refuse_reshaped(self, state: State, before: FrozenDict[str, Tensor]) -> None:
+        """
+        Raises:
+            ModelError: a forward changed the shape or dtype of a buffer, removed one, or registered one after the first
+                batch of the call.
+        """
+        found = None
+        for name, tensor in state.buffers.items():
+            old = before.get(name)
+            if old is None and self._written is not None:
+                found = f"registered the buffer {name!r}, which the first batch didn't"
+            elif old is not None and (old.shape != tensor.shape or old.dtype is not tensor.dtype):
+                found = f"changed the buffer {name!r} from {_shape(old)} to {_shape(tensor)}"
+        removed = [name for name in before if name not in state.buffers]
+        if removed:
+            found = f"removed the buffer {removed[0]!r}"
+        if found is not None:
+            raise ModelError(
+                f"rank {self.rank} of {self.ranks}: a forward of batch {state.timestamp.batch} {found}. Ranks average "
+                "buffers, which therefore are the same on all, and of one shape, after the first batch. Register a "
+                "buffer of the full size in __init__ and write into it, or train on one rank."
+            )
+
+    def _refuse_unequal_buffers(self, state: State) -> None:
+        """
+        Raises:
+            DistributedError: a forward has registered a buffer on one rank, and not or of another shape on another one.
+        """
+        everybody = self.talk.gather({name: _shape(tensor) for name, tensor in state.buffers.items()})
+        for rank, theirs in enumerate(everybody):
+            for name in {**everybody[0], **theirs}:
+                first, other = everybody[0].get(name, "None"), theirs.get(name, "None")
+                if first != other:
+                    raise DistributedError(
+                        f"after the forward of batch {state.timestamp.batch} the buffer {name!r} is {other} on rank "
+                        f"{rank} and {first} on rank 0. Ranks average buffers, which therefore have one shape: "
+                        "register it with that shape in __init__."
+                    )
+
     def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
         """The buffers that are cheap, or to which forwards write in the first batch of an epoch; the same on all."""
+        epoch = state.timestamp.epoch
+        if self._written is None:
+            # A forward of the first batch may have registered some, on one rank and not on another.
+            self._refuse_unequal_buffers(state)
+            self._written = frozenset()
         if not state.buffers:
             return []
-        epoch = state.timestamp.epoch
-        if self._written is None or epoch != self._epoch:
+        if epoch != self._epoch:
             changed = [
                 name
                 for name, tensor in state.buffers.items()
-                if _is_cheap(tensor) or not torch.equal(tensor, before[name])
+                if _is_cheap(tensor) or name not in before or not torch.equal(tensor, before[name])
             ]
             found = frozenset(name for names in self.talk.gather(changed) for name in names)
-            self._written = found | (self._written or frozenset())
+            self._written |= found
             self._epoch = epoch
         return [name for name in state.buffers if name in self._written]
 
@@ -412,6 +456,10 @@ class JointEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _is_cheap(buffer: Tensor) -> bool:

@@ -59,7 +59,7 @@ class ReplicateEngine(JointEngine):
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
             return state.model.leaves(state.params)
-        if self._model is not state.model:
+        if self._model is None or self._model._skeleton is not state.model._skeleton:
             self._hold(state)
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
@@ -100,14 +100,14 @@ class ReplicateEngine(JointEngine):
         *,
         training: bool,
         hold: bool = False,
-    ) -> tuple[T, FrozenDict[str, Tensor]]:
+    ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
         if not isinstance(params, Leaves):
             return super().apply(state, function, params, training=training, hold=hold)
         self._borrow(params.origin)  # another forward may have come in between, of other parameters
         # The same mapping in every step, so that nothing has to be bound anew.
         bound = self._bound
         bound.holder = getattr(params, "holder", None)
-        result = state.model.apply(function, bound, state.buffers, training=training, hold=hold)
+        result = state.model.call(function, bound, state.buffers, training=training, hold=hold)
         params.holder, bound.holder = bound.holder, None
         return result
 

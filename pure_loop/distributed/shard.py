@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pure_loop._autograd import GradMode, scalar_like, zero_unless
+from pure_loop._buffers import UNALTERED, Altered, alterations, put_slots, slot_of
 from pure_loop._parts import is_part, part_of, whole_of, with_part
 from pure_loop._pytree import NAMESPACE
 from pure_loop.distributed._leaves import Leaves
@@ -31,7 +32,7 @@ from pure_loop.distributed.joint import JointEngine, no_parameters
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model import ModelDef, _places
+from pure_loop.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.sources import END
 from pure_loop.state import State, holding
@@ -52,6 +53,8 @@ class ShardEngine(JointEngine):
     _groups: Sequence[FSDPModule] = ()
     _held: dict[str, nn.Parameter]
     _buffers: list[tuple[str, dict[str, Any], str]]
+    # What has become of the buffers that the module came with.
+    _altered: Altered = UNALTERED
     # The parameters whose numbers the module has, unless they are gone.
     _copied: Callable[[], Any] = staticmethod(no_parameters)
     # How many microbatches of the batch fully_shard has added up the gradients of.
@@ -137,18 +140,28 @@ class ShardEngine(JointEngine):
         *,
         training: bool,
         hold: bool = False,
-    ) -> tuple[T, FrozenDict[str, Tensor]]:
-        if self._model is not state.model:
-            self._build(state.model)
+    ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
+        model = state.model
+        if self._model is None or self._model._skeleton is not model._skeleton:
+            self._build(model)
         module = self._module
+        if self._altered is not model.altered:
+            came = model._skeleton
+            put_slots(module, {path: slot_of(came, path) for path in self._altered if path not in model.altered})
+            put_slots(module, model.altered)
+            self._altered, self._buffers = model.altered, list(model.places_of_buffers(module))
         origin: Any = getattr(params, "origin", params)
         self._load(origin, training)
         self._bind({name: buffer.clone() for name, buffer in state.buffers.items()})
         result = function(module)
+        altered = alterations(module, model._skeleton, model.altered)
+        if altered is not model.altered:
+            model = model.with_altered(altered)
+            self._altered, self._buffers = altered, list(model.places_of_buffers(module))
         after = {name: tensors[key] for name, tensors, key in self._buffers}
         if isinstance(params, Leaves):
             params.buffers = after
-        return result, FrozenDict((name, after[name].detach().clone()) for name in state.buffers)
+        return result, FrozenDict((name, tensor.detach().clone()) for name, tensor in after.items()), model
 
     def _load(self, params: FrozenDict[str, Tensor], training: bool) -> None:
         """Give the module the numbers of these parameters, and this mode."""
@@ -167,7 +180,8 @@ class ShardEngine(JointEngine):
 
     def _bind(self, buffers: Mapping[str, Tensor]) -> None:
         for name, tensors, key in self._buffers:
-            tensors[key] = buffers[name]
+            if name in buffers:  # else a forward since has registered it
+                tensors[key] = buffers[name]
 
     def parameters(self) -> Iterable[Tensor] | None:
         return None  # the gathered ones are fully_shard's own
@@ -290,7 +304,9 @@ class ShardEngine(JointEngine):
         self._module, self._model = module, model
         self._groups = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._held = dict(module.named_parameters())
-        self._buffers = list(_places(module, model.buffer_names, "_buffers"))
+        self._altered = model.altered
+        put_slots(module, model.altered)
+        self._buffers = list(model.places_of_buffers(module))
         if set(self._held) != set(model.parameter_names):
             raise ModelError(
                 f"{type(module).__name__} can't be sharded as it is: a parameter that several layers share has to "
