@@ -340,7 +340,6 @@ class ModelDef:
         """
         module = self.copied(independent=True)
         _own_classes(module)
-        self.set_mode(module, training)
         wanted = frozenset(self.trainable)
         before = dict(module.named_parameters())
         parameters = {
@@ -353,6 +352,7 @@ class ModelDef:
         copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for name, tensors, key in self.places_of_buffers(module):
             tensors[key] = copies[name]
+        self.set_mode(module, training)  # with its numbers in place: a train() of the user's may compute with them
         return module
 
     def watching(self, forward: Callable[[nn.Module, Any], T], functions: Iterable[Any]) -> Callable[[Any, Any], T]:

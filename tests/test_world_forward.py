@@ -335,3 +335,95 @@ def test_a_second_forward_in_the_loss_is_refused():
 
     with pytest.raises(pl.errors.ModelError, match="depends on a second forward of this batch"):
         pl.run(an_epoch(torch.nn.Linear(1, 1), [(torch.ones(4, 1), torch.zeros(4, 1))], algorithms=[consistent]))
+
+
+class _Registers(torch.nn.Module):
+    """None at first, set by the first forward; another one is registered there."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.mean(0)
+            self.register_buffer("seen", torch.tensor(0))
+        self.seen += 1
+        return self.layer(x) - self.mean
+
+
+class _Grows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 1))
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        self.bank = torch.cat([self.bank, x])
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_that_the_first_forward_registers_agree(kind):
+    """The mean over both ranks, in every State from the first batch on; and training resumes with them."""
+    data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(3)]
+
+    def program(rank):
+        states = [state for event, state in an_epoch(_Registers(), data, parallel=kind) if event is Event.BATCH_END]
+        resumed = pl.run(an_epoch(states[0], data, parallel=kind))
+        module = resumed.module()
+        return [dict(state.buffers) for state in (*states, resumed)], dict(module.named_buffers())
+
+    for found, named in pool(kind=kind).run(program):
+        for index, buffers in enumerate(found):
+            assert buffers["mean"].tolist() == [2.0]
+            assert buffers["seen"] == min(index, 2) + 1
+        assert {name: tensor.tolist() for name, tensor in named.items()} == {"mean": [2.0], "seen": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_that_change_their_shape_are_refused_by_name(kind):
+    """Each rank would have a bank of its own samples, and ranks average."""
+    data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 2
+
+    def program(rank):
+        pl.run(an_epoch(_Grows(), data, parallel=kind))
+
+    with pytest.raises(RankError, match=r"changed the buffer 'bank' from \(0, 1\) float32 to \(1, 1\)"):
+        pool(kind=kind).run(program)
+
+
+def test_buffers_that_one_rank_registers_and_another_does_not_are_refused_by_name():
+    data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 2
+
+    def program(rank):
+        pl.run(an_epoch(_Uneven(rank), data, parallel="replicate"))
+
+    with pytest.raises(RankError, match=r"the buffer 'mean' is \(1,\) float32 on rank 1 and None on rank 0"):
+        pool().run(program)
+
+
+class _Uneven(_Registers):
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x):
+        return super().forward(x) if self.rank else self.layer(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_in_eval_mode_stays_so_on_several_ranks(kind):
+    data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.zeros(4, 1)) for i in range(2)]
+
+    def program(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        model[1].eval()
+        return dict(pl.run(an_epoch(model, data, parallel=kind)).buffers)
+
+    for buffers in pool(kind=kind).run(program):
+        assert buffers["0.num_batches_tracked"] == 2
+        assert buffers["1.num_batches_tracked"] == 0
+        assert buffers["1.running_mean"].tolist() == [0.0] * 3
