@@ -124,7 +124,7 @@ def real_points(n: int, random: torch.Generator) -> Tensor:
 def generated_points(state: pl.State, n: int = 2000) -> Tensor:
     noise = torch.randn(n, NOISE, generator=pl.random.generator(0, "samples"))
     with torch.no_grad():
-        module: Any = state.module()
+        module: Any = state.module(training=False)
         points: Tensor = module.generator(noise)
     return points
 

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["UNALTERED", "Altered", "Slot", "altered_from", "alterations", "places_of", "put_slots", "slot_of"]
+__all__ = [
+    "UNALTERED",
+    "Altered",
+    "Slot",
+    "alterations",
+    "places_of",
+    "put_slots",
+    "read_altered",
+    "refuse_misplaced",
+    "slot_of",
+]
 
 Kind = Literal["tensor", "reshaped", "none", "deleted"]
 
@@ -135,30 +145,41 @@ def _registered(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Slot]]:
     return tensors, slots
 
 
-def altered_from(given: Any, module: nn.Module) -> Altered:
+def read_altered(given: Any) -> Altered:
     """The same, as a file says it: names to ``[kind, persistent]``.
 
     Raises:
         ValueError: it is no such mapping.
-        LookupError: a name has no place in the module; says why.
     """
     if not isinstance(given, dict):
         raise ValueError(f"{type(given).__name__} where buffers are listed")
-    submodules = dict(module.named_modules())
-    altered = {}
     for path, slot in given.items():
-        if not isinstance(slot, list) or len(slot) != 2 or slot[0] not in get_args(Kind) or type(slot[1]) is not bool:
-            raise ValueError(f"buffer {path!r} is described by {str(slot)[:80]}")
+        if (
+            not isinstance(slot, list)
+            or len(slot) != 2
+            or slot[0] not in get_args(Kind)
+            or type(slot[1]) is not bool
+            or not path.rpartition(".")[2]
+        ):
+            raise ValueError(f"buffer {path[:80]!r} is described by {str(slot)[:80]}")
+    return FrozenDict((path, Slot(*slot)) for path, slot in given.items()) if given else UNALTERED
+
+
+def refuse_misplaced(altered: Altered, module: nn.Module) -> None:
+    """
+    Raises:
+        LookupError: a name has no place in the module; says why.
+    """
+    submodules = dict(module.named_modules())
+    for path, slot in altered.items():
         prefix, _, key = path.rpartition(".")
         if prefix not in submodules:
             raise LookupError(f"there is no submodule {prefix!r} for the buffer {path!r}")
         submodule = submodules[prefix]
-        if not key or (key not in submodule._buffers and hasattr(submodule, key)):
+        if key not in submodule._buffers and hasattr(submodule, key):
             raise LookupError(f"{path!r} is no buffer there")
-        if slot[0] == "reshaped" and submodule._buffers.get(key) is None:
-            raise LookupError(f"{path!r} is no tensor there")
-        altered[path] = Slot(slot[0], slot[1])
-    return FrozenDict(altered) if altered else UNALTERED
+        if slot.kind == "reshaped" and submodule._buffers.get(key) is None:
+            raise LookupError(f"the buffer {path!r} is no tensor there")
 
 
 def _alike(tensor: Tensor, other: Tensor) -> bool:

@@ -23,7 +23,10 @@ _PLACES: tuple[tuple[str, str], ...] = (
     ("epochs current_epoch", "finished epochs are state.timestamp.epoch"),
     ("weights parameters state_dict", "parameters are state.params, by name; state.module() is a module with them"),
     ("named_buffers", "buffers are state.buffers, by name"),
-    ("net forward train eval", "state.module() is a plain module with copies of the parameters"),
+    (
+        "net forward train eval",
+        "state.module() is a plain module with copies of the parameters; state.module(training=False) is in eval mode",
+    ),
     (
         "accuracy val_loss eval_loss metric",
         'metrics are state.metrics[label][name], such as state.metrics["val"]["accuracy"]',

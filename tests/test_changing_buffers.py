@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from pure_loop import Event
 from pure_loop.order import BOUNDARIES
 from tests.by_hand import images
 from tests.conftest import THOROUGH
+from tests.hostile import described, document_of
 from tests.tiers import examples, pairwise
 
 
@@ -512,6 +514,39 @@ def test_an_average_starts_where_a_buffer_does() -> None:
         shown = pl.algorithms.averaged(state)
         assert {name: tensor.shape for name, tensor in shown.buffers.items()} == shapes
         pl.run(fit(shown.replace(event=state.event), algorithms=[ema]))
+
+
+SLOTS: dict[str, tuple[Any, str, bool]] = {
+    "no mapping": ([], "list where buffers are listed", True),
+    "no description": ({"mean": 3}, "buffer 'mean' is described by 3", True),
+    "no kind": ({"mean": ["frozen", True]}, "is described by", True),
+    "no name": ({"layer.": ["tensor", True]}, "is described by", True),
+    "no bool": ({"mean": ["tensor", 1]}, "is described by", True),
+    "no submodule": ({"head.mean": ["tensor", True]}, "no submodule 'head' for the buffer 'head.mean'", False),
+    "a parameter": ({"layer.weight": ["tensor", True]}, "'layer.weight' is no buffer there", False),
+    "a method": ({"forward": ["tensor", True]}, "'forward' is no buffer there", False),
+    "no tensor": ({"mean": ["reshaped", True]}, "the buffer 'mean' is no tensor there", False),
+    "not in the file": ({"mean": ["tensor", True], "other": ["tensor", True]}, r"the file lacks ['other']", False),
+    "not listed": ({}, "the model lacks ['mean']", False),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_files_that_list_other_buffers_are_refused(name: str, tmp_path: Path) -> None:
+    """With a digest that is right; what no program has written is passed over where there is another file."""
+    slots, said, passed_over = SLOTS[name]
+    kept = [state for event, state in fit(NoneAtFirst()) if event is Event.BATCH_END]
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    pl.save(kept[0], good)
+    pl.save(kept[1], bad)
+    content = bad.read_bytes()
+    bad.write_bytes(described(content, json.dumps({**document_of(content), "buffers": slots})))
+    kinds: Any = pl.CheckpointError if passed_over else pl.ResumeError
+    with pytest.raises(kinds) as caught:
+        pl.load(bad, model=NoneAtFirst())
+    assert said in str(caught.value)
+    if passed_over:
+        assert pl.latest(tmp_path) == str(good)
 
 
 def test_apply_follows_what_a_function_registers() -> None:

@@ -24,7 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._buffers import altered_from
+from pure_loop._buffers import UNALTERED, Altered, read_altered, refuse_misplaced
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
@@ -102,7 +102,7 @@ class Document:
         timestamp: how far the run was.
         event: where the State was kept.
         position: the last boundary before it.
-        altered: what forwards have made of the model's buffers, as JSON.
+        altered: what forwards have made of the model's buffers.
     """
 
     made_by: dict[str, str]
@@ -115,7 +115,7 @@ class Document:
     timestamp: Timestamp
     event: Event | None
     position: Event | None
-    altered: dict[str, Any] = attrs.field(factory=dict)
+    altered: Altered = UNALTERED
 
     @property
     def batch(self) -> int:
@@ -154,19 +154,17 @@ class Document:
         """The structure of this model with the buffers that forwards had made before the State was saved.
 
         Raises:
-            CheckpointError: they are described in a way that can't be read.
             ResumeError: the model has no place for one.
         """
         try:
-            return model.with_altered(altered_from(self.altered, model._skeleton))
-        except ValueError as error:
-            raise CheckpointError(f"{path} can't be read: of its buffers, {error}.") from error
+            refuse_misplaced(self.altered, model._skeleton)
         except LookupError as error:
             raise ResumeError(
                 f"{path} was saved with a {self.model.rpartition('.')[2]} that had registered buffers in its forward, "
                 f"and doesn't fit the {type(model._skeleton).__name__} given: {error.args[0]}. Build the model as it "
                 "was built then."
             ) from error
+        return model.with_altered(self.altered)
 
     def refuse_contradiction(self, tensors: Mapping[str, Shaped], path: object, *, complete: bool = False) -> None:
         """Refuse a description from which no State can be made, whatever the model.
@@ -311,8 +309,7 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         texts, mappings = ("state", "model"), ("made_by", "fields", "notes")
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
-        altered = document.get("buffers", {})
-        wrong += [] if isinstance(altered, dict) else ["buffers"]
+        altered = read_altered(document.get("buffers", {}))
         wrong += [] if type(saved_at) is int and 0 <= saved_at <= _LARGEST_COUNT else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
