@@ -405,3 +405,24 @@ def test_classes_of_bitsandbytes_resume(name: str, tmp_path: Path) -> None:
     assert_resumes(lambda: pl.optim.from_torch(cls, **options), expected, points=[0, 2])
     state = pl.run(fit(model(), pl.optim.from_torch(cls, **options)))
     assert state.opt_state["memory"]["0.weight"]["state1"].dtype is torch.uint8
+
+
+class WritesItsOptions(torch.optim.Optimizer):
+    """Each step puts equal values in the places of its options."""
+
+    def __init__(self, params: Any, lr: float = 0.1, betas: Any = (0.5, 0.5)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["betas"] = (*group["betas"],)
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"] * group["betas"][0])
+
+
+def test_options_are_those_of_the_call_that_resumes() -> None:
+    kept = [state for event, state in fit(model(), pl.optim.from_torch(WritesItsOptions)) if event is Event.BATCH_END]
+    assert not kept[-1].opt_state["group"]
+    resumed = pl.run(fit(kept[3], pl.optim.from_torch(WritesItsOptions, betas=(0.0, 0.5))))
+    assert_same(resumed.params, list(kept[3].params.values()))

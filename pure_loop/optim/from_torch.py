@@ -57,6 +57,7 @@ __all__ = ["from_torch"]
 # Attributes of every torch optimizer that hold nothing of the training.
 _MACHINERY = frozenset(
     {
+        "defaults",
         "param_groups",
         "state",
         "_need_device_dtype_check_for_fused",
@@ -499,10 +500,12 @@ class _Kept:
     def changed(self, after: Mapping[str, Any], params: Iterable[Tensor]) -> list[str]:
         """The keys that are new, or have another value."""
         known = _numbered(params)
+        before = self.values
         return [
             key
             for key, value in after.items()
-            if key not in self.values or not _same(_snapshot(value, known), self.values[key])
+            if key not in before
+            or not ((value is before[key] and _is_atom(value)) or _same(_snapshot(value, known), before[key]))
         ]
 
     def carried(self, after: Mapping[str, Any], earlier: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
@@ -513,6 +516,12 @@ class _Kept:
     def removed(self, after: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of a newly built optimizer that are gone."""
         return tuple(key for key in self.values if key not in after)
+
+
+def _is_atom(value: Any) -> bool:
+    """Whether a value never changes, which most options are."""
+    kind = type(value)
+    return kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value)))
 
 
 def _numbered(params: Iterable[Tensor]) -> dict[int, int]:
@@ -529,7 +538,7 @@ class _Parameter:
 def _snapshot(value: Any, params: Mapping[int, int], within: tuple[int, ...] = ()) -> Any:
     """A value that compares by :func:`_same` and doesn't change with the original."""
     kind = type(value)
-    if kind in _ATOMS:
+    if _is_atom(value):
         return value
     if isinstance(value, Tensor):
         number = params.get(id(value))
