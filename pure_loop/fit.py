@@ -189,13 +189,14 @@ def _start(prepared: Prepared) -> Stream:
     sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
     compiled = [] if prepared.fit.compiled is None else [prepared.fit.compiled]
     to_close: list[Any] = [*prepared.callbacks, *sources, *compiled, engine]
-    for saver in savers_among(prepared.callbacks):
+    savers = savers_among(prepared.callbacks)
+    for saver in savers:
         saver.serve(prepared.fit)
     return run_script(
         prepared.script(),
         handlers,
         prepared.observers,
-        [each.close for each in to_close],
+        [*(each.close for each in to_close), *(saver.closed for saver in savers)],
         stages=stages,
         watch=prepared.watch,
         strict=Strict.of_order(prepared.order, loaded=prepared.fit.load is not None) if prepared.strict else None,

@@ -217,8 +217,14 @@ class CheckpointSaver(Callback):
             for group in (self._meeting, self._vote):
                 if group is not None:
                     group.close()
-            self._meeting = self._vote = self._fit = self._held.fit = None
-            self._held.act()
+            self._meeting = self._vote = None
+            if self._fit is None:
+                self._held.act()
+
+    def closed(self) -> None:
+        """After all else of the stream is closed: let the signal act that was held back, if one was."""
+        self._fit = self._held.fit = None
+        self._held.act()
 
     def _rescue(self, why: BaseException | None, came: int | None) -> None:
         """Where a stream ends early: save the State of the last boundary, if no step has written to it since."""
@@ -240,7 +246,7 @@ class CheckpointSaver(Callback):
         """Save the State, and let the signal act that asked for it."""
         assert self._held.caught is not None
         self._finish(state, signal.Signals(self._held.caught).name, measured=measured)
-        self._held.act()
+        self._held.stop()
 
     def _finish(self, state: State, why: str, *, measured: bool) -> None:
         """Save a State, unless it is saved, and say where it is and how to resume."""

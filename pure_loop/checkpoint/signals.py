@@ -28,10 +28,6 @@ _REPEATED_SECONDS = 0.5
 group got already."""
 
 
-class _StopsLoading(BaseException):
-    """Raised by a signal in the code that loads a batch; :meth:`HeldSignals.act` raises what the signal stands for."""
-
-
 class HeldSignals:
     """Holds back the first signal; a second one, at least half a second later, acts at once.
 
@@ -74,6 +70,7 @@ class HeldSignals:
         self.caught = self.came = None
         if self not in _LISTENING:
             _LISTENING.append(self)
+        _DEFERRING.add(self)
         _defer_child_errors()
         for number in self._numbers:
             handler = signal.getsignal(number)
@@ -88,8 +85,6 @@ class HeldSignals:
             return
         if self in _LISTENING:
             _LISTENING.remove(self)
-        if not _LISTENING:
-            _raise_child_errors_again()
         while self._before:
             number, handler = self._before.popitem()
             current = signal.getsignal(number)
@@ -117,6 +112,9 @@ class HeldSignals:
         """
         self._over = True
         self.restore()
+        _DEFERRING.discard(self)
+        if not _DEFERRING:
+            _raise_child_errors_again()
         number, self.caught = self.caught, None
         if number is None:
             return
@@ -124,17 +122,27 @@ class HeldSignals:
             closed = list(_generators(sys._getframe(1)))
             threading.Thread(target=_send_after, args=(closed, number), name="pure_loop-signal").start()
             return
-        quiet = isinstance(sys.exception(), _StopsLoading)
-        handler = signal.getsignal(number)
-        try:
-            if handler is signal.SIG_DFL:
-                raise SystemExit(128 + number)
-            signal.raise_signal(number)
-        except BaseException as error:
-            if quiet:  # it stands for the same signal
-                raise error from None
-            raise
+        raised = sys.exception()
+        if isinstance(raised, SystemExit | KeyboardInterrupt):
+            # The one of stop(). What a loader raises as it ends its dead workers may have taken its place.
+            raise type(raised)(*raised.args).with_traceback(raised.__traceback__) from None
+        if signal.getsignal(number) is signal.SIG_DFL:
+            raise SystemExit(128 + number)
+        signal.raise_signal(number)
         self.came = None  # the program's own handler has it, and training goes on
+
+    def stop(self) -> None:
+        """Where the State is saved: end the stream, or let the program's own handler act.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: what the signal stands for. :meth:`act`, called when all else is closed,
+                raises it again.
+        """
+        assert self.caught is not None
+        ending = self._ending(self.caught)
+        if ending is not None:
+            raise ending
+        self.act()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         # Over: closed by another thread, which can't change handlers.
@@ -142,8 +150,9 @@ class HeldSignals:
             self.caught, self._since = number, time.monotonic()
             self.came = self.came or number
             name = signal.Signals(number).name
-            if self._ends_loading(number, frame):
-                raise _StopsLoading(f"{name}: saving the State of the last boundary")
+            ending = self._ending(number) if self._is_loading(frame) else None
+            if ending is not None:
+                raise ending
             _tell(f"{name}: the State of the next boundary is saved first; a second one, from 0.5 s on, acts at once")
             return
         if not self._over and time.monotonic() - self._since < _REPEATED_SECONDS:
@@ -157,18 +166,25 @@ class HeldSignals:
             held = getattr(signal.getsignal(number), "__self__", None)
         signal.raise_signal(number)
 
-    def _ends_loading(self, number: int, frame: FrameType | None) -> bool:
-        """Whether loading a batch can be ended here: the State is at hand, and the signal ends the stream anyway."""
+    def _is_loading(self, frame: FrameType | None) -> bool:
+        """Whether this stream loads a batch, which can be ended there: the State is at hand, and no rank waits."""
         fit = self.fit
         if fit is None or fit.boundary.state is None or fit.stages.engine.ranks > 1:
             return False
+        return is_loading(frame, [fit.source, *(evaluator.source for evaluator in fit.evaluators)])
+
+    def _ending(self, number: int) -> BaseException | None:
+        """What the signal raises, if it ends this stream; None: the program or a stream around this one handles it."""
+        if self.fit is None:
+            return None
         handler = self._before.get(number)
         below = getattr(handler, "__self__", None)
-        while isinstance(below, HeldSignals) and below.fit is fit:  # another saver of the same stream
+        while isinstance(below, HeldSignals) and below.fit is self.fit:  # another saver of the same stream
             handler = below._before.get(number)
             below = getattr(handler, "__self__", None)
-        ends = handler in (signal.SIG_DFL, signal.default_int_handler)
-        return ends and is_loading(frame, [fit.source, *(evaluator.source for evaluator in fit.evaluators)])
+        if handler is signal.SIG_DFL:
+            return SystemExit(128 + number)
+        return KeyboardInterrupt() if handler is signal.default_int_handler else None
 
 
 def any_came(fit: Fit | None) -> int | None:
@@ -195,7 +211,7 @@ def _defer_child_errors() -> None:
     the parameters then. Its loader finds the dead worker by itself when it is asked for the next batch.
     """
     global _child_handler
-    if not _LISTENING or threading.current_thread() is not threading.main_thread():
+    if not _DEFERRING or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     if callable(handler) and handler is not _on_child:
@@ -260,6 +276,9 @@ _NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(si
 
 # For processes that are forked meanwhile.
 _LISTENING: list[HeldSignals] = []
+
+# Whose streams are not closed: workers may still die.
+_DEFERRING: set[HeldSignals] = set()
 
 
 class _Fork(threading.local):
