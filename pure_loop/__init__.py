@@ -26,7 +26,7 @@ from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
-from pure_loop.fit import Stream, fit, run
+from pure_loop.fit import fit
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import Script
 from pure_loop.metrics import Metric
@@ -34,6 +34,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.outside_fit import evaluate, predict
 from pure_loop.stages import Stages
 from pure_loop.state import State
+from pure_loop.stream import Stream, run
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 

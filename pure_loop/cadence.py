@@ -15,7 +15,7 @@ from pure_loop._signature import accepts, name_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, due, passed, read_time
+from pure_loop.time import Time, TimeUnit, due, passed, read_interval
 
 __all__ = ["Cadence", "CadenceLike", "as_predicate", "every"]
 
@@ -62,12 +62,12 @@ def counted_at(interval: Time, state: State) -> Event:
 def every(interval: str | int | Time) -> Cadence:
     """A predicate that is true once in every ``interval``: ``pl.algorithm(Event.BATCH_END, when=pl.every("10ba"))``.
 
-    Interval 0 means never.
+    The number 0 means never; ``"0ba"`` is refused.
 
     >>> str(every("10ba"))
     'every 10ba'
     """
-    return Cadence(Time.parse(interval))
+    return Cadence(read_interval(interval, "interval"))
 
 
 def as_predicate(cadence: CadenceLike | None, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Predicate | None:
@@ -85,7 +85,7 @@ def as_predicate(cadence: CadenceLike | None, name: str, units: Iterable[TimeUni
     if cadence is None or isinstance(cadence, Cadence):
         return cadence
     if isinstance(cadence, str | int | Time):
-        return Cadence(read_time(cadence, name, units))
+        return Cadence(read_interval(cadence, name, units))
     if callable(cadence):
         if not accepts(cadence, 1):
             raise ArgumentTypeError(

@@ -228,6 +228,11 @@ def map_tensors(
     return value if all(a is b for a, b in zip(new, children, strict=True)) else build(new)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nesting, in its order."""
+    return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
 def describe(value: Any) -> str:
     """What a batch holds, for errors: shapes and types, no numbers.
 

@@ -7,15 +7,16 @@ from typing import Any
 
 from pure_loop._arguments import read_watch
 from pure_loop._start import first_memory
+from pure_loop._values import read_flag
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.callback import CallbackLike, Logger, observers
 from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.fit import Stream
 from pure_loop.loop import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
+from pure_loop.stream import Stream
 from pure_loop.strict import Strict
 
 __all__ = ["drive"]
@@ -55,10 +56,11 @@ def drive(
             f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
+    strict = read_flag("strict", strict)
     listed = flatten(algorithms)
     observed, objects, _ = observers(callbacks, loggers)
     watched = read_watch(watch)
-    return run_script(
+    pairs = run_script(
         _with_memory(script, listed),
         bind(listed),
         observed,
@@ -67,6 +69,7 @@ def drive(
         watch=watched,
         strict=Strict(None) if strict else None,
     )
+    return Stream(pairs)
 
 
 def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:

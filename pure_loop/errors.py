@@ -26,11 +26,13 @@ __all__ = [
     "ImpurityError",
     "LossError",
     "MissingExtraError",
+    "MissingNameError",
     "ModelError",
     "NonFiniteError",
     "OrderError",
     "PureLoopError",
     "ResumeError",
+    "StreamAttributeError",
     "TimeFormatError",
     "WrappedModelError",
 ]
@@ -118,6 +120,17 @@ class CheckpointWriteError(PureLoopError, OSError):
 
 class FrozenDictError(PureLoopError, TypeError):
     """A read-only mapping of a State was written to."""
+
+
+class MissingNameError(PureLoopError, KeyError):
+    """A mapping of a State was asked for a name that it doesn't have; the message says which there are."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # KeyError shows its repr
+
+
+class StreamAttributeError(PureLoopError, AttributeError):
+    """A stream was asked for what its States have."""
 
 
 class FrozenStateError(PureLoopError, AttributeError):

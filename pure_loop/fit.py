@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
@@ -37,6 +37,7 @@ from pure_loop._start import (
     refuse_other_optimizer,
 )
 from pure_loop._together import Together, algorithm_described, announced
+from pure_loop._values import read_flag
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
@@ -52,6 +53,7 @@ from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
 from pure_loop.sources import Source
 from pure_loop.state import State
+from pure_loop.stream import Stream
 from pure_loop.strict import Strict
 from pure_loop.task import Task, make_task
 from pure_loop.time import Time, TimeUnit
@@ -59,9 +61,7 @@ from pure_loop.time import Time, TimeUnit
 if TYPE_CHECKING:
     from pure_loop.checkpoint.files import Checkpoint
 
-__all__ = ["Stream", "fit", "run"]
-
-Stream: TypeAlias = Generator[tuple[Event, State], None, Any]
+__all__ = ["Prepared", "fit", "prepare"]
 
 
 @attrs.frozen(kw_only=True)
@@ -192,7 +192,7 @@ def _start(prepared: Prepared) -> Stream:
     savers = savers_among(prepared.callbacks)
     for saver in savers:
         saver.serve(prepared.fit)
-    return run_script(
+    pairs = run_script(
         prepared.script(),
         handlers,
         prepared.observers,
@@ -203,6 +203,7 @@ def _start(prepared: Prepared) -> Stream:
         failed=engine.failed if engine.ranks > 1 else None,
         donation=stages.donation,
     )
+    return Stream(pairs)
 
 
 def prepare(
@@ -244,6 +245,7 @@ def prepare(
         raise ArgumentError(f'nonfinite={nonfinite!r}: write "error" or "skip".')
     if not callable(clock):
         raise ArgumentTypeError(f"clock={clock!r}: give a function that returns seconds, such as time.monotonic.")
+    strict = read_flag("strict", strict)
     refuse_no_optimizer(optimizer)
     duration = read_duration(max_duration)
     length = read_iteration_length(iteration_length, duration)
@@ -367,7 +369,7 @@ def prepare(
         callbacks=objects,
         logger=group,
         watch=watched,
-        strict=bool(strict),
+        strict=strict,
         order=order,
         checkpoint=checkpoint,
     )
@@ -382,29 +384,3 @@ def _refuse_longer_epochs(data: Source, batches_per_epoch: int | None) -> None:
             f"cut; write a number up to {length}, or leave batches_per_epoch out. To go through it several times in an "
             "epoch, repeat its data (torch.utils.data.ConcatDataset, or a list times a number)."
         )
-
-
-def run(stream: Iterable[tuple[Event, State]]) -> State:
-    """Run a stream to its end and give its last State: with ``watch=``, that of the last event that is watched.
-
-    Where none of them comes, it is the State in which the stream ended.
-
-    Raises:
-        ArgumentError: the stream yields nothing, and returns nothing.
-    """
-    state: State | None = None
-    ended: list[State] = []
-    for _, state in _noting_its_end(stream, ended):  # noqa: B007
-        pass
-    if state is not None:
-        return state
-    if not ended:
-        raise ArgumentError("the stream yielded nothing: it was run to its end before, or is no stream of fit's own.")
-    return ended.pop()
-
-
-def _noting_its_end(stream: Any, ended: list[State]) -> Iterator[tuple[Event, State]]:
-    """The stream; what it returns comes into the list."""
-    value: Any = yield from stream
-    if isinstance(value, State):
-        ended.append(value)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pure_loop import _pytree
 from pure_loop._overwritten import refuse_reading
-from pure_loop.errors import FrozenDictError
+from pure_loop.errors import FrozenDictError, MissingNameError
 
 __all__ = ["OVERWRITTEN", "FrozenDict", "overwritten"]
 
@@ -27,6 +27,7 @@ class FrozenDict(dict[K, V]):
 
     Raises:
         FrozenDictError: (a TypeError) on every attempt to write.
+        MissingNameError: (a KeyError) for a name that is not there; says which are.
 
     >>> memory = FrozenDict(count=1)
     >>> memory | {"count": 2}
@@ -67,6 +68,9 @@ class FrozenDict(dict[K, V]):
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = _refuse
 
+    def __missing__(self, key: Any) -> NoReturn:
+        raise MissingNameError(_not_there(key, self))
+
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
         given = dict(*others, **items)
@@ -90,6 +94,27 @@ class FrozenDict(dict[K, V]):
 
     def __repr__(self) -> str:
         return f"FrozenDict({dict.__repr__(self)})"
+
+
+_SHOWN = 8
+_ABOUT_METRICS = (
+    "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
+    'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval"'
+)
+
+
+def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
+    """What to write for a name that a mapping of a State lacks."""
+    names = [str(name) for name in mapping]
+    if not names:
+        return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_METRICS}."
+    from pure_loop._calls import nearest  # only on the way to an error
+
+    near = nearest(key, names) if isinstance(key, str) else None
+    meant = f" (did you mean {near!r}?)" if near is not None else ""
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    labels = all(isinstance(value, FrozenDict) for value in mapping.values())
+    return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_METRICS}." if labels else "")
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[Any], Any, Sequence[str]]:

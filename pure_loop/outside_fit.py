@@ -16,6 +16,7 @@ from pure_loop._loading import refuse_idle_savers
 from pure_loop._memories import refuse_other_memories
 from pure_loop._start import any_state
 from pure_loop._together import Together, algorithm_described, announced
+from pure_loop._values import read_flag
 from pure_loop.algorithm import AlgorithmLike, bind, flatten
 from pure_loop.callback import CallbackLike, Logger, observers
 from pure_loop.distributed.parallel import Parallel
@@ -23,12 +24,12 @@ from pure_loop.driver import run_script
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import bind_evaluators, check_gradients, measure_loss, refuse_empty
 from pure_loop.event import Event
-from pure_loop.fit import Stream
 from pure_loop.loop import LoopStages, Script
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.state import State
+from pure_loop.stream import Stream
 from pure_loop.strict import Strict
 from pure_loop.task import Task, has_loss_method, make_task
 
@@ -163,6 +164,7 @@ def _outside_fit(
     compile: Any,
     evaluators: Any,
 ) -> Stream:
+    strict = read_flag("strict", strict)
     listed = flatten(algorithms)
     refuse_other_memories(state, listed)
     handlers = bind(listed)
@@ -172,7 +174,7 @@ def _outside_fit(
     stages = LoopStages(task=task, precision=Precision.parse(precision), handlers=handlers, engine=engine)
     stages = evaluating(compile, stages, evaluators)
     watched = read_watch(watch)
-    return run_script(
+    pairs = run_script(
         build(stages, [] if together.parallel is None else list(map(algorithm_described, listed))),
         handlers,
         observed,
@@ -182,3 +184,4 @@ def _outside_fit(
         strict=Strict.of_order("current") if strict else None,
         failed=engine.failed if engine.ranks > 1 else None,
     )
+    return Stream(pairs)

@@ -14,12 +14,14 @@ from typing import Any, TextIO
 
 from pure_loop._readings import Reading, on_cpu
 from pure_loop._screens import Screen, Snapshot, screen_for
+from pure_loop._values import read_seconds
 from pure_loop._words import epoch as epoch_number
 from pure_loop.distributed.parallel import rank
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.recorder import is_scalar
 from pure_loop.state import State
+from pure_loop.stream import Stream, pairs_of, refuse_no_stream
 from pure_loop.time import Timestamp, TimeUnit
 
 __all__ = ["progress"]
@@ -33,7 +35,7 @@ def progress(
     description: str | None = None,
     refresh_seconds: float = 0.1,
     file: TextIO | None = None,
-) -> Pairs:
+) -> Stream:
     """Pass on the pairs of a stream, and show how far it is.
 
     A bar in a terminal (with the extra ``pure_loop[progress]``) and in a notebook; elsewhere a plain line about every
@@ -61,25 +63,21 @@ def progress(
     train  epoch 2/2  batch 6/6  100%  loss 1.000  ... samples/s  0:00
     train  epoch 2/2  batch 6/6  100%  loss 1.000  ... samples/s  done, 0:00
     """
-    if not isinstance(stream, Iterable) or isinstance(stream, str | bytes | Mapping):
-        raise ArgumentTypeError(f"progress({stream!r}): give the stream itself, progress(pl.fit(...)).")
+    refuse_no_stream(stream, "pl.progress")
     if description is not None and not isinstance(description, str):
         raise ArgumentTypeError(f"progress(description={description!r}): give a text.")
-    if isinstance(refresh_seconds, bool) or not isinstance(refresh_seconds, int | float):
-        raise ArgumentTypeError(f"progress(refresh_seconds={refresh_seconds!r}): give a number of seconds.")
-    if not refresh_seconds >= 0:
-        raise ArgumentError(f"progress(refresh_seconds={refresh_seconds!r}): give a number of seconds, 0 or more.")
+    refresh_seconds = read_seconds("refresh_seconds", refresh_seconds)
     if file is not None and not hasattr(file, "write"):
         raise ArgumentTypeError(f"progress(file={file!r}): give an open text file, such as sys.stdout, or None.")
     if rank() > 0:
-        return _unseen(stream)
-    return _pass_on(stream, _Tracker(screen_for(file), description, float(refresh_seconds)))
+        return Stream(_unseen(stream))
+    return Stream(_pass_on(stream, _Tracker(screen_for(file), description, refresh_seconds)))
 
 
 def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
     """Of several ranks the first one draws."""
     try:
-        yield from stream
+        yield from pairs_of(stream, "pl.progress")
     finally:
         if isinstance(stream, Generator):
             stream.close()
@@ -96,7 +94,7 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: _Tracker) -> Pairs:
 
     try:
         # No variable of this generator has the State while the loop's body does, which would cost the next step a copy.
-        yield from map(look, stream)
+        yield from map(look, pairs_of(stream, "pl.progress"))
         tracker.finish("done")
     except GeneratorExit:
         tracker.finish("stopped")

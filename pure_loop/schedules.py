@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from pure_loop._signature import name_of, refuse_no_schedule
+from pure_loop._values import as_float, read_count
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
+from pure_loop.time import Time, Timestamp, TimeUnit, in_batches, read_time
 
 __all__ = [
     "Schedule",
@@ -63,34 +64,45 @@ class Schedule(ABC):
         return product((_as_schedule(other), self))
 
 
-def _number(value: object) -> float:
+# Converters leave what can't be used as it is: validators know the name of the argument.
+
+
+def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"a schedule needs a number here, got {value!r} of type {type(value).__name__}")
+        return value
+    return as_float(value)
+
+
+def _length(value: Any) -> Time:
+    try:
+        return Time.parse(value)
+    except (ArgumentError, ArgumentTypeError):
+        return value  # type: ignore[no-any-return]
+
+
+def _finite(_: Any, field: Any, value: float) -> None:
+    if not isinstance(value, float):
+        raise ArgumentTypeError(f"{field.name}={value!r} of type {type(value).__name__}: give a number")
     if not math.isfinite(value):
-        raise ArgumentError(f"a schedule needs a finite number here, got {value!r}")
-    return float(value)
+        raise ArgumentError(f"{field.name}={value!r}: give a finite number")
 
 
-def _positive(value: object) -> float:
-    number = _number(value)
-    if number <= 0:
-        raise ArgumentError(f"a schedule needs a power or a factor gamma above 0 here, got {value!r}")
-    return number
+def _positive(_: Any, field: Any, value: float) -> None:
+    _finite(_, field, value)
+    if value <= 0:
+        raise ArgumentError(f"{field.name}={value!r}: give a number above 0")
 
 
-def _growth(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"growth must be a whole number, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ArgumentError(f"growth must be at least 1, got {value!r}")
-    return value
+def _growth(_: Any, field: Any, value: int) -> None:
+    read_count(field.name, value, least=1)
 
 
-def _length(value: str | int | Time) -> Time:
-    time = Time.parse(value)
-    if not time:
-        raise ArgumentError(f"a schedule can't change over a time of {str(time)!r}; write constant(value) instead")
-    return time
+def _lasting(_: Any, field: Any, value: Any) -> None:
+    if not read_time(value, field.name):
+        raise ArgumentError(
+            f"{field.name}={str(value)!r}: a schedule can't change over a time of {str(value)!r}; write "
+            "constant(value) instead"
+        )
 
 
 def _as_schedule(value: Callable[[Timestamp], float] | float) -> Callable[[Timestamp], float]:
@@ -115,7 +127,7 @@ def _refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], Any]], timestam
 
 
 def _warmup(value: str | int | Time | None) -> Time | None:
-    return None if value is None else Time.parse(value)
+    return None if value is None else read_time(value, "warmup")
 
 
 def _leaves_room(instance: Any, attribute: Any, warmup: Time | None) -> None:
@@ -199,7 +211,7 @@ class constant(Schedule):
     0.1
     """
 
-    value: float = attrs.field(converter=_number)
+    value: float = attrs.field(converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         return self.value
@@ -217,9 +229,9 @@ class linear(Schedule):
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
 
-    start: float = attrs.field(converter=_number)
-    end: float = attrs.field(converter=_number)
-    t: Time = attrs.field(converter=_length)
+    start: float = attrs.field(converter=_number, validator=_finite)
+    end: float = attrs.field(converter=_number, validator=_finite)
+    t: Time = attrs.field(converter=_length, validator=_lasting)
 
     def __call__(self, timestamp: Timestamp) -> float:
         return _between(self.start, self.end, _tau(self.t, timestamp))
@@ -234,7 +246,7 @@ class warmup(Schedule):
     [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.5]
     """
 
-    t: Time = attrs.field(converter=_length)
+    t: Time = attrs.field(converter=_length, validator=_lasting)
     schedule: Callable[[Timestamp], float] = attrs.field(default=constant(1.0), converter=_as_schedule)
 
     def __call__(self, timestamp: Timestamp) -> float:
@@ -258,10 +270,10 @@ class cosine(Schedule):
     [0.0, 0.5, 1.0, 0.927, 0.75, 0.573, 0.5, 0.5]
     """
 
-    t_max: Time = attrs.field(converter=_length)
-    peak: float = attrs.field(default=1.0, converter=_number)
+    t_max: Time = attrs.field(converter=_length, validator=_lasting)
+    peak: float = attrs.field(default=1.0, converter=_number, validator=_finite)
     warmup: Time | None = attrs.field(default=None, converter=_warmup, validator=_leaves_room)
-    final: float = attrs.field(default=0.0, converter=_number)
+    final: float = attrs.field(default=0.0, converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         factor, tau = _warmed_up(self.t_max, self.warmup, timestamp)
@@ -277,11 +289,11 @@ class polynomial(Schedule):
     [1.0, 0.5625, 0.25, 0.0625, 0.0]
     """
 
-    t_max: Time = attrs.field(converter=_length)
-    power: float = attrs.field(default=1.0, converter=_positive)
-    peak: float = attrs.field(default=1.0, converter=_number)
+    t_max: Time = attrs.field(converter=_length, validator=_lasting)
+    power: float = attrs.field(default=1.0, converter=_number, validator=_positive)
+    peak: float = attrs.field(default=1.0, converter=_number, validator=_finite)
     warmup: Time | None = attrs.field(default=None, converter=_warmup, validator=_leaves_room)
-    final: float = attrs.field(default=0.0, converter=_number)
+    final: float = attrs.field(default=0.0, converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         factor, tau = _warmed_up(self.t_max, self.warmup, timestamp)
@@ -299,10 +311,10 @@ class cosine_restarts(Schedule):
     [1.0, 0.5, 1.0, 0.854, 0.5, 0.146, 1.0]
     """
 
-    t: Time = attrs.field(converter=_length)
-    peak: float = attrs.field(default=1.0, converter=_number)
-    final: float = attrs.field(default=0.0, converter=_number)
-    growth: int = attrs.field(default=1, converter=_growth)
+    t: Time = attrs.field(converter=_length, validator=_lasting)
+    peak: float = attrs.field(default=1.0, converter=_number, validator=_finite)
+    final: float = attrs.field(default=0.0, converter=_number, validator=_finite)
+    growth: int = attrs.field(default=1, validator=_growth)
 
     def __call__(self, timestamp: Timestamp) -> float:
         length, unit = _amount(self.t, timestamp)
@@ -325,9 +337,9 @@ class step(Schedule):
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
 
-    every: Time = attrs.field(converter=_length)
-    gamma: float = attrs.field(default=0.1, converter=_number)
-    start: float = attrs.field(default=1.0, converter=_number)
+    every: Time = attrs.field(converter=_length, validator=_lasting)
+    gamma: float = attrs.field(default=0.1, converter=_number, validator=_finite)
+    start: float = attrs.field(default=1.0, converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         length, unit = _amount(self.every, timestamp)
@@ -350,8 +362,8 @@ class multistep(Schedule):
     """
 
     milestones: tuple[Time, ...] = attrs.field(converter=_milestones)
-    gamma: float = attrs.field(default=0.1, converter=_number)
-    start: float = attrs.field(default=1.0, converter=_number)
+    gamma: float = attrs.field(default=0.1, converter=_number, validator=_finite)
+    start: float = attrs.field(default=1.0, converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         amounts = (_amount(milestone, timestamp) for milestone in self.milestones)
@@ -367,9 +379,9 @@ class exponential(Schedule):
     [1.0, 0.5, 0.25, 0.125]
     """
 
-    every: Time = attrs.field(converter=_length)
-    gamma: float = attrs.field(converter=_positive)
-    start: float = attrs.field(default=1.0, converter=_number)
+    every: Time = attrs.field(converter=_length, validator=_lasting)
+    gamma: float = attrs.field(converter=_number, validator=_positive)
+    start: float = attrs.field(default=1.0, converter=_number, validator=_finite)
 
     def __call__(self, timestamp: Timestamp) -> float:
         length, unit = _amount(self.every, timestamp)

@@ -8,6 +8,7 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import getitem
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from pure_loop import _pytree
 from pure_loop._fields_elsewhere import Elsewhere, hint, places
 from pure_loop._records import Record, copier, drafter
+from pure_loop._values import read_count, read_seconds
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -96,6 +98,8 @@ class State(Record):
     From AFTER_FORWARD to BEFORE_BACKWARD ``params`` are autograd leaves, so that a penalty such as
     ``state.loss + 0.1 * state.params["weight"].square().sum()`` has a gradient.
 
+    ``copy.deepcopy`` and ``pickle`` copy every tensor; the copy has no autograd graph.
+
     Subclasses with further fields (``@attrs.frozen(eq=False, kw_only=True)``) are pytrees at once.
 
     >>> import torch
@@ -169,6 +173,8 @@ class State(Record):
             **fields: other fields of the State, such as ``opt_state``.
         """
         refuse_untrainable(model)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
         structure, params, buffers = ModelDef.split(model, device=device)
         home = next(iter(params.values())).device
         fields.setdefault("skipped", torch.zeros((), dtype=torch.int64, device=home))
@@ -208,14 +214,18 @@ class State(Record):
 
         The loop counts for itself; this is for scripts of your own, before they yield BATCH_END.
 
+        Raises:
+            ArgumentTypeError, ArgumentError: a count that is no int of at least 0, or seconds that are no finite number
+                of at least 0.
+
         >>> import torch
         >>> state = State.create(torch.nn.Linear(1, 1)).count_batch(samples=8)
         >>> state.timestamp.batch, state.timestamp.sample, state.previous_timestamp.batch
         (1, 8, 0)
         """
-        return self.replace(
-            timestamp=self.timestamp.next_batch(samples, tokens, seconds), previous_timestamp=self.timestamp
-        )
+        samples, tokens = read_count("samples", samples), read_count("tokens", tokens)
+        now = self.timestamp.next_batch(samples, tokens, read_seconds("seconds", seconds))
+        return self.replace(timestamp=now, previous_timestamp=self.timestamp)
 
     def module(self, *, training: bool = True) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
@@ -274,6 +284,29 @@ class State(Record):
                 f"the loss, a gradient or a parameter after the step of batch {batch} was NaN or infinite "
                 f"(noticed at batch {self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        if key in _names(type(self)):
+            what = f"state.{key}"
+        elif key in self.metrics:
+            what = f"state.metrics[{key!r}]"
+        elif isinstance(key, str) and key in self.params:
+            what = f"state.params[{key!r}]"
+        else:
+            what = "a field: state.params, state.timestamp, state.metrics"
+        raise ArgumentTypeError(f"state[{key!r}]: a State is a record, whose fields are attributes; write {what}.")
+
+    __iter__ = None  # else Python would iterate by __getitem__
+
+    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
+        from pure_loop.data import tensors_in  # which needs States
+
+        for name in ("batch", "microbatch", "outputs", "loss"):
+            for tensor in tensors_in(getattr(self, name)):
+                if not tensor.is_leaf:  # a graph can't be copied
+                    memo[id(tensor)] = tensor.detach().clone()
+        cls, fields = self.__reduce__()[1]
+        return cast("S", cls(**copy.deepcopy(fields, memo)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By names, so that fields of subclasses are never lost, nor tied to the order of others.

@@ -22,13 +22,14 @@ import attrs
 
 from pure_loop import _pytree
 from pure_loop._records import Record, copier
+from pure_loop._values import read_count, read_seconds
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 
 if TYPE_CHECKING:
     from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed", "read_time"]
+__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed", "read_interval", "read_time"]
 
 
 class TimeUnit(StrEnum):
@@ -266,6 +267,20 @@ def read_time(given: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Ti
         raise type(error)(f"{name}={given!r}: {said}") from None
 
 
+def read_interval(given: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
+    """The interval that the argument ``name`` means; the number 0 means never.
+
+    Raises:
+        TimeFormatError, ArgumentTypeError: as :func:`read_time`.
+        ArgumentError: it is 0 of a unit, which comes round never or all the time.
+    """
+    interval = read_time(given, name, units)
+    if not interval and isinstance(given, str | Time):
+        shown = str(given)
+        raise ArgumentError(f"{name}={shown!r}: an interval is longer than 0; to say never, write {name}=0.")
+    return interval
+
+
 def _whole_only(unit: TimeUnit) -> str:
     return f"{_plural(unit)} are counted in whole numbers"
 
@@ -318,6 +333,10 @@ class Timestamp(Record):
             ends. An epoch that has fewer batches after all passes what it lacks at its end; what it has more than
             these doesn't count.
 
+    Raises:
+        ArgumentTypeError, ArgumentError: a count that is no int of at least 0, or seconds that are no finite number of
+            at least 0.
+
     >>> now = Timestamp(max_duration=Time("4ba")).next_batch(samples=16, tokens=0, seconds=0.5)
     >>> now.batch, now.sample, now.elapsed
     (1, 16, 0.25)
@@ -341,6 +360,17 @@ class Timestamp(Record):
     batch_seconds: float = 0.0
     max_duration: Time | None = None
     batches_per_epoch: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in zip(_NAMES[:-2], _values(self), strict=False):
+            if hasattr(type(value), "decide"):  # a number of a step that is compiled
+                continue
+            read = read_seconds if name.endswith("_seconds") else read_count
+            read(f"Timestamp: {name}", value)
+        if self.max_duration is not None and not isinstance(self.max_duration, Time):
+            raise ArgumentTypeError(f'Timestamp: max_duration={self.max_duration!r}: write Time("3ep"), or None.')
+        if self.batches_per_epoch is not None:
+            read_count("Timestamp: batches_per_epoch", self.batches_per_epoch)
 
     def next_batch(self, samples: int, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
         """The timestamp once a batch of so many samples and tokens is finished, which took so many seconds."""

@@ -227,7 +227,7 @@ def test_a_duration_of_nothing_is_over() -> None:
     [
         (lambda: s.linear(1, 0, "0ba"), ArgumentError, "can't change over a time of '0ba'"),
         (lambda: s.linear(1, 0, "soon"), TimeFormatError, "soon"),
-        (lambda: s.linear("1", 0, "2ba"), ArgumentTypeError, "needs a number here, got '1' of type str"),
+        (lambda: s.linear("1", 0, "2ba"), ArgumentTypeError, "start='1' of type str: give a number"),
         (lambda: s.constant(True), ArgumentTypeError, "number"),
         (lambda: s.constant(math.nan), ArgumentError, "finite"),
         (lambda: s.cosine("5ba", warmup="5ba"), ArgumentError, "a warmup of '5ba' leaves nothing of '5ba'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pure_loop._values import as_float
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time
 
@@ -13,7 +14,7 @@ __all__ = ["check_flag", "check_fraction", "check_integer", "check_positive", "c
 def _number(where: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{where}: {name} is a number, got {value!r} of type {type(value).__name__}.")
-    return float(value)
+    return as_float(value)
 
 
 def check_fraction(where: str, name: str, value: object, example: str) -> float:

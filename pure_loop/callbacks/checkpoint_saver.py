@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from pure_loop._values import read_flag
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.background import Background
@@ -105,7 +106,7 @@ class CheckpointSaver(Callback):
             raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
         self._label, _, self._measure = str(self._metric).partition("/")
         self._folder = RunFolder(self.folder, names, last=last, best=best, largest=mode == "max", link=latest)
-        self._background = bool(background)
+        self._background = read_flag("background", background)
         self._held = HeldSignals(signals)
         self._writer = Background()
         # At which batch the metric was measured.

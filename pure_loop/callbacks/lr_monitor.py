@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pure_loop._values import read_name
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.optim import Optimizer
@@ -31,7 +32,7 @@ class LRMonitor(Callback):
                 f"LRMonitor({optimizer!r}): give the optimizer of the run, the value that fit(optimizer=...) is given."
             )
         self._optimizer = optimizer
-        self._name = name
+        self._name = read_name("name", name)
 
     def batch_start(self, state: State, logger: LoggerGroup) -> None:
         logger.log_metrics(learning_rates(self._optimizer, state.timestamp, self._name), state)

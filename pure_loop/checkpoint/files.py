@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pure_loop._calls import teaching
 from pure_loop._parts import is_part
 from pure_loop._start import read_device
+from pure_loop._values import read_flag
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
@@ -148,6 +149,7 @@ def load(
             f"load(path, model=...) was given a {type(model).__name__}: give the module that was trained, built as it "
             "was then; a checkpoint holds its numbers and not its code."
         )
+    weights_only, strict = read_flag("weights_only", weights_only), read_flag("strict", strict)
     if not strict and not weights_only and place(path).is_folder():
         raise ArgumentError(_NOT_STRICT)
     return Checkpoint.read(path).state(model, read_device(device), weights_only=weights_only, strict=strict)

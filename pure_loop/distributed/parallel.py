@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from torch import nn
 
+from pure_loop._values import as_float
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
@@ -94,9 +95,10 @@ class Parallel:
         _one_of("find_unused_parameters", self.find_unused_parameters, (True, False, None))
         if self.groups is not None and not callable(self.groups):
             raise ArgumentTypeError(f"Parallel(groups={self.groups!r}): give a function (name, module) -> bool.")
-        if self.bucket_cap_mb is not None and not (
-            isinstance(self.bucket_cap_mb, int | float) and self.bucket_cap_mb > 0
-        ):
+        cap = self.bucket_cap_mb
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float)):
+            raise ArgumentTypeError(f"Parallel(bucket_cap_mb={cap!r}): give a number above 0, or None.")
+        if cap is not None and not 0 < as_float(cap) < math.inf:
             raise ArgumentError(f"Parallel(bucket_cap_mb={self.bucket_cap_mb!r}): give a number above 0, or None.")
         if self.mesh is not None:
             _check_mesh(self.mesh, self.kind)
@@ -111,7 +113,7 @@ class Parallel:
         """The timeout in seconds."""
         given = self.timeout
         if isinstance(given, int | float) and not isinstance(given, bool):
-            seconds = float(given)
+            seconds = as_float(given)
         else:
             try:
                 time = Time.parse(given)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pure_loop._cloning import clone_all
 from pure_loop._signature import is_scheduler, name_of, refuse_no_schedule
+from pure_loop._values import as_float
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 
@@ -143,7 +144,7 @@ def check_number(where: str, name: str, value: object, *, low: float = 0.0, belo
     """``value`` as a float in ``[low, below)``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{where}: {name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not low <= value < below:
+    if not low <= as_float(value) < below:
         limit = "finite" if below == math.inf else f"less than {below:g}"
         raise ArgumentError(f"{where}: {name} must be at least {low:g} and {limit}, got {name}={value!r}")
     return float(value)
@@ -163,7 +164,7 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
     if isinstance(lr, bool) or not isinstance(lr, int | float):
-        shown = repr(lr) if lr is None or isinstance(lr, str | bool | Tensor) else "an object"
+        shown = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
             f"{where}: lr must be a number, got {shown} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
             f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'

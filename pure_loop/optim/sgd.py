@@ -69,8 +69,8 @@ def sgd(
 
     Args:
         lr: the learning rate, or a function of the timestamp (see :mod:`pure_loop.schedules`).
-        momentum: how much of the last step's direction stays in this one.
-        dampening: how much of the gradient is kept out of the direction, from a parameter's second step on.
+        momentum: how much of the last step's direction stays in this one, in [0, 1).
+        dampening: how much of the gradient is kept out of the direction, from a parameter's second step on, in [0, 1).
         weight_decay: an L2 penalty, ``weight_decay * param`` added to the gradient.
         nesterov: look ahead along the direction; needs ``momentum`` and no ``dampening``.
         maximize: climb instead of descend.
@@ -91,8 +91,8 @@ def sgd(
     >>> optimizer.update(grads, optimizer.init(params), params, Timestamp(batch=3))
     (FrozenDict({'w': tensor([-0.2500])}), FrozenDict({}))
     """
-    momentum = check_number("sgd", "momentum", momentum)
-    dampening = check_number("sgd", "dampening", dampening)
+    momentum = check_number("sgd", "momentum", momentum, below=1.0)
+    dampening = check_number("sgd", "dampening", dampening, below=1.0)
     if check_flag("sgd", "nesterov", nesterov) and (momentum == 0 or dampening != 0):
         raise ArgumentError(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "

@@ -58,6 +58,11 @@ def _one_of(choices: Any) -> Any:
     return validate
 
 
+def _never(interval: pl.Time | None) -> pl.Time | int | None:
+    """An interval as ``fit`` takes it, which refuses 0 of a unit."""
+    return 0 if interval is not None and not interval else interval
+
+
 @attrs.frozen(kw_only=True, repr=False)
 class Case:
     """A plan, a problem and settings: what one run of ``fit`` needs besides algorithms and callbacks.
@@ -119,10 +124,12 @@ class Case:
             "precision": self.precision,
             "clip_grad": self.clip_grad,
             "evaluators": {
-                label: pl.Evaluator(held_out[label], interval=each.interval, microbatch_size=each.microbatch_size)
+                label: pl.Evaluator(
+                    held_out[label], interval=_never(each.interval), microbatch_size=each.microbatch_size
+                )
                 for label, each in plan.evaluators.items()
             },
-            "eval_interval": plan.eval_interval,
+            "eval_interval": _never(plan.eval_interval),
             "batches_per_epoch": plan.batches_per_epoch,
             "iteration_length": plan.iteration_length,
             "order": plan.order,
