@@ -85,7 +85,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in VARIANTS]
 )
