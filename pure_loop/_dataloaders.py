@@ -175,6 +175,9 @@ class _Rebuilt(Iterated):
     def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
         super().__init__(loader, seed, stream, limit, share)
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
+        # Workers that stay go on with the dataset that they have, unless set_epoch tells each pass which one it is.
+        self._keeps_workers = self._in_workers and loader.persistent_workers and not has_epochs(loader.dataset)
+        self._kept: DataLoader[Any] | None = None
 
     @cached_property
     def keeps_pinned(self) -> bool:
@@ -184,24 +187,39 @@ class _Rebuilt(Iterated):
         # Of a copy: a DataLoader remembers that it was asked, and warns later.
         return len(copy.copy(self._loader))
 
+    def close(self) -> None:
+        super().close()
+        if self._kept is not None:
+            shut(self._kept._iterator)
+            self._kept = None
+
+    def _end(self, batches: Any) -> None:
+        if not self._keeps_workers:
+            shut(batches)
+
     def _copy(self) -> Private:
         loader = self._loader
         shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)
         return Private(loader, shared=shared, seeds=False)
 
     def _for_pass(self, copy: Private, number: int) -> Any:
+        if isinstance(copy.value.dataset, _loaders.Passing):
+            return copy.value
         loader = copy.begin(derive(self._seed, number, "order"), number, set_epoch=True)
         changes: dict[str, Any] = {"persistent_workers": False}
         if _is_plain(loader):
             changes |= _loaders.pinning_anew(self._loader)
         if isinstance(loader.dataset, IterableDataset) and has_epochs(self._loader.dataset):
             changes["dataset"] = at_epoch(self._loader.dataset, number)
+        if self._keeps_workers:
+            changes |= _loaders.passing(loader, derive(self._seed, "passes"), number)
+            self._kept = loader
         return _loaders.adapted(loader, derive(self._seed, number, "workers"), changes)
 
     def _independent(self, copy: Private) -> bool | None:
         loader = self._loader
         if self._in_workers:
-            return True  # each pass has new ones, with the dataset as it was given
+            return True  # new ones have the dataset as it was given, and those that stay make the passes before
         if isinstance(loader.dataset, IterableDataset):
             verdicts = [is_independent(loader.dataset)]
         else:

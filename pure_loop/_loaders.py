@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
+    IterableDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -20,16 +21,20 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from pure_loop import _samplers
+from pure_loop._passes import Passes
+from pure_loop._private import Private
 from pure_loop.data import map_tensors
-from pure_loop.random import reseed
-from pure_loop.sources import shut
+from pure_loop.random import derive, reseed
+from pure_loop.sources import is_independent, shut
 
 __all__ = [
+    "Passing",
     "Refillable",
     "adapted",
     "collates_by_default",
     "draws_nothing",
     "is_table",
+    "passing",
     "pinning_anew",
     "rebuilt",
     "rows",
@@ -90,6 +95,48 @@ class _Reseeding:
         reseed(pair[0])
         together = getattr(self.dataset, "__getitems__", None)
         return together(pair[1]) if together else [self.dataset[index] for index in pair[1]]
+
+
+class Passing(IterableDataset[Any]):
+    """An iterable dataset in workers that stay and make one pass after another, each from a seed of its own.
+
+    Args:
+        dataset: the user's.
+        seed: where the seeds come from.
+        number: of the first pass to make.
+    """
+
+    def __init__(self, dataset: Any, seed: int, number: int) -> None:
+        self.dataset, self.seed, self.number = dataset, seed, number
+        # Made in the worker.
+        self._passes: Passes[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._passes is None:
+            self._passes = Passes(
+                lambda: Private(self.dataset, seeds=False),
+                self._run,
+                limit=None,
+                continues=False,
+                independent=lambda copy: is_independent(self.dataset),
+                stream="iterable",
+            )
+        self.number += 1
+        return self._passes.epoch(self.number - 1, 0, 0)
+
+    def _run(self, copy: Private, number: int) -> Iterator[Any]:
+        info = get_worker_info()
+        reseed(derive(self.seed, number, "worker", 0 if info is None else info.id))
+        yield from copy.begin(self.seed, number, set_epoch=False)
+
+
+def passing(loader: DataLoader[Any], seed: int, number: int) -> dict[str, Any]:
+    """What to change in a loader whose workers make one pass after another over an iterable dataset."""
+    return {
+        "dataset": Passing(loader.dataset, seed, number),
+        "worker_init_fn": partial(_enter_worker, loader.worker_init_fn),
+        "persistent_workers": True,
+    }
 
 
 def _enter_worker(user: Callable[[int], None] | None, worker: int) -> None:

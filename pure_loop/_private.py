@@ -54,7 +54,7 @@ class Private:
     """A copy of an object, whose iteration writes nothing that is seen from the original.
 
     Copied are the object, the samplers, loaders, iterables and plain records in its attributes, containers, tensors of
-    one element and generators; of a sampler NumPy arrays, too. Everything else is shared.
+    one element and generators; of a sampler NumPy arrays and containers in containers, too. Everything else is shared.
 
     Args:
         original: what to copy.
@@ -127,7 +127,8 @@ class Private:
         if kind in _CONTAINERS:
             inside = value.values() if kind is dict else value
             # Lists of a million indices or of file names and labels are common: copied at once, not one by one.
-            if _SIMPLE.issuperset(map(type, inside)):
+            kinds = {type(each): each for each in inside}
+            if _SIMPLE.issuperset(kinds) or not (seeds or any(map(_may_change, kinds.values()))):
                 return copy.copy(value)
             if kind is dict:
                 return {key: self._take(each, seeds, whole=False) for key, each in value.items()}
@@ -228,6 +229,16 @@ def _is(value: Any, name: str) -> bool:
     """Whether a value is of one of torch's data classes, which are not imported for the question."""
     torch_data: Any = sys.modules.get("torch.utils.data")
     return torch_data is not None and isinstance(value, getattr(torch_data, name))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether an item of a container of a dataset's is copied, too: containers in containers are large, and shared."""
+    if isinstance(value, (torch.Generator, random.Random, count)):
+        return True
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return True
+    return _is_iterated(value)
 
 
 def _is_torchs_sampler(value: Any) -> bool:

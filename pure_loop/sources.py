@@ -335,7 +335,10 @@ class Iterated(Source):
                 del batch
         finally:
             with self._guard(number, "close"):
-                shut(batches)
+                self._end(batches)
+
+    def _end(self, batches: Any) -> None:
+        shut(batches)
 
     def _copy(self) -> Private:
         return Private(self._loader, seeds=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.errors import DataError
 from pure_loop.sources import source
-from tests.loaders import same
+from tests.loaders import same, scramble
 from tests.passes import (
     COUNTERS,
     Countdown,
@@ -28,6 +30,7 @@ from tests.passes import (
     Items,
     order_of,
 )
+from tests.test_sources import KINDS
 from tests.tiers import examples
 
 Make = Callable[[], Any]
@@ -124,6 +127,44 @@ def test_epoch_k_is_pass_k_with_workers(kind: str, form: str, persistent: bool) 
         assert same(list(data.epoch(1, start=1)), wanted[1][1:])
     finally:
         data.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["number", "list", "at the end"])
+def test_a_stream_in_workers_is_counted_as_by_hand(kind: str, persistent: bool) -> None:
+    """Workers that stay go on counting; new ones begin again with the dataset as it was given."""
+
+    def make() -> Any:
+        stream = CountingStreamAtTheEnd(5, "number") if kind == "at the end" else CountingStream(5, kind)
+        return DataLoader(stream, batch_size=2, num_workers=1, persistent_workers=persistent)
+
+    wanted = by_hand(make, 3)
+    data = source(make(), seed=0, stream="train")
+    try:
+        assert same([list(data.epoch(epoch)) for epoch in range(3)], wanted)
+    finally:
+        data.close()
+    resumed = source(make(), seed=0, stream="train")
+    try:
+        assert same(list(resumed.epoch(1, start=1)), wanted[1][1:])
+        assert same(list(resumed.epoch(2)), wanted[2])
+        assert same(list(resumed.epoch(0)), wanted[0])
+    finally:
+        resumed.close()
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+@examples(25, 300)
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
+def test_epochs_in_turn_are_what_each_is_alone(kind: str, n: int, size: int, epoch: int) -> None:
+    """Whatever draws: from global generators or its own, in place or not; the passes before are made again."""
+    data = source(KINDS[kind](n, size), seed=0, stream="train")
+    in_turn = [list(data.epoch(number)) for number in range(epoch + 1)]
+    assert same(list(source(KINDS[kind](n, size), seed=0, stream="train").epoch(epoch)), in_turn[-1])
+    scramble(epoch)
+    assert same(list(data.epoch(0)), in_turn[0])
 
 
 class OwnLoader:
