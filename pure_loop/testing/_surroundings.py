@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["Surroundings", "reseeded"]
+__all__ = ["Surroundings", "reseeded", "unchanged"]
 
 _READ: dict[str, Callable[[], Any]] = {
     "torch's random generator": lambda: torch.get_rng_state().numpy().tobytes(),
@@ -28,9 +30,73 @@ _READ: dict[str, Callable[[], Any]] = {
     "the number of threads": torch.get_num_threads,
     "the precision of float32 matrix products": torch.get_float32_matmul_precision,
     "a switch of cuDNN": lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-    "the working directory": os.getcwd,
+    "the working directory": lambda: _working_directory(),
     "the environment variables": lambda: dict(os.environ),
 }
+
+
+# What puts each of them back. Some can't be: a mode of inference that was entered, and the generators of CUDA where
+# there were none before.
+_PUT_BACK: dict[str, Callable[[Any], object]] = {
+    "torch's random generator": lambda state: torch.set_rng_state(_bytes(state)),
+    "CUDA's random generators": lambda states: torch.cuda.set_rng_state_all(list(map(_bytes, states))),
+    "Python's random generator": random.setstate,
+    "NumPy's random generator": lambda state: _put_back_numpy(state),
+    "the grad mode": torch.set_grad_enabled,
+    "the default dtype": torch.set_default_dtype,
+    # None is what it is without a device having been chosen; another one slows each call of torch.
+    "the default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    "autocast": lambda on: torch.set_autocast_enabled("cpu", on),
+    "anomaly detection": torch.autograd.set_detect_anomaly,
+    "the switch for deterministic algorithms": torch.use_deterministic_algorithms,
+    "the number of threads": torch.set_num_threads,
+    "the precision of float32 matrix products": torch.set_float32_matmul_precision,
+    "a switch of cuDNN": lambda switches: _put_back_cudnn(*switches),
+    "the working directory": os.chdir,
+    "the environment variables": lambda variables: _put_back_environment(variables),
+}
+# More that a process has, which a library may change when it is imported: put back, and held against nobody.
+_QUIETLY: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    (torch.is_deterministic_algorithms_warn_only_enabled, lambda on: _put_back_warn_only(on)),
+    (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
+    (lambda: torch.backends.mkldnn.enabled, lambda on: setattr(torch.backends.mkldnn, "enabled", on)),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _put_back_numpy(state: Any) -> None:
+    if state is not None:
+        numpy: Any = sys.modules["numpy"]
+        key = numpy.frombuffer(state["state"]["key"], dtype=numpy.uint32)
+        numpy.random.set_state({**state, "state": {**state["state"], "key": key}})
+
+
+def _put_back_cudnn(benchmark: bool, deterministic: bool) -> None:
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+
+
+def _put_back_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _put_back_warn_only(on: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=on)
 
 
 _OFTEN = tuple(_READ)[:11]
@@ -59,11 +125,46 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._before = {name: read() for name, read in _READ.items()}
+        self._besides = [read() for read, _ in _QUIETLY]
 
     def changed(self, *, hastily: bool = False) -> str | None:
         """The first thing that is not what it was; ``hastily``: without the last ones, which take longer to read."""
         names = _OFTEN if hastily else _READ
         return next((name for name in names if _READ[name]() != self._before[name]), None)
+
+    def put_back(self) -> str | None:
+        """Make all that it was again; gives the first thing that can't be put back, if there is one."""
+        for (read, write), before in zip(_QUIETLY, self._besides, strict=True):
+            if read() != before:
+                write(before)
+        stays = None
+        for name, read in _READ.items():
+            before = self._before[name]
+            if before is None or before == []:
+                continue  # it was not there: NumPy, or CUDA, has been imported or begun since
+            if read() != before:
+                if name in _PUT_BACK:
+                    _PUT_BACK[name](before)
+                if read() != before:
+                    stays = stays or name
+        return stays
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Puts back on exit whatever was changed around what is inside: what is on trial must not decide about others.
+
+    >>> with unchanged():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.get_default_dtype()
+    torch.float32
+    """
+    before = Surroundings()
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            before.put_back()
 
 
 @contextmanager

@@ -79,6 +79,8 @@ def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> 
 
     def around(kind: str, function: Callable[..., Any], event: Event | None = None, index: int = 0) -> Any:
         def call(state: State, *rest: Any) -> Any:
+            if kind == "init" and any(tensor.is_meta for tensor in state.params.values()):
+                return function(state, *rest)  # the loop asks what it would give, and no State has what it gives then
             at = event if event is not None else state.event or Event.INIT
             if kind == "handler":
                 subject.fired[name, at] += 1

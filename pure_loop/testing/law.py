@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
@@ -128,7 +129,8 @@ class Law:
     def on(self, subject: Subject, case: Any, fit: Fit = pl.fit) -> None:
         """Try it on one case; a violation then says all that there is to say."""
         try:
-            self.check(subject, case, fit)
+            with unchanged():
+                self.check(subject, case, fit)
         except LawViolation as violation:
             raise self._told(violation, subject, case, fit) from violation.__cause__
         except Exception as error:

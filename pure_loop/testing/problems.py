@@ -7,6 +7,7 @@ padding. On the exact one all sums are exact, so that what should be equal is eq
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,12 +55,14 @@ class Problem:
     def model(self, seed: int) -> nn.Module:
         """The model with the parameters of this seed; torch's generator stays as it was."""
         with seeded(seed):
-            return self.make_model()
+            made = self.make_model()
+        # It may be one that others have, too; what is on trial may write to it.
+        return copy.deepcopy(made)
 
     def batches(self, sizes: Iterable[int], seed: int) -> list[Any]:
         """One batch for each number of samples."""
         generator = torch.Generator().manual_seed(seed)
-        return [self.make_batch(samples, generator) for samples in sizes]
+        return [copy.deepcopy(self.make_batch(samples, generator)) for samples in sizes]
 
     def in_float64(self) -> Problem:
         """The same problem, computed in float64; a sum in another order is then off by 1e-16 and not by 1e-7."""
@@ -69,7 +72,7 @@ class Problem:
 
         return attrs.evolve(
             self,
-            make_model=lambda: self.make_model().double(),
+            make_model=lambda: copy.deepcopy(self.make_model()).double(),  # which is in place
             make_batch=lambda samples, generator: map_tensors(double, self.make_batch(samples, generator)),
         )
 

@@ -16,6 +16,7 @@ from pure_loop.loop import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.case import Pairs
+from pure_loop.testing.comparison import copied
 from pure_loop.testing.subject import Subject, imported
 from pure_loop.testing.violation import LawViolation
 
@@ -121,7 +122,9 @@ class Scripted(Subject):
 
 def _starts(start: Any) -> Callable[[int], State]:
     if isinstance(start, State):
-        return lambda seed: start
+        # What is on trial may write to it, and has to find it as it is now in every run.
+        first = copied(start)
+        return lambda seed: copied(first)
     if not callable(start):
         raise ArgumentTypeError(
             f"start={start!r}: give the first State, pl.State.create(module), or a function of a seed that makes it."
@@ -133,7 +136,7 @@ def _starts(start: Any) -> Callable[[int], State]:
             raise ArgumentTypeError(
                 f"start({seed}) returned {state!r}, not a State: pl.State.create(module, seed=seed)."
             )
-        return state
+        return copied(state)
 
     make(0)  # refused here, and not in the middle of a law
     return make

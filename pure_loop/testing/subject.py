@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from pure_loop.algorithm import Algorithm, Composition, flatten
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.event import Event
+from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 
@@ -123,7 +124,8 @@ class AlgorithmSubject(Subject):
 
     def __init__(self, given: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
         self.make = _maker(given)
-        made = self.make()
+        with unchanged():
+            made = self.make()
         self.names = tuple(algorithm.name for algorithm in made)
         self.called = "None" if given is None else "make_algorithm"
         super().__init__(

@@ -11,11 +11,17 @@ import attrs
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.testing.case import Fit
 from pure_loop.testing.law import Law, try_examples
+from pure_loop.testing.ranks.processes import close_shared_pools
 from pure_loop.testing.report import CheckFailed, Outcome, Report
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import LawViolation
 
 __all__ = ["Trial"]
+
+
+# Laws of which a violation says that something was changed that no State holds.
+_ON_TRACES = ("purity", "memory", "value", "determinism", "closing")
+_NONE = Outcome("", "", "not run")
 
 
 @attrs.define
@@ -77,11 +83,18 @@ class Trial:
             outcomes = tuple(self.outcome(name) for name in self.names)
         finally:
             self.subject.runs = None
+            self._renew_processes()
         never = tuple(key for key in self.subject.bound if not self.subject.fired[key])
         report = Report(self.subject.name, outcomes, dict(self.subject.fired), never, self.never_ran())
         if not report.ok:
             raise CheckFailed(report)
         return report
+
+    def _renew_processes(self) -> None:
+        """End the processes on which a subject ran that may have left behind there what nothing can put back."""
+        ran = self.subject.on_processes or self.subject.on_worlds
+        if ran and any(self._outcomes.get(name, _NONE).violation is not None for name in _ON_TRACES):
+            close_shared_pools()
 
     def never_ran(self) -> str:
         """What to say of an algorithm that ran in none of the cases; empty if all of them ran."""

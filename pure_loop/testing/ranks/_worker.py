@@ -12,11 +12,15 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -33,6 +37,10 @@ class _Worker:
 
         torch.set_num_threads(1)
         self._torch: Any = torch
+        around = _by_path(Path(__file__).parents[1] / "_surroundings.py")
+        # As they are for every program, however the one before left them.
+        self._new, self._threads = around.Surroundings(), set(threading.enumerate())
+        self.worn = False
         self._dumps: Any = import_module("cloudpickle").dumps
         self._rank, self._ranks, self._patience = rank, ranks, timeout + _LONGER
 
@@ -67,7 +75,8 @@ class _Worker:
             program = pickle.loads(payload)
             doing = "raised"
             self._torch.manual_seed(self._rank)
-            value = program(self._rank)
+            with warnings.catch_warnings():
+                value = program(self._rank)
             if not self._torch.distributed.is_initialized():
                 raise RuntimeError(
                     "the program destroyed the default process group, which belongs to the pool: leave out "
@@ -79,6 +88,11 @@ class _Worker:
             return "error", time.monotonic(), doing, *self._described(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            self.worn = self._new.put_back() is not None or self._left_a_thread()
+
+    def _left_a_thread(self) -> bool:
+        """Whether a thread of Python's runs on; one of autograd's is named a dummy."""
+        return any(each not in self._threads and not each.name.startswith("Dummy-") for each in threading.enumerate())
 
     def leave(self) -> None:
         """End the process group; ranks that wait for this one in a collective get an error instead of waiting on."""
@@ -94,6 +108,14 @@ class _Worker:
             return line, text, self._dumps(error)
         except Exception:  # anything, raised by the __reduce__ of whatever it holds
             return line, text, None  # it holds what can't be sent, such as a lock; the text says what there is to say
+
+
+def _by_path(path: Path) -> Any:
+    """A module by the path of its file: by its name, all of its package would be imported."""
+    spec: Any = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _listen(connection: Connection, inbox: SimpleQueue[bytes], directory: str) -> None:
@@ -115,11 +137,11 @@ def _serve(connection: Connection, directory: str) -> None:
     path, rank, ranks, timeout = pickle.loads(inbox.get())
     sys.path[:] = path
     worker = _Worker(rank, ranks, timeout)
-    connection.send_bytes(pickle.dumps(("ready",)))
+    connection.send_bytes(pickle.dumps((False, ("ready",))))
     while True:
         task, *arguments = pickle.loads(inbox.get())
         answer = worker.meet(*arguments) if task == "meet" else worker.run(*arguments)
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps((worker.worn, answer)))
         if answer[0] == "error":
             worker.leave()
 

@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.testing.ranks.simulation import environment
 
-__all__ = ["Pool", "RankError", "shared_pool"]
+__all__ = ["Pool", "RankError", "close_shared_pools", "shared_pool"]
 
 T = TypeVar("T")
 
@@ -60,7 +60,10 @@ class Pool:
 
     They start at the first :meth:`run`, which takes as long as importing torch does, and live until :meth:`close`, the
     end of a ``with``, or the end of this process. Each computes with one thread. After a program failed they meet in a
-    new process group; if one of them hangs or died, all are killed, and the next run starts new ones.
+    new process group; if one of them hangs or died, all are killed, and the next run starts new ones. What a program
+    changes of its process (environment, default dtype, modes, random generators, working directory, number of threads)
+    is put back after it, and where that can't be, or a thread runs on, the next run starts new processes. What it
+    writes to modules stays.
 
     Args:
         ranks: how many processes.
@@ -172,6 +175,12 @@ def shared_pool(ranks: int = 2, *, checked: bool = True) -> Pool:
     return pool if pool is not None else _shared.setdefault((ranks, checked), Pool(ranks, checked=checked))
 
 
+def close_shared_pools() -> None:
+    """End the processes of all shared pools; the next run of one starts new ones."""
+    for pool in _shared.values():
+        pool.close()
+
+
 def _pickled(program: Any) -> bytes:
     if not callable(program):
         raise ArgumentTypeError(f"Pool.run({program!r}): give a function of the rank, `def program(rank): ...`.")
@@ -197,6 +206,7 @@ class _Rank:
 
     def __init__(self, rank: int, ranks: int, timeout: float, directory: str, environ: dict[str, str]) -> None:
         self.rank = rank
+        self.worn = False  # whether a program has left behind what can't be put back
         self.asked_at = 0  # how long the file was when the last program was sent
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the rank ends
         self.connection, theirs = Pipe()
@@ -223,7 +233,10 @@ class _Rank:
         """Its answer; None if it died instead."""
         try:
             # What it started may hold the connection open after it died, so there may never be anything to read.
-            return pickle.loads(self.connection.recv_bytes()) if self.connection.poll() else None
+            if not self.connection.poll():
+                return None
+            self.worn, answer = pickle.loads(self.connection.recv_bytes())
+            return answer
         except (EOFError, OSError):
             return None
 
@@ -284,8 +297,11 @@ class _Team:
             raise
 
     def usable(self) -> bool:
-        """Whether all processes are there; a forked copy of this process must not talk to those of the original."""
-        return self.owner == os.getpid() and all(each.process.poll() is None for each in self._ranks)
+        """Whether all processes are there, and as new.
+
+        A forked copy of this process must not talk to those of the original.
+        """
+        return self.owner == os.getpid() and all(each.process.poll() is None and not each.worn for each in self._ranks)
 
     def run(self, payload: bytes) -> list[Any]:
         """What the program gave on every rank.
