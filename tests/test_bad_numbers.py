@@ -32,7 +32,9 @@ BOOLS = st.booleans()
 def below(limit: float, *, itself: bool = False) -> st.SearchStrategy[Any]:
     """Numbers less than this one, or not above it."""
     floats = st.floats(max_value=limit, exclude_max=not itself, allow_nan=False)
-    return floats | st.integers(max_value=math.floor(limit) - (limit == math.floor(limit) and not itself))
+    most = math.floor(limit) - (limit == math.floor(limit) and not itself)
+    # Larger ones are other numbers as floats, which a message may show.
+    return floats | st.integers(min_value=-(10**15), max_value=most)
 
 
 def above(limit: float, *, itself: bool = False) -> st.SearchStrategy[Any]:
