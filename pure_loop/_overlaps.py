@@ -76,7 +76,7 @@ def overlapping_elements(tensor: Tensor) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if not plain or tensor.layout is not torch.strided or tensor.is_meta or is_transformed(tensor):
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or is_transformed(tensor):
         return False
     return tensor.numel() > 0
 
