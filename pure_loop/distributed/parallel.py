@@ -128,7 +128,7 @@ class Parallel:
 
 
 def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed or (isinstance(value, int | float | complex) and not isinstance(value, bool)):
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise ArgumentError(f"Parallel({name}={value!r}): give one of {', '.join(map(repr, allowed))}.")
 
 
