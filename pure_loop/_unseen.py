@@ -154,7 +154,7 @@ def _gone_through(state: State, stages: Stages, batch: Any, samples: int) -> Sta
         or len(model.trainable) != len(model.parameter_names)
         or not _grad_enabled()
         or _any_autocast()
-        or (draws and not draws_on_host(state.params))
+        or (draws and not (stages.host_draws.get("forward") is False and draws_on_host(state.params)))
     ):
         return None
     assert donation is not None

@@ -269,6 +269,7 @@ def prepare(
         microbatch_size=_positive(refuse_auto(microbatch_size), "microbatch_size"),
         clip_grad=read_clip(clip_grad),
         nonfinite=nonfinite,
+        strict=bool(strict),
         handlers=bind(listed),
         donation=None
         if strict

@@ -380,6 +380,11 @@ class ModelDef:
 
         return call
 
+    @property
+    def code(self) -> nn.Module:
+        """A module with the classes, hooks and attributes of the user's, to look into."""
+        return self._skeleton
+
     def referred_to(self) -> list[Any]:
         """The user's objects that its instances refer to, and that are not copied."""
         return referred_to(self._skeleton)

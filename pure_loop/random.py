@@ -55,6 +55,8 @@ class Tracer(Protocol):
 # Of the code that runs; and whether Python's and NumPy's generators are seeded for it.
 tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
 seeds_hosts: ContextVar[bool] = ContextVar("seeds_hosts", default=False)
+# What is called after this thread has seeded torch's global generators or put them back, while somebody follows them.
+movements: ContextVar[Callable[[], None] | None] = ContextVar("movements", default=None)
 
 
 def derive(seed: int, *path: int | str) -> int:
@@ -161,6 +163,8 @@ def unseed_host(before: torch.Tensor) -> None:
 class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     """Seeds torch's global generator inside a ``with``, and puts it back as it was, whatever happens inside.
 
+    Python's and NumPy's are left alone: :class:`seeded_all` seeds them, too.
+
     Args:
         seed: from 0 to 2**63 - 1, usually from :func:`derive`. The CPU generator uses its low 32 bits.
         device: the accelerator whose generator is seeded too; None or a CPU: the CPU's alone.
@@ -196,6 +200,8 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             self._saved = [each.get_state() for each in self._accelerators]
             for each in self._accelerators:
                 each.manual_seed(self._seed)
+        if (moved := movements.get()) is not None:
+            moved()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -208,13 +214,15 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             for each, state in zip(self._accelerators, self._saved, strict=True):
                 each.set_state(state)
         unseed_host(self._cpu)
+        if (moved := movements.get()) is not None:
+            moved()
 
 
 class seeded_all(seeded):  # noqa: N801 - as above
     """:class:`seeded` for code of unknown habits: Python's ``random`` and NumPy's too, on every device in use.
 
     It costs five times what :class:`seeded` does (to seed Python's generator and NumPy's is to compute 624 words), so
-    the library takes it around user code that loads data, never around a forward.
+    the library uses it for code that loads data, and for forwards and losses whose code may draw from these.
 
     >>> import random
     >>> with seeded_all(7):

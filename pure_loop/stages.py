@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -25,6 +26,7 @@ from pure_loop._finite import (
     nonfinite_error,
     total_loss,
 )
+from pure_loop._host_draws import Checked, Observed, SeededHosts, may_draw
 from pure_loop._losses import check_loss, detached, detached_loss, measured_loss
 from pure_loop._notes import note_stage, noting
 from pure_loop._parts import part_of, with_part
@@ -73,6 +75,7 @@ class Stages:
         measures_norm: whether ``state.grad_norm`` is wanted where no clipping needs it.
         engine: where forwards and backwards run, and what ranks agree on.
         donation: who else sees the memory that an update could write to; None: it always copies.
+        strict: see to it that forwards and losses draw from no other generators than those that are seeded, and alone.
     """
 
     task: Task
@@ -84,6 +87,9 @@ class Stages:
     measures_norm: bool = False
     engine: Engine = ONE_RANK
     donation: Donation | None = None
+    strict: bool = False
+    # Whether the code of a stage draws from Python's or NumPy's global generator, as far as that is known.
+    host_draws: dict[str, bool] = attrs.field(init=False, factory=dict, repr=False, eq=False)
     # Whether complete gradients are clipped or measured.
     finishes: bool = attrs.field(init=False, repr=False, eq=False)
     # Whether an update is written where the old numbers are as soon as it may be, and asks nothing else.
@@ -158,7 +164,9 @@ class Stages:
         if draws and state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_draw:
             forward = model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and type(engine) is Engine and (not draws or draws_on_host(params)):
+        if draws:
+            plain = plain and self.host_draws.get("forward") is False and not self.strict and draws_on_host(params)
+        if plain and type(engine) is Engine:
             # Written out, as below where the loss is: in the middle of a step a call takes a microsecond or two.
             drawn = None
             try:
@@ -210,7 +218,9 @@ class Stages:
         if task.implied is not None and task.implied.class_weights:
             self._refuse_other_targets(state)
         plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
-        if plain and of_batch is not None and (not draws or draws_on_host(state.params)):
+        if draws:
+            plain = plain and self.host_draws.get("loss") is False and not self.strict and draws_on_host(state.params)
+        if plain and of_batch is not None:
             drawn = None
             try:
                 if draws:
@@ -311,7 +321,8 @@ class Stages:
                 refuse_strangers(loss, known, plain)
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
-            if _any_autocast() or (draws and not draws_on_host(origin)):
+            guarded = draws and (self.host_draws.get("backward") is not False or not draws_on_host(origin))
+            if guarded or _any_autocast():
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone, counts=mask)
             else:
@@ -634,7 +645,7 @@ class Stages:
         params = self.engine.leaves(state, index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
-        with about, refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
+        with about, refusing, self._guard("validate", seed, state), GradMode(gradients), self._autocast(state):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -648,7 +659,7 @@ class Stages:
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
         seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
-        with refusing, seeded(seed, state.device), GradMode(gradients), self._autocast(state):
+        with refusing, self._guard("validation loss", seed, state), GradMode(gradients), self._autocast(state):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
@@ -679,8 +690,39 @@ class Stages:
             note_stage(error, stage, state, index)
             raise
 
-    def _seeded(self, state: State, stage: str, index: int) -> seeded:
-        return seeded(self.seed_of(state, stage, index), device_of(state))
+    def _seeded(self, state: State, stage: str, index: int) -> AbstractContextManager[None]:
+        return self._guard(stage, self.seed_of(state, stage, index), state)
+
+    def _guard(self, stage: str, seed: int, state: State) -> AbstractContextManager[None]:
+        """Seeds the global generators for a stage, those of Python and NumPy where its code may draw from them."""
+        device = device_of(state)
+        if _tracer() is not None:
+            return seeded(seed, device)
+        known = self.host_draws.get(stage)
+        if known is None and stage == "backward":
+            if self.host_draws.get("forward") is False:  # it runs no other code of the user's
+                known = self.host_draws[stage] = False
+        elif known is None:
+            drawn, own = may_draw(self._code_of(stage, state))
+            if drawn or not own:
+                known = self.host_draws[stage] = drawn
+        guard: AbstractContextManager[None]
+        if known is None:
+            guard = Observed(seed, device, partial(self.host_draws.__setitem__, stage))
+        else:
+            guard = SeededHosts(seed, device) if known else seeded(seed, device)
+        if not self.strict:
+            return guard
+        hosts, alone = known is not False, stage != "backward"
+        return Checked(guard, stage, state.timestamp.batch, hosts=hosts, device=device, alone=alone)
+
+    def _code_of(self, stage: str, state: State) -> list[Any]:
+        """Where the code of a stage begins."""
+        task = self.task
+        if stage in ("loss", "validation loss") and task.loss is not None:
+            return [task.loss.loss if isinstance(task.loss, OnTargets) else task.loss]
+        functions = [task.forward] if task.validate is None or stage != "validate" else [task.validate]
+        return [state.model.code, *functions]
 
     def seed_of(self, state: State, stage: str, index: int) -> int:
         """Where the random numbers of a stage come from, in a microbatch of this number."""

@@ -3,8 +3,9 @@
 The order of events is held against the specification; every tensor of a State is compared, by value,
 before and after an algorithm, a callback, the loop's body or the loop's own computation had it (the
 version counters of tensors miss what fused kernels, ``.data`` and BatchNorm write); and algorithms
-may not draw from the global random generators of torch (the CPU's), Python and NumPy. It copies every
-State, so it is for tests and for the first steps of a new algorithm.
+may not draw from the global random generators of torch (the CPU's), Python and NumPy, and a forward or loss only from
+those that are seeded for it, while no other thread does. It copies every State, so it is for tests and for the first
+steps of a new algorithm.
 """
 
 from __future__ import annotations

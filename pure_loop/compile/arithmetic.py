@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pure_loop._replaced import replaced
 from pure_loop.compile.numbers import Number, decided, stands_for_elements
-from pure_loop.compile.replaced import replaced
 
 __all__ = ["arithmetic"]
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-from pure_loop.compile.replaced import replaced
+from pure_loop._replaced import replaced
 from pure_loop.random import seeds_hosts, tracer
 
 __all__ = ["DefaultDtypeError", "OutOfReachError", "out_of_reach"]
