@@ -203,12 +203,13 @@ def memory(state):
         act()
     return 0
 
-pl.run(fit("replicate", timeout=100.0))  # what is imported is imported
+pl.run(fit(kind, timeout=100.0))  # what is imported is imported, and what a stream leaves has another timeout
 if rank == {who} and where == "start":
     act()
 bad = {{"load_path": "/nonexistent/a.safetensors"}} if rank == {who} and where == "call" else {{}}
 algorithms = [faulty, pl.Algorithm("remembers", {{Event.BATCH_END: lambda state: state}}, init=memory)]
-say(told(lambda: fit(kind, algorithms=algorithms, **bad)))
+saver = [pl.callbacks.CheckpointSaver(path + "/run", interval="1ba")] if {saves!r} else []
+say(told(lambda: fit(kind, algorithms=algorithms, callbacks=saver, **bad)))
 say("done")
 """
 
@@ -227,7 +228,7 @@ say("done")
 )
 @pytest.mark.parametrize("start", [pytest.param("torchrun", marks=pytest.mark.thorough), "rank_by_rank"])
 def test_a_rank_that_stops_or_fails_is_named_within_twice_the_timeout(job, start, kind, fault, where, who, words):
-    faulty = job(FAULTY.format(kind=kind, fault=fault, where=where, who=who))
+    faulty = job(FAULTY.format(kind=kind, fault=fault, where=where, who=who, saves=where == "batch"))
     getattr(faulty, start)(2)
     ((line, _),) = faulty.wait(1 - who)
     seconds, _, text = line.partition(" ")
@@ -239,7 +240,7 @@ def test_a_rank_that_stops_or_fails_is_named_within_twice_the_timeout(job, start
 
 @pytest.mark.parametrize(("kind", "who"), [("replicate", 0), ("shard", 0), ("shard", 2)])
 def test_a_rank_that_dies_is_named(job, kind, who):
-    faulty = job(FAULTY.format(kind=kind, fault="dies", where="batch", who=who))
+    faulty = job(FAULTY.format(kind=kind, fault="dies", where="batch", who=who, saves=False))
     faulty.rank_by_rank(3)
     for line, _ in faulty.wait(*(rank for rank in range(3) if rank != who)):
         assert re.search(rf"rank {who} did not come to what follows .*: killed", line), line

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pure_loop.distributed.ranks import patience
 from pure_loop.errors import DistributedError
 
 __all__ = ["Meeting", "Vote"]
@@ -21,9 +22,10 @@ __all__ = ["Meeting", "Vote"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-# How long the fastest rank waits for the slowest one to write its part.
-_PATIENCE = timedelta(minutes=30)
-_SOON = timedelta(minutes=5)
+# Seconds for which the fastest rank waits for the slowest one to write its part; where training has a shorter timeout
+# than the second number, it is as long as that.
+_WRITING = 1800.0
+_SOON = 300.0
 
 
 class Meeting:
@@ -34,7 +36,9 @@ class Meeting:
     """
 
     def __init__(self) -> None:
-        self._group: Any = _new_group(_PATIENCE)
+        seconds = patience()
+        self._patience = timedelta(seconds=seconds if seconds < _SOON else max(seconds, _WRITING))
+        self._group: Any = _new_group(self._patience)
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._round = 0
 
@@ -75,7 +79,8 @@ class Meeting:
                 raise failed from error
             raise DistributedError(
                 f"checkpoint {path} was not written: rank {self.rank} of {self.ranks} lost another one, which died, "
-                f"left, or did not come within {_PATIENCE}: {_line(error)} The last complete checkpoint is as it was."
+                f"left, or did not come within {self._patience}: {_line(error)} The last complete checkpoint is as it "
+                "was."
             ) from error
         if failed is not None:
             failed.add_note(f"raised on rank {self.rank} of {self.ranks}, for checkpoint {path}")
@@ -110,7 +115,7 @@ class Vote:
     """
 
     def __init__(self) -> None:
-        self._group: Any = _new_group(_SOON)
+        self._group: Any = _new_group(timedelta(seconds=patience()))
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def cast(self, mine: int | None) -> int | None:

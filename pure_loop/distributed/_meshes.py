@@ -23,24 +23,24 @@ from pure_loop.state import State
 __all__ = ["break_mesh", "find_mesh", "on_usable_mesh"]
 
 # For each kind of device: the default process group in which the mesh was made (None once it is broken), how many there
-# have been, and the mesh.
-_meshes: dict[str, tuple[ref[Any] | None, int, DeviceMesh]] = {}
+# have been, the timeout of its exchanges, and the mesh.
+_meshes: dict[str, tuple[ref[Any] | None, int, float, DeviceMesh]] = {}
 _NAME = "pure_loop_"
 
 
 def find_mesh(ranks: Ranks) -> DeviceMesh:
-    """A mesh of all ranks, on which all ranks can exchange; all ask for it."""
+    """A mesh of all ranks, on which all ranks can exchange within the timeout; all ask for it."""
     kind = ranks.device.type
     world = dist.group.WORLD
-    made, number, mesh = _meshes.get(kind, (None, 0, None))
-    usable = made is not None and made() is world
+    made, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
+    usable = made is not None and made() is world and timeout == ranks.timeout
     # A fault may have broken it on some ranks only.
     everybody = ranks.gather((usable, number))
     if mesh is None or any(each != (True, number) for each in everybody):
         number = 1 + max(each for _, each in everybody)
         # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
         mesh = DeviceMesh.from_group(ranks.new_group(), kind, mesh_dim_names=(f"{_NAME}{number}",))
-        _meshes[kind] = ref(world), number, mesh
+        _meshes[kind] = ref(world), number, ranks.timeout, mesh
         ranks.keep()
     return mesh
 
@@ -48,11 +48,11 @@ def find_mesh(ranks: Ranks) -> DeviceMesh:
 def break_mesh(ranks: Ranks) -> None:
     """Break the connections on which other ranks may be waiting."""
     kind = ranks.device.type
-    made, number, mesh = _meshes.get(kind, (None, 0, None))
+    made, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
     if mesh is not None and made is not None and made() is dist.group.WORLD:
         dist.destroy_process_group(mesh.get_group())
         getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
-        _meshes[kind] = None, number, mesh
+        _meshes[kind] = None, number, timeout, mesh
 
 
 def on_usable_mesh(state: State, ranks: Ranks) -> State:

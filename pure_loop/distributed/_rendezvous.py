@@ -100,6 +100,7 @@ class Rendezvous:
         self._number = next(_numbers)
         self._patience = seconds
         self._store: Any = None
+        self._is_lost = False
 
     @property
     def store(self) -> Any:
@@ -214,10 +215,12 @@ class Rendezvous:
         try:
             within(1.0, lambda: self._store.set(str(self.rank), f"{kind}|{text}"))
         except _UNREACHABLE:
-            return  # the process that hosts the store is gone, and no other rank can read it
+            self._is_lost = True  # the process that hosts the store is gone, and no other rank can read it
 
     def roll_call(self) -> tuple[dict[int, str], bool]:
         """What the other ranks report of themselves, and whether the store can be reached."""
+        if self._is_lost:
+            return {}, False
         seconds = min(_ROLL_CALL, self.seconds / 3)
         store = self._store
         said: dict[int, str] = {}
@@ -236,6 +239,7 @@ class Rendezvous:
         try:
             within(_MORE * seconds + 0.2, ask)
         except _UNREACHABLE:
+            self._is_lost = True
             return dict(said), False
         return said, True
 
@@ -249,6 +253,8 @@ class Rendezvous:
         global _fell
         _fell = True
         store = self._store
+        if self._is_lost:
+            return
         try:
             within(1.0, lambda: store.add("done", 1))
         except _UNREACHABLE:

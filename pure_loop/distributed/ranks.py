@@ -23,9 +23,11 @@ from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, wit
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "patience"]
 
 _NUMBERS = 8
+# Of the last stream of this process that met the others.
+_patience = 300.0
 _EVENTS = tuple(Event)
 
 
@@ -57,6 +59,8 @@ class Ranks:
         Raises:
             DistributedError: they don't come in time, or failed before they came; names them.
         """
+        global _patience
+        _patience = self.timeout
         if self.group is not None:  # a checkpoint was loaded, and they start again, from that
             self.exchange(Event.INIT, 0)
             return
@@ -255,6 +259,11 @@ class Ranks:
         return "; ".join(parts)
 
 
+def patience() -> float:
+    """Seconds that a rank waits for another one, where a State in parts is saved: the timeout of the last stream."""
+    return _patience
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -268,7 +277,8 @@ def local_rank() -> int:
 def _is_lost(error: BaseException) -> bool:
     """Whether an error says that another rank could not be reached."""
     if isinstance(error, DistributedError):
-        return False
+        # One that a save raised, for example.
+        return error.__cause__ is not None and _is_lost(error.__cause__)
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error)
