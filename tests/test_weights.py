@@ -423,6 +423,20 @@ def test_a_part_of_weight_0_counts_for_nothing(
     torch.testing.assert_close(measured.metrics["eval"]["loss"], wanted[0], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.usefixtures("every_gradient_is_large")
+@pytest.mark.parametrize("watch", sorted(WATCHED))
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_it_does_so_where_gradients_are_added_up_in_place(loss: str, unread: bool, watch: str) -> None:
+    """As those of large models are; their hooks would add a NaN."""
+    batch = torch.randn(5, FEATURES, dtype=torch.float64), torch.tensor([0, -100, 1, -100, 0])
+    wanted = by_hand(model(), lambda module: weighted(module, LOSSES[loss], *batch, 1))
+    task = pl.Task(loss=LOSSES[loss], weight=lambda batch: (batch[1] != -100).sum())
+    with weights_stay_on_their_device() if unread else contextlib.nullcontext():
+        found, grads = trained(model(), batch, task=task, microbatch_size=1, watch=WATCHED[watch])
+    same((total(found), grads), wanted)
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_it_does_so_in_one_graph() -> None:
     """Of weights that are integers the loss was rounded to float32 there."""
