@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,18 @@ def test_processes_of_a_pool_are_as_new_for_every_program() -> None:
         pool.run(lambda rank: spoil())
         assert pool.run(lambda rank: looked_at()) == new
         assert pool.run(lambda rank: os.getpid()) == pids
+
+
+@pytest.mark.slow
+def test_a_pool_may_outlive_the_folder_in_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with Pool(1, checked=False) as pool:
+        assert pool.run(lambda rank: rank) == [0]
+        monkeypatch.chdir(tmp_path)
+        folder.rmdir()
+        assert [pool.run(lambda rank: rank) for _ in range(2)] == [[0], [0]]
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ _PUT_BACK: dict[str, Callable[[Any], object]] = {
     "the number of threads": torch.set_num_threads,
     "the precision of float32 matrix products": torch.set_float32_matmul_precision,
     "a switch of cuDNN": lambda switches: _put_back_cudnn(*switches),
-    "the working directory": os.chdir,
+    # It may have been removed meanwhile.
+    "the working directory": lambda folder: os.path.isdir(folder) and os.chdir(folder),
     "the environment variables": lambda variables: _put_back_environment(variables),
 }
 # More that a process has, which a library may change when it is imported: put back, and held against nobody.
