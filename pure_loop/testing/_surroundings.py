@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -52,8 +52,7 @@ _PUT_BACK: dict[str, Callable[[Any], object]] = {
     "the number of threads": torch.set_num_threads,
     "the precision of float32 matrix products": torch.set_float32_matmul_precision,
     "a switch of cuDNN": lambda switches: _put_back_cudnn(*switches),
-    # It may have been removed meanwhile.
-    "the working directory": lambda folder: os.path.isdir(folder) and os.chdir(folder),
+    "the working directory": lambda folder: _go_back_to(folder),
     "the environment variables": lambda variables: _put_back_environment(variables),
 }
 # More that a process has, which a library may change when it is imported: put back, and held against nobody.
@@ -73,6 +72,11 @@ def _working_directory() -> str | None:
         return os.getcwd()
     except FileNotFoundError:  # it was removed
         return None
+
+
+def _go_back_to(folder: str) -> None:
+    with suppress(FileNotFoundError):  # it was removed meanwhile
+        os.chdir(folder)
 
 
 def _bytes(state: bytes) -> torch.Tensor:
