@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop._weights import is_readable
+from pure_loop.errors import DataError
 
 __all__ = ["Implied", "implied_by"]
 
@@ -95,6 +96,16 @@ def _classes(targets: Tensor, options: Mapping[str, Any]) -> int | Tensor:
         found = present.sum()
         return found
     found = (weights.to(indices.device)[torch.where(present, indices, 0)] * present).sum()
+    if not options["label_smoothing"]:
+        return found
+    # A target of class weight 0 has a loss then, from the other classes, and a mean over such targets divides it by 0.
+    if not is_readable(found):
+        return torch.where((found == 0) & present.any(), float("nan"), found)
+    if found == 0 and present.any():
+        raise DataError(
+            "the targets of a microbatch all have class weight 0, and with label_smoothing they have a loss, which its "
+            "mean divides by 0: leave them out by ignore_index=, or give the class a small weight, such as 1e-6."
+        )
     return found
 
 
@@ -133,6 +144,7 @@ _DIVISORS: dict[Any, Divisor] = {
     nn.MultiLabelMarginLoss.forward: _rows,
     nn.MultiLabelSoftMarginLoss.forward: _all_but_classes,
 }
+_OPTIONS = ("reduction", "ignore_index", "weight", "label_smoothing")
 # Their weight belongs to single elements, is what their mean divides by, and is not split with the batch.
 _WITH_WEIGHTED_ELEMENTS = (functional.mse_loss, functional.l1_loss, functional.huber_loss)
 
@@ -154,7 +166,7 @@ def implied_by(loss: Any) -> Implied | None:
 
         def options() -> Mapping[str, Any]:
             # Read anew each time: class weights are a buffer, which `loss.to(device)` replaces.
-            return {name: getattr(module, name, None) for name in ("reduction", "ignore_index", "weight")}
+            return {name: getattr(module, name, None) for name in _OPTIONS}
     else:
         given = _keywords(loss)
         if given is None:
@@ -196,4 +208,4 @@ def _keywords(loss: Any) -> tuple[Any, dict[str, Any]] | None:
         options["reduction"] = "none"
     elif options.get("reduce") is not None or options.get("size_average") is not None:
         options["reduction"] = "sum" if options.get("size_average") is False else "mean"
-    return function, {name: options.get(name) for name in ("reduction", "ignore_index", "weight")}
+    return function, {name: options.get(name) for name in _OPTIONS}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event, _evaluation, _weights
+from pure_loop import Event, _evaluation, _torch_losses, _weights
 from pure_loop._torch_losses import implied_by
 from pure_loop.distributed import Parallel
 from pure_loop.testing.ranks import shared_pool
@@ -85,6 +85,7 @@ def weights_stay_on_their_device() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_weights, "read_weight", unread)
+        patch.setattr(_torch_losses, "is_readable", lambda tensor: False)
         patch.setattr(_evaluation, "read_weight", unread)
         yield
 
@@ -119,7 +120,9 @@ def of_classes(draw: Any) -> tuple[Any, nn.Module, Tensor, Tensor]:
     else:
         targets = indices(draw, shape, ignored)
     if kind != "likelihood":
-        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.2]))
+        # A class of weight 0 is a case of its own, below.
+        smoothed = "weight" not in options or kind == "probabilities" or bool(options["weight"].all())
+        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.2])) if smoothed else 0.0
         function, cls, last = functional.cross_entropy, nn.CrossEntropyLoss, torch.clone
     else:
         function, cls, last = functional.nll_loss, nn.NLLLoss, partial(functional.log_softmax, dim=1)
@@ -328,6 +331,22 @@ def test_a_weight_of_the_users_own_comes_first() -> None:
     )
     task = pl.Task(weight=lambda batch: len(batch[1]))
     same(trained(model(), (inputs, targets), loss=functional.cross_entropy, task=task, microbatch_size=2), wanted)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_smoothed_targets_of_class_weight_0_alone_are_an_error(unread: bool) -> None:
+    """Their loss, by the other classes, is divided by 0; on the whole batch it counts."""
+    inputs, targets = torch.randn(3, FEATURES, dtype=torch.float64), torch.tensor([0, 1, 1])
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), label_smoothing=0.1)
+    wanted = by_hand(model(), lambda module: loss(module(inputs), targets))
+    same(trained(model(), (inputs, targets), loss=loss), wanted)
+    same(trained(model(), (inputs, targets), loss=loss, microbatch_size=2), wanted)
+    place = weights_stay_on_their_device() if unread else contextlib.nullcontext()
+    with place, pytest.raises(pl.NonFiniteError if unread else pl.DataError):
+        trained(model(), (inputs, targets), loss=loss, microbatch_size=1)
+    targets[0] = -100
+    wanted = by_hand(model(), lambda module: loss(module(inputs), targets))
+    same(trained(model(), (inputs, targets), loss=loss, microbatch_size=1), wanted)
 
 
 @pytest.mark.parametrize("watch", sorted(WATCHED))
