@@ -61,12 +61,12 @@ def copied(
     >>> class Keep:
     ...     def hook(self, module, inputs, output): ...
     >>> keep, net = Keep(), nn.Sequential(nn.Linear(1, 1))
-    >>> net.widths = [1]
+    >>> net.keep = keep
     >>> _ = net.register_forward_hook(keep.hook)
     >>> other = copied(net)
     >>> [hook.__self__ is keep for hook in other._forward_hooks.values()], other[0] is net[0]
     ([True], False)
-    >>> other.widths is net.widths
+    >>> other.keep is net.keep
     True
     """
     walk = _Walk(module, {} if memo is None else memo)

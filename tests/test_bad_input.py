@@ -155,7 +155,7 @@ def test_calls_with_other_arguments_say_what_to_write(call: Any, says: list[str]
 
 
 def test_names_of_other_libraries_stand_for_arguments_that_there_are() -> None:
-    functions = (pl.fit, pl.evaluate, pl.predict, pl.optim.adamw)
+    functions = (pl.fit, pl.evaluate, pl.predict, pl.optim.adamw, pl.load)
     parameters = {each for function in functions for each in inspect.signature(function).parameters}
     for names, parameter, text in _calls._NAMES_ELSEWHERE:
         assert parameter in parameters

@@ -91,19 +91,22 @@ def test_a_loss_without_a_graph_is_an_error(make: Any) -> None:
     breaks(fit(loss=bad_loss(make)), pl.LossError, ValueError, *says)
 
 
-def closed_over() -> nn.Module:
-    """A module whose forward is a closure over the original, which a copy of it doesn't follow."""
-    model = net()
-    forward = model.forward
-    model.forward = lambda x: forward(x)  # type: ignore[method-assign]
-    return model
+_ELSEWHERE = net()
+
+
+class CallsAnother(nn.Linear):
+    """A module whose forward calls a model of a global name, whose parameters are not its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _ELSEWHERE(x)
+        return out
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"loss": lambda outputs, targets: torch.tensor(1.0, requires_grad=True)}, pl.LossError),
-        ({"model": closed_over()}, pl.ModelError),
+        ({"model": CallsAnother(4, 3)}, pl.ModelError),
     ],
 )
 def test_a_loss_that_reaches_no_parameter_is_an_error(changes: dict[str, Any], error: type[Exception]) -> None:

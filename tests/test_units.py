@@ -125,7 +125,7 @@ def test_iterations_that_there_are_not(options: dict[str, Any], says: str) -> No
 
 
 def test_an_interval_of_0_never_comes() -> None:
-    assert pl.run(fit(evaluators=DATA, eval_interval="0tok")).timestamp.batch == 6
+    assert pl.run(fit(evaluators=DATA, eval_interval=0)).timestamp.batch == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -205,8 +205,10 @@ class CheckpointSaver(Callback):
         why = sys.exception()
         came = self._held.came or any_came(self._fit)
         try:
-            self._rescue(why, came)
-            self._writer.finish()
+            try:
+                self._rescue(why, came)
+            finally:
+                self._writer.finish()
         except Exception as error:
             if came is not None:
                 _log.error("%s: not saved: %s", signal.Signals(came).name, error)
@@ -235,6 +237,8 @@ class CheckpointSaver(Callback):
             self._say(signal.Signals(came).name, *self._saved)
         if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._meeting is None):
             return
+        if why is self._writer.failed:
+            return  # what ended the stream is that a State can't be saved
         # Without a signal the loop's body may be left wherever it likes; and not all ranks need come here.
         if came is None and (
             isinstance(why, GeneratorExit) or self._meeting is not None or state.timestamp.batch == self._began

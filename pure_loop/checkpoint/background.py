@@ -14,10 +14,14 @@ class Background:
 
     Args:
         limit: how many jobs wait or run at most; :meth:`submit` waits where there are as many.
+
+    Attributes:
+        failed: what a job raised last.
     """
 
     def __init__(self, limit: int = 2) -> None:
         self._limit = limit
+        self.failed: Exception | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: deque[Future[None]] = deque()
 
@@ -28,10 +32,17 @@ class Background:
             Exception: what one of them raised.
         """
         while len(self._jobs) >= self._limit:
-            self._jobs.popleft().result()
+            self._end(self._jobs.popleft())
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pure_loop-checkpoint")
         self._jobs.append(self._executor.submit(job))
+
+    def _end(self, job: Future[None]) -> None:
+        try:
+            job.result()
+        except Exception as error:
+            self.failed = error
+            raise
 
     def check(self) -> None:
         """
@@ -39,7 +50,7 @@ class Background:
             Exception: what a job raised that is over.
         """
         while self._jobs and self._jobs[0].done():
-            self._jobs.popleft().result()
+            self._end(self._jobs.popleft())
 
     def wait(self) -> None:
         """Wait for all jobs.
@@ -48,7 +59,7 @@ class Background:
             Exception: what the first that failed raised.
         """
         while self._jobs:
-            self._jobs.popleft().result()
+            self._end(self._jobs.popleft())
 
     def finish(self) -> None:
         """Wait for all jobs, and end the thread.
