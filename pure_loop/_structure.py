@@ -246,8 +246,12 @@ def _children(value: Any) -> list[Any]:
     """What an object refers to, where that can be told without running code of its class."""
     if isinstance(value, (Tensor, *_ATOMIC)):
         return []
-    if isinstance(value, _CONTAINERS):
-        return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    if isinstance(value, dict):
+        # A subclass may refuse to be read: a mapping whose memory was donated does.
+        return [*dict.keys(value), *dict.values(value)]
+    for container in _CONTAINERS:
+        if isinstance(value, container):
+            return list(container.__iter__(value))
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

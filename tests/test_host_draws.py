@@ -341,3 +341,33 @@ def left_alone() -> Iterator[None]:
     yield
     random.setstate(before[0])
     numpy.random.set_state(before[1])
+
+
+class Kept:
+    """What a loss refers to under a global name."""
+
+    state: Any = None
+
+
+def test_a_state_whose_memory_was_donated_may_be_under_a_global_name() -> None:
+    """The code of a loss is read before the first batch; a mapping that was overwritten refuses to be read."""
+
+    def fit() -> Any:
+        return pl.fit(
+            torch.nn.Linear(3, 2),
+            DATA,
+            loss=lambda outputs, targets: functional.mse_loss(outputs, targets) + 0 * (Kept.state is None),
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="2ba",
+            donate=True,
+        )
+
+    try:
+        for event, state in fit():
+            if event is pl.Event.BATCH_START:
+                Kept.state = state
+        with pytest.raises(pl.errors.DonatedStateError):
+            dict(Kept.state.params)
+        assert pl.run(fit()).timestamp.batch == 2
+    finally:
+        Kept.state = None
