@@ -251,7 +251,8 @@ def _children(value: Any) -> list[Any]:
         return [*dict.keys(value), *dict.values(value)]
     for container in _CONTAINERS:
         if isinstance(value, container):
-            return list(container.__iter__(value))
+            iterate: Any = container.__iter__
+            return list(iterate(value))
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
