@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._host_draws import may_draw
-from pure_loop.frozendict import overwritten
+from pure_loop.frozendict import OVERWRITTEN
 from tests.tiers import examples
 
 DATA = [(torch.full((4, 3), 0.1 * i), torch.full((4, 2), 0.2 * i)) for i in range(1, 5)]
@@ -346,7 +346,7 @@ def left_alone() -> Iterator[None]:
 
 def test_a_mapping_whose_memory_was_donated_may_be_found() -> None:
     """Code is read before the first batch: what it refers to may hold an earlier State, which refuses to be read."""
-    donated = overwritten(pl.FrozenDict(weight=torch.ones(2)))
+    donated = OVERWRITTEN
     with pytest.raises(pl.errors.DonatedStateError):
         donated.keys()
     assert may_draw([functools.partial(functional.mse_loss, {"kept": donated})]) == (False, False)
