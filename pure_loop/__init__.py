@@ -21,7 +21,6 @@ from pure_loop._lazy import lazily as _lazily
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
-from pure_loop.drive import drive
 from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
@@ -31,7 +30,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import Script
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
-from pure_loop.outside_fit import evaluate, predict
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.stream import Stream, run
@@ -41,7 +39,9 @@ from pure_loop.time import Time, Timestamp, TimeUnit
 if TYPE_CHECKING:
     from pure_loop import algorithms, callbacks, checkpoint, distributed, loggers, order, schedules, testing
     from pure_loop.checkpoint import latest, load, save
+    from pure_loop.drive import drive
     from pure_loop.explain import explain
+    from pure_loop.outside_fit import evaluate, predict
     from pure_loop.progress import progress
 
 __version__ = "0.1.0"
@@ -94,9 +94,12 @@ __all__ = [
 
 # What a plain fit doesn't use.
 _LAZY: dict[str, str | None] = {
+    "drive": "pure_loop.drive",
+    "evaluate": "pure_loop.outside_fit",
     "explain": "pure_loop.explain",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",
+    "predict": "pure_loop.outside_fit",
     "progress": "pure_loop.progress",
     "save": "pure_loop.checkpoint",
     **dict.fromkeys(

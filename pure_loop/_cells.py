@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "cell_of", "is_plain", "is_transformed"]
+__all__ = ["KINDS", "cell_of", "is_plain", "is_transformed", "one_on"]
 
 # Of the dtypes that C has a number of.
 KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -55,3 +55,23 @@ def cell_of(tensor: Tensor) -> Any:
     3.0
     """
     return KINDS[tensor.dtype].from_address(tensor.data_ptr())
+
+
+# Ones that kernels read, made once: to make a tensor takes longer than many a kernel.
+_ones: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+
+def one_on(device: torch.device, *size: int) -> Tensor:
+    """Ones of float32, to be read and not written to.
+
+    Inside of a trace they have no numbers, and are not kept: who came next would compute with them.
+
+    >>> one_on(torch.device("cpu"), 1)
+    tensor([1.])
+    """
+    found = _ones.get((device, size))
+    if found is None:
+        found = torch.ones(size, dtype=torch.float32, device=device)
+        if type(found) is Tensor:
+            _ones[device, size] = found
+    return found

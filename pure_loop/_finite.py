@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._cells import KINDS, cell_of, is_transformed
+from pure_loop._cells import KINDS, cell_of, is_transformed, one_on
 from pure_loop._cloning import clone_all
-from pure_loop._constants import one_on
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
 from pure_loop.state import NON_FINITE_ADVICE, State

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pure_loop._replaced import replaced
 from pure_loop._structure import found_from
 from pure_loop.errors import ImpurityError
 from pure_loop.random import Device, movements, seeded, seeded_all
@@ -225,6 +224,8 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.disturbed = False
 
     def __enter__(self) -> Any:
+        from pure_loop._replaced import replaced
+
         self._last = self._now()
         self._token = movements.set(self.moved)
         self._stack = ExitStack()

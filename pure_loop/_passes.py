@@ -10,12 +10,11 @@ import attrs
 
 from pure_loop._private import Private
 from pure_loop.errors import DataError
+from pure_loop.sources import END
 
-__all__ = ["END", "Passes"]
+__all__ = ["Passes"]
 
 T = TypeVar("T")
-
-END: Any = object()
 
 
 @attrs.define(eq=False)

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from pure_loop import sources
-from pure_loop._passes import END
 from pure_loop._private import Private
 from pure_loop.random import derive, seeded_all
+from pure_loop.sources import END
 
 __all__ = ["guards_itself", "indices", "is_independent"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from sys import _getframe, getrefcount
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -21,7 +21,9 @@ from pure_loop.engine import are_large
 from pure_loop.errors import AlgorithmReturnError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import NOT_READY, State, at_event, at_position
-from pure_loop.strict import Strict
+
+if TYPE_CHECKING:
+    from pure_loop.strict import Strict
 
 __all__ = ["apply", "run_script", "run_silently", "seal"]
 

@@ -29,7 +29,6 @@ from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
 from pure_loop._counted import counted_in, of_fit, refuse_no_iterations
 from pure_loop._loading import loading, read_start, refuse_savers, savers_among, saving, seed_of
-from pure_loop._memories import refuse_other_memories
 from pure_loop._start import (
     first_state,
     preparation,
@@ -54,7 +53,6 @@ from pure_loop.recorder import Recorder
 from pure_loop.sources import Source
 from pure_loop.state import State
 from pure_loop.stream import Stream
-from pure_loop.strict import Strict
 from pure_loop.task import Task, make_task
 from pure_loop.time import Time, TimeUnit
 
@@ -190,6 +188,11 @@ def _start(prepared: Prepared) -> Stream:
     compiled = [] if prepared.fit.compiled is None else [prepared.fit.compiled]
     to_close: list[Any] = [*prepared.callbacks, *sources, *compiled, engine]
     savers = savers_among(prepared.callbacks)
+    strict = None
+    if prepared.strict:
+        from pure_loop.strict import Strict
+
+        strict = Strict.of_order(prepared.order, loaded=prepared.fit.load is not None)
     for saver in savers:
         saver.serve(prepared.fit)
     pairs = run_script(
@@ -199,7 +202,7 @@ def _start(prepared: Prepared) -> Stream:
         [*(each.close for each in to_close), *(saver.closed for saver in savers)],
         stages=stages,
         watch=prepared.watch,
-        strict=Strict.of_order(prepared.order, loaded=prepared.fit.load is not None) if prepared.strict else None,
+        strict=strict,
         failed=engine.failed if engine.ranks > 1 else None,
         donation=stages.donation,
     )
@@ -239,6 +242,8 @@ def prepare(
     clock: Callable[[], float],
 ) -> Prepared:
     """Read and check the arguments of ``fit``; nothing is run, no data is loaded."""
+    from pure_loop._memories import refuse_other_memories
+
     if order not in ("current", "2021"):
         raise ArgumentError(f'order={order!r}: write "current" or "2021".')
     if nonfinite not in ("error", "skip"):

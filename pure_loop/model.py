@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from pure_loop._buffers import UNALTERED, Altered, Slot, alterations, places_of, put_slots, slot_of
 from pure_loop._cloning import clone_all, in_transform
 from pure_loop._mirrored import Mirrored, mirror, stands_twice
-from pure_loop._overlaps import overlapping_elements, overlapping_pair
 from pure_loop._parts import is_part, whole_of
 from pure_loop._signature import name_of
 from pure_loop._structure import copied, referred_to, refers_to, refuse_uncopyable
@@ -692,6 +691,8 @@ class Instance:
         # A transform of torch.func has tensors without memory.
         values = [tensors[key] for _, tensors, key in self.buffers]
         if not in_transform() and (not assigned <= self._assigned or self._share_storage(values)):
+            from pure_loop._overlaps import overlapping_pair
+
             pair = overlapping_pair(dict(named).items())
             if pair is not None:
                 raise ModelError(
@@ -848,6 +849,8 @@ def _places_at(module: nn.Module, places: Mapping[str, list[str]]) -> Iterator[t
 
 def _refuse_shared_memory(module: nn.Module) -> None:
     """Refuse different tensors that have elements in common, which a State would hold twice."""
+    from pure_loop._overlaps import overlapping_elements, overlapping_pair
+
     registered: list[tuple[str, str, Tensor]] = [
         ("parameter", name, tensor) for name, tensor in module.named_parameters()
     ]

@@ -23,18 +23,22 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from itertools import count, islice
 from types import FrameType, GeneratorType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
-from pure_loop._passes import END, Passes
-from pure_loop._private import Private, writes_attributes
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random import derive, seeded_all
+
+if TYPE_CHECKING:
+    from pure_loop._passes import Passes
+    from pure_loop._private import Private
 
 __all__ = ["END", "ITERATOR_MADE", "Part", "Share", "Source", "is_loading", "source"]
 
 Batches: TypeAlias = Generator[Any, None, None]
+
+END: Any = object()
 
 ITERATOR_MADE: list[Callable[[], None]] = []
 """Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
@@ -162,7 +166,7 @@ def _kind(loader: Any) -> type[Source]:
         )
     if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
         return _Listed
-    if isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__"):
+    if isinstance(loader, Iterator) and not _assigns_in_iter(loader):
         return _OneShot
     if isinstance(loader, Iterable):
         return Iterated
@@ -171,6 +175,12 @@ def _kind(loader: Any) -> type[Source]:
         " batches (call a generator function: batches(), not batches, which makes those of one epoch; an object whose"
         " __iter__ it is makes those of each)"
     )
+
+
+def _assigns_in_iter(loader: Any) -> bool:
+    from pure_loop._private import writes_attributes
+
+    return writes_attributes(type(loader), "__iter__")
 
 
 class Source(ABC):
@@ -311,6 +321,8 @@ class Iterated(Source):
 
     @cached_property
     def _passes(self) -> Passes[Any]:
+        from pure_loop._passes import Passes
+
         return Passes(
             self._copy,
             self._run,
@@ -341,6 +353,8 @@ class Iterated(Source):
         shut(batches)
 
     def _copy(self) -> Private:
+        from pure_loop._private import Private
+
         return Private(self._loader, seeds=False)
 
     def _for_pass(self, copy: Private, number: int) -> Any:
@@ -415,6 +429,8 @@ def has_epochs(data: Any) -> bool:
 
 def at_epoch(data: Any, epoch: int) -> Any:
     """A private copy that knows the epoch, of data that wants to (``set_epoch``)."""
+    from pure_loop._private import Private
+
     private = Private(data, seeds=False)
     if private.value is data:
         data.set_epoch(epoch)  # it can't be copied
@@ -426,6 +442,8 @@ def is_independent(data: Any, *methods: str) -> bool | None:
 
     It is where ``set_epoch`` says which pass it is, and it isn't where the methods that iterate assign to attributes.
     """
+    from pure_loop._private import writes_attributes
+
     if has_epochs(data):
         return True
     return False if writes_attributes(type(data), "__iter__", "__next__", *methods) else None

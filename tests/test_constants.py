@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from pure_loop import _constants
-from pure_loop._constants import one_on
+from pure_loop._cells import one_on
 
 CPU = torch.device("cpu")
 

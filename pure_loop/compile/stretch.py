@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pure_loop._autograd import GradMode
 from pure_loop._cloning import clone_all
-from pure_loop._overwritten import OVERWRITTEN_VALUE
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
 from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
@@ -34,7 +33,7 @@ from pure_loop.compile.trees import (
 )
 from pure_loop.data import _leaves
 from pure_loop.errors import CompileError
-from pure_loop.frozendict import OVERWRITTEN, FrozenDict
+from pure_loop.frozendict import OVERWRITTEN, OVERWRITTEN_VALUE, FrozenDict
 from pure_loop.loop import LoopStages
 from pure_loop.state import State, holding
 from pure_loop.time import Timestamp

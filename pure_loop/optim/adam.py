@@ -26,8 +26,7 @@ from torch import Tensor
 
 from pure_loop._autograd import GradMode
 from pure_loop._calls import teaching
-from pure_loop._cells import cell_of
-from pure_loop._constants import one_on
+from pure_loop._cells import cell_of, one_on
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
