@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from pure_loop import _constants
+from pure_loop import _cells
 from pure_loop._cells import one_on
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_constants, "_ones", {})
+    monkeypatch.setattr(_cells, "_ones", {})
 
 
 def test_they_are_made_once() -> None:
