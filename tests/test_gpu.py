@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event, _constants, engine
+from pure_loop import Event, _cells, engine
 from pure_loop._ownership import held_once
 from pure_loop.compile import interpreted, replay
 from pure_loop.donation import Donation
@@ -600,7 +600,7 @@ def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(caplog: A
 @pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1)], ids=lambda each: each.name)
 def test_eager_steps_after_a_compiled_one_are_what_they_are_alone(optimizer: Any) -> None:
     """What is made while a step is traced, and has no numbers, is kept by nobody."""
-    _constants._ones.clear()
+    _cells._ones.clear()
 
     def trained(**options: Any) -> pl.State:
         settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": optimizer, "max_duration": "1ep"}
