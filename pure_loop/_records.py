@@ -9,11 +9,12 @@ takes ten times as long, and a State is copied at every event.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import attrs
 
-__all__ = ["Record", "copier", "drafter"]
+__all__ = ["Record", "copier", "draft_class", "drafter"]
 
 
 class Record:
@@ -83,15 +84,21 @@ def _written(
         value = name if name in changed else "None" if name in without else f"record.{slots.get(name, name)}"
         lines.append(f"    draft.{name} = {value}")
     # Calling the class takes less than object.__new__ of it, which looks at what it is given.
-    scope: dict[str, Any] = {"new": _draft_class(cls), "cls": cls, "otherwise": otherwise}
+    scope: dict[str, Any] = {"new": draft_class(cls), "cls": cls, "otherwise": otherwise}
     exec("\n".join([*lines, *last, "    return draft"]), scope)
     copy: Callable[..., Any] = scope["copy"]
     return copy
 
 
-def _draft_class(cls: type) -> type:
-    """A class of the same layout whose instances take assignments."""
-    namespace: dict[str, Any] = {"__setattr__": object.__setattr__, "__init__": object.__init__, "__doc__": None}
+@cache
+def draft_class(cls: type) -> type:
+    """A class of the same layout whose instances take assignments; its ``record_class`` is ``cls``."""
+    namespace: dict[str, Any] = {
+        "__setattr__": object.__setattr__,
+        "__init__": object.__init__,
+        "__doc__": None,
+        "record_class": cls,
+    }
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
     return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Algorithm
-from pure_loop.driver import POSITIONS
+from pure_loop.state import POSITIONS
 from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event

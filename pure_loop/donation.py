@@ -31,7 +31,7 @@ from pure_loop.state import State, last_reading, memory_in
 if TYPE_CHECKING:
     from pure_loop.optim import Optimizer
 
-__all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "drop_gradients", "protect"]
+__all__ = ["ABOUT_TO_WRITE", "CAN_COUNT", "Donation", "Owned", "drop_gradients", "protect"]
 
 # A compiled step yields it in the place of an event, before it writes: a driver counts then, and shows nobody anything.
 ABOUT_TO_WRITE: Any = object()
@@ -39,6 +39,24 @@ ABOUT_TO_WRITE: Any = object()
 _set_params = vars(State)["params"].__set__
 _set_opt_state = vars(State)["_opt_state"].__set__
 _set_grads = vars(State)["_grads"].__set__
+
+
+class Owned:
+    """A State that is handed to another script: :meth:`take` gives it, and no reference to it stays here.
+
+    >>> owned = Owned("state")
+    >>> owned.take()
+    'state'
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def take(self) -> Any:
+        state, self._state = self._state, None
+        return state
 
 
 def _nobody() -> None:

@@ -136,8 +136,8 @@ def _settings(prepared: Prepared, given: dict[str, Any]) -> Iterator[tuple[str, 
         yield "donate", "a step takes the memory of kept States, too" if given["donate"] else "each step copies"
     if prepared.strict:
         yield "strict", "order, purity and returns are checked at every event"
-    if prepared.order != "current":
-        yield "order", f"that of {prepared.order}"
+    if prepared.fit.order != "current":
+        yield "order", f"that of {prepared.fit.order}"
 
 
 def _compiled(compiler: Any, compile: Any) -> str:
@@ -225,7 +225,7 @@ def _loop(prepared: Prepared) -> Iterator[str]:
     bound = _bound(prepared)
     from pure_loop import order
 
-    for depth, what, note in _relevant(_fit_only(order.outline(prepared.order)), prepared):
+    for depth, what, note in _relevant(_fit_only(order.outline(prepared.fit.order)), prepared):
         indent = "  " * depth
         if isinstance(what, Event):
             first, *rest = bound.get(what) or ["-"]
@@ -274,7 +274,7 @@ def _legend(prepared: Prepared) -> Iterator[str]:
         yield "<- in reverse: after a computation the algorithms run in reverse, so what opened last closes first."
     if not prepared.fit.evaluators:
         yield "Evaluation events don't come: no evaluators are given."
-    if prepared.fit.iteration_length is None and prepared.order == "current":
+    if prepared.fit.iteration_length is None and prepared.fit.order == "current":
         yield "Iteration events don't come: no iteration_length is given."
     if not prepared.fit.fresh:
         yield "Training goes on from a State: INIT and the load events don't come."

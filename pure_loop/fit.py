@@ -28,6 +28,7 @@ from pure_loop._arguments import (
 from pure_loop._calls import teaching
 from pure_loop._compiling import compiler
 from pure_loop._counted import counted_in, of_fit, refuse_no_iterations
+from pure_loop._fast import Observed, fast_text
 from pure_loop._loading import loading, read_start, refuse_savers, savers_among, saving, seed_of
 from pure_loop._start import (
     first_state,
@@ -42,11 +43,11 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup, Observer, observers
 from pure_loop.data import num_tokens
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.driver import run_script
+from pure_loop.driver import Run, run_fast, run_script
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import _positive, bind_evaluators, refuse_empty
 from pure_loop.event import Event
-from pure_loop.loop import LoopStages, Script
+from pure_loop.loop import LoopStages
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.recorder import Recorder
@@ -74,12 +75,7 @@ class Prepared:
     logger: LoggerGroup
     watch: frozenset[Event] | None
     strict: bool
-    order: Literal["current", "2021"]
     checkpoint: Checkpoint | None
-
-    def script(self) -> Script:
-        """The script of this call's order."""
-        return (loop.fit_2021 if self.order == "2021" else loop.fit)(self.state, self.fit)
 
 
 @announced
@@ -181,27 +177,35 @@ def fit(
 
 
 def _start(prepared: Prepared) -> Stream:
-    handlers = bind(prepared.algorithms)
-    stages = prepared.fit.stages
-    engine = stages.engine
-    sources = [prepared.fit.source, *(evaluator.source for evaluator in prepared.fit.evaluators)]
-    compiled = [] if prepared.fit.compiled is None else [prepared.fit.compiled]
+    handlers, observers, fit = bind(prepared.algorithms), prepared.observers, prepared.fit
+    stages, engine = fit.stages, fit.stages.engine
+    sources = [fit.source, *(evaluator.source for evaluator in fit.evaluators)]
+    compiled = [] if fit.compiled is None else [fit.compiled]
     to_close: list[Any] = [*prepared.callbacks, *sources, *compiled, engine]
     savers = savers_among(prepared.callbacks)
     strict = None
     if prepared.strict:
         from pure_loop.strict import Strict
 
-        strict = Strict.of_order(prepared.order, loaded=prepared.fit.load is not None)
+        strict = Strict.of_order(fit.order, loaded=fit.load is not None)
     for saver in savers:
         saver.serve(prepared.fit)
+    closing = [*(closed.close for closed in to_close), *(saver.closed for saver in savers)]
+    events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
+    if engine.ranks == 1 and not prepared.strict and fit.compiled is None:
+        observed = Observed(prepared.watch, frozenset({*handlers, *observers}), events, stages.donation is not None)
+        text = fast_text(loop.fit, observed, outermost=True)
+        if text is not None:
+            run = Run(handlers, observers, observed, stages=stages, donation=stages.donation)
+            return Stream(run_fast(text(prepared.state, fit, run=run), run, closing))
     pairs = run_script(
-        prepared.script(),
+        loop.fit(prepared.state, fit),
         handlers,
-        prepared.observers,
-        [*(each.close for each in to_close), *(saver.closed for saver in savers)],
+        observers,
+        closing,
         stages=stages,
         watch=prepared.watch,
+        events=events,
         strict=strict,
         failed=engine.failed if engine.ranks > 1 else None,
         donation=stages.donation,
@@ -362,6 +366,7 @@ def prepare(
             prepare=preparing(fresh),
             counts_tokens=TimeUnit.TOKEN in (duration.unit, None if length is None else length.unit),
             needs_tokens=None if counts_itself else counted_in(TimeUnit.TOKEN, counted),
+            order=order,
             compiled=compiler(compile, steps_per_call, stages, watched, observed, strict, order, bound),
             load=loading(
                 checkpoint,
@@ -376,7 +381,6 @@ def prepare(
         logger=group,
         watch=watched,
         strict=strict,
-        order=order,
         checkpoint=checkpoint,
     )
 

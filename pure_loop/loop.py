@@ -9,30 +9,42 @@ callbacks, hands it to the user, and sends it back. The scripts here read as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
 
 from pure_loop._batches import train_batch
 from pure_loop._evaluation import Script, evaluate, evaluation, predict
-from pure_loop._plain import PLAIN_BATCHES, PlainBatches
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.driver import run_silently
+from pure_loop.donation import Owned
+from pure_loop.driver import run_unwatched
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.sources import END, Source
 from pure_loop.stages import Stages
-from pure_loop.state import State, fresh_draft_of, outside_batch
+from pure_loop.state import State, fresh_draft_of, holding, outside_batch
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["Fit", "LoopStages", "Script", "evaluate", "fit", "fit_2021", "predict"]
+__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "evaluate", "fit", "gradients", "predict"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, Any], Script]
+
+# The events of the older documents. Others of the script are passed over in that order.
+EVENTS_OF_2021 = frozenset(
+    {
+        *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START),
+        *(Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        *(Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD),
+        *(Event.EVAL_BATCH_END, Event.EVAL_END, Event.EPOCH_END, Event.FIT_END),
+    }
+)
 
 _OF_A_MICROBATCH = (
     *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
@@ -87,8 +99,8 @@ class LoopStages(Stages):
         return self.gradients_of(state.replace(grads=None, grad_norm=None))
 
     def gradients_of(self, state: State) -> State:
-        """The same of a State without gradients that nobody else has, which is written to."""
-        return run_silently(gradients(state, self), self.handlers, self)
+        """The same of a State without gradients."""
+        return run_unwatched(gradients, (state, self), self.handlers, self)
 
 
 @attrs.define
@@ -118,6 +130,7 @@ class Fit:
     counts_tokens: bool
     # What never moves as long as no batch has tokens, for errors.
     needs_tokens: str | None = None
+    order: Literal["current", "2021"] = "current"
     compiled: Any = None
     load: Callable[[State], State] | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)
@@ -126,38 +139,28 @@ class Fit:
 def gradients(state: State, stages: LoopStages, between: Between | None = None) -> Script:
     """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds.
 
-    ``between`` goes on from the State of a microbatch's BEFORE_FORWARD to that of its AFTER_BACKWARD in another way.
+    ``between`` continues from the State of a microbatch's BEFORE_FORWARD to that of its AFTER_BACKWARD in another way.
     """
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
     weights, count = stages.weights(pieces, state)
     losses: list[Any] = []
-    unseen = between is None and engine.ranks == 1 and stages.attended.isdisjoint(_OF_A_MICROBATCH)
     for index in range(count):
-        # A rank with fewer microbatches goes through its last one again, for nothing.
-        padding = engine.padding or index >= len(pieces)
-        if unseen:
-            piece = pieces[index]
-            last, weight = index == count - 1, weights.shares[index]
-            state = stages.microbatch(state, piece, index=index, last=last, weight=weight, alone=index > 0)
-            losses.append(state.loss)
-            continue
+        last, weight = index == count - 1, weights.shares[index]
         buffers, model = state.buffers, state.model
-        draft = fresh_draft_of(state)
-        draft.microbatch, draft.outputs, draft.loss = pieces[min(index, len(pieces) - 1)], None, None
-        draft.__class__ = state.__class__
-        state = yield Event.BEFORE_FORWARD, draft
-        del draft  # it has the gradients that a backward may add to
+        piece = pieces[min(index, len(pieces) - 1)]
+        state = yield Event.BEFORE_FORWARD, holding(state, microbatch=piece, outputs=None, loss=None)
         if between is not None:
-            state = yield from between(state, index, index == count - 1, weights.shares[index])
+            state = yield from between(state, index, last, weight)
         else:
-            state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=index == count - 1)
+            state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=last)
             state = yield Event.BEFORE_LOSS, state
             state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
             state = yield Event.BEFORE_BACKWARD, state
             # Not in one line: while it waited, the script would keep the graph alive in the State before.
-            state = stages.backward(state, weight=weights.shares[index])
-        if padding:
+            state = stages.backward(state, weight=weight)
+        if engine.padding or index >= len(pieces):
+            # A rank with fewer microbatches repeats its last one, which counts for nothing.
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
@@ -169,97 +172,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             if isinstance(loss, dict)
             else torch.zeros_like(loss)
         )
-    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean, alone=unseen)
-
-
-def batch(given: list[State], fit: Fit, samples: int, tokens: int, stopwatch: Stopwatch) -> Script:
-    """One batch: its gradient, and the step of the optimizer. ``given`` is handed over, as to :func:`epoch`."""
-    state, stages = given.pop(), fit.stages
-    if fit.compiled is not None:
-        given.append(state)
-        del state
-        compiled: Script = fit.compiled.batch(given, fit, samples, tokens, stopwatch.lap)
-        return (yield from compiled)
-    state = yield Event.BATCH_START, state
-    state = yield Event.BEFORE_TRAIN_BATCH, state
-    buffers, model = state.buffers, state.model
-    state = stages.engine.agree((yield from gradients(state, stages)), buffers)
-    state = yield Event.AFTER_TRAIN_BATCH, state
-    before = state.timestamp
-    now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
-    state = stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
-    return (yield Event.BATCH_END, state)
-
-
-def epoch(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
-    """The rest of an epoch, from the boundary ``at``.
-
-    ``given`` is a list of one State, which is taken out of it: as a variable of the script that waits for this one, the
-    State would keep its parameters alive for as long.
-    """
-    state = given.pop()
-    before = state.timestamp.batch_in_epoch
-    in_the_middle = before > 0
-    if not in_the_middle and at is not Event.EPOCH_START:
-        state = yield Event.EPOCH_START, state
-    batches, plain = _open(state, fit), are_plain(fit)
-    try:
-        if fit.compiled is not None:
-            batches = fit.compiled.feed(batches)
-        while True:
-            if not in_the_middle or at not in _INSIDE_BATCH:
-                at = None
-                if plain:
-                    asked = PlainBatches([state], fit, batches, stopwatch, state.model)
-                    del state
-                    yield PLAIN_BATCHES, asked  # type: ignore[misc]
-                    state, at = asked.given.pop(), asked.at
-                    if at is END:
-                        break
-                if at is None:
-                    if fit.compiled is not None:
-                        state = fit.compiled.several(state, fit, batches, stopwatch)
-                    state = yield Event.BEFORE_DATALOADER, state
-                    loaded = _load(state, fit, next(batches, END), stopwatch)
-                    if loaded is None:
-                        break
-                    fit.boundary.state = None
-                    state, samples, tokens = loaded
-                    state = yield Event.AFTER_DATALOADER, state
-                    given.append(state)
-                    del state, loaded
-                    state = yield from batch(given, fit, samples, tokens, stopwatch)
-                    at = Event.BATCH_END
-            if at is Event.BATCH_END:
-                state = outside_batch(state)
-                if fit.evaluators:
-                    state = yield from evaluations(state, fit, Event.BATCH_END)
-                state = yield Event.BATCH_CHECKPOINT, state
-            if fit.iteration_length is not None:
-                state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
-            at = None
-            if reached(state):
-                if state.timestamp.batch_in_epoch == fit.source.length:
-                    if state.timestamp.batch_in_epoch > before:
-                        _hold_to_length(fit, batches)
-                    break
-                return state
-    finally:
-        batches.close()
-    _look(state)
-    state = yield Event.EPOCH_END, state.replace(timestamp=state.timestamp.next_epoch(), event=None)
-    return (yield from epoch_end(state, fit, Event.EPOCH_END))
-
-
-def are_plain(fit: Fit) -> bool:
-    """Whether nothing special is asked of the batches of this call (:mod:`pure_loop._plain`)."""
-    stages = fit.stages
-    return (
-        stages.engine.ranks == 1
-        and stages.donation is not None
-        and fit.compiled is None
-        and fit.iteration_length is None
-    )
+    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
 _INSIDE_BATCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
@@ -302,84 +215,93 @@ def begin(state: State, fit: Fit) -> State:
 
 
 def fit(state: State, fit: Fit) -> Script:
-    """Training, from a fresh State or from the boundary at which a State was kept."""
+    """Training, from a fresh State or from the boundary at which a State was kept.
+
+    The specification in one function: every event is one line. The State is in one variable, and in none of an outer
+    script, so that an update may write to the memory of the State before it.
+    """
+    stages = fit.stages
     if fit.fresh:
         state = yield Event.INIT, fit.meet(state)
-        state = begin((yield Event.BEFORE_LOAD, fit.prepare(state)), fit)
-        state = yield Event.AFTER_LOAD, state
+        state = yield Event.BEFORE_LOAD, fit.prepare(state)
+        state = yield Event.AFTER_LOAD, begin(state, fit)
     else:
         state = fit.prepare(outside_batch(state))
-    at = state.position
+    at = state.position  # the boundary from which training resumes
     state = yield Event.FIT_START, state
-    if not _over(state, at):
-        stopwatch = Stopwatch(fit.clock)
-        if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
-            state = yield Event.ITERATION_START, state
-        if state.timestamp.batch_in_epoch == 0 and at in _AFTER_EPOCH:
-            state = yield from epoch_end(state, fit, at)
-            at = None
-        while not (reached(state) and at not in _INSIDE_BATCH):
-            given = [state]
-            del state
-            state = yield from epoch(given, fit, stopwatch, at)
-            at = None
+    over, stopwatch = _over(state, at), Stopwatch(fit.clock)
+    if not over and at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
+        state = yield Event.ITERATION_START, state
+    if not over and at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0 and fit.order == "current":
+        state = yield from epoch_end(state, fit, at)
+        at = None
+
+    while not over and (at in _INSIDE_BATCH or not reached(state)):
+        if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
+            state = yield Event.EPOCH_START, state
+        first = state.timestamp.batch_in_epoch
+        with closing(_open(state, fit)) as batches:
+            while True:
+                if at not in _INSIDE_BATCH:
+                    if fit.compiled is not None:
+                        state = fit.compiled.several(state, fit, batches, stopwatch)
+                    state = yield Event.BEFORE_DATALOADER, state
+                    state, samples, tokens = _load(state, fit, batches, stopwatch)
+                    if samples is None:
+                        exhausted = True
+                        break
+                    state = yield Event.AFTER_DATALOADER, state
+                    if fit.compiled is not None:
+                        owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
+                        state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
+                    else:
+                        state = yield Event.BATCH_START, state
+                        state = yield Event.BEFORE_TRAIN_BATCH, state
+                        buffers, model = state.buffers, state.model
+                        state = yield from gradients(state, stages)
+                        state = stages.engine.agree(state, buffers)
+                        state = yield Event.AFTER_TRAIN_BATCH, state
+                        before = state.timestamp
+                        now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
+                        state = stages.update(
+                            state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
+                        )
+                        state = yield Event.BATCH_END, state
+                    at = Event.BATCH_END
+                if at is Event.BATCH_END:
+                    state = outside_batch(state)
+                    if fit.evaluators:
+                        state = yield from evaluations(state, fit, Event.BATCH_END)
+                    state = yield Event.BATCH_CHECKPOINT, state
+                if fit.iteration_length is not None:
+                    state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
+                at = None
+                if reached(state):
+                    exhausted = state.timestamp.batch_in_epoch == fit.source.length
+                    if exhausted and state.timestamp.batch_in_epoch > first:
+                        _hold_to_length(fit, batches)
+                    break
+        if exhausted or fit.order == "2021":  # which closes an epoch that is cut short, too
+            _look(state)
+            state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+        if fit.order == "2021":
+            ended = [Event.EPOCH_END, Event.FIT_END] if reached(state) else [Event.EPOCH_END]
+            state = yield from evaluations(state, fit, *ended)
+            state = yield Event.EPOCH_END, state
+        elif exhausted:
+            state = yield Event.EPOCH_END, state
+            state = yield from epoch_end(state, fit, Event.EPOCH_END)
+
+    if not over:
         _look(state)
-        state = yield from evaluations(state, fit, Event.FIT_END)
-    fit.stages.engine.meet(state, Event.FIT_END)
+        if fit.order == "current":
+            state = yield from evaluations(state, fit, Event.FIT_END)
+    stages.engine.meet(state, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
 
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
 _AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
-
-
-def fit_2021(state: State, fit: Fit) -> Script:
-    """Training in the order of the older documents, with their events only."""
-    if fit.fresh:
-        state = begin(fit.prepare((yield Event.INIT, fit.meet(state))), fit)
-    else:
-        state = fit.prepare(outside_batch(state))
-    at = state.position
-    state = yield Event.FIT_START, state
-    stopwatch = Stopwatch(fit.clock)
-    while not _over(state, at) and not (reached(state) and at is not Event.BATCH_END):
-        given = [state]
-        del state
-        state = yield from epoch_2021(given, fit, stopwatch, at)
-        at = state.position
-    fit.stages.engine.meet(state, Event.FIT_END)
-    return (yield Event.FIT_END, state)
-
-
-def epoch_2021(given: list[State], fit: Fit, stopwatch: Stopwatch, at: Event | None) -> Script:
-    """The rest of an epoch in the older order: its evaluation comes before EPOCH_END."""
-    state = given.pop()
-    before = state.timestamp.batch_in_epoch
-    if before == 0 and at is not Event.EPOCH_START:
-        state = yield Event.EPOCH_START, state
-    batches = _open(state, fit)
-    try:
-        while not (reached(state) and at is not Event.BATCH_END):
-            if at is not Event.BATCH_END:
-                loaded = _load(state, fit, next(batches, END), stopwatch)
-                if loaded is None:
-                    break
-                state, samples, tokens = loaded
-                state = yield Event.AFTER_DATALOADER, state
-                given.append(state)
-                del state, loaded
-                state = yield from batch(given, fit, samples, tokens, stopwatch)
-            state = yield from evaluations(outside_batch(state), fit, Event.BATCH_END, around=False)
-            at = None
-        if before < state.timestamp.batch_in_epoch == fit.source.length:
-            _hold_to_length(fit, batches)
-    finally:
-        batches.close()
-    # An epoch that max_duration cuts short closes, too, and is counted like any other.
-    state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
-    asked = [Event.EPOCH_END, Event.FIT_END] if reached(state) else [Event.EPOCH_END]
-    state = yield from evaluations(state, fit, *asked, around=False)
-    return (yield Event.EPOCH_END, state)
 
 
 def due(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
@@ -392,20 +314,18 @@ def due(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
     return [each for each in fit.evaluators if each.due(state, event)]
 
 
-def evaluations(state: State, fit: Fit, *events: Event, around: bool = True) -> Script:
+def evaluations(state: State, fit: Fit, *events: Event) -> Script:
     """The evaluators that are due at one of these events; all are asked before the first one runs."""
     asked = [each for event in events for each in due(state, fit, event)]
     due_now = [each for each in fit.evaluators if each in asked] if len(events) > 1 else asked
     if not due_now:
         return state
     fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
-    if around:
-        state = yield Event.EVAL_BEFORE_ALL, state
+    state = yield Event.EVAL_BEFORE_ALL, state
     stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
     for evaluator in due_now:
         state = yield from evaluation(state, stages, evaluator)
-    if around:
-        state = yield Event.EVAL_AFTER_ALL, state
+    state = yield Event.EVAL_AFTER_ALL, state
     fit.boundary.state = None
     return state
 
@@ -436,9 +356,10 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
     return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
 
 
-def _open(state: State, fit: Fit) -> Generator[Any, None, None]:
+def _open(state: State, fit: Fit) -> Any:
     t = state.timestamp
-    return fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+    batches = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+    return batches if fit.compiled is None else fit.compiled.feed(batches)
 
 
 def _hold_to_length(fit: Fit, batches: Any) -> None:
@@ -447,13 +368,13 @@ def _hold_to_length(fit: Fit, batches: Any) -> None:
         next(batches, END)
 
 
-def _load(state: State, fit: Fit, loaded: Any, stopwatch: Stopwatch) -> tuple[State, int, int] | None:
-    """The State with the batch that was loaded, its samples and its tokens; None if there is none."""
-    ready = train_batch(state, fit, loaded, stopwatch.lap)
+def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
+    """The State with the next batch, its samples and its tokens; ``(state, None, 0)`` at the end of the data."""
+    ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
-        return None
-    whole, samples, tokens = ready
+        return state, None, 0
+    fit.boundary.state = None
     draft = fresh_draft_of(state)
-    draft.batch = whole
+    draft.batch, samples, tokens = ready
     draft.__class__ = state.__class__
     return draft, samples, tokens

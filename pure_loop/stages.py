@@ -276,7 +276,9 @@ class Stages:
             LossError: the loss doesn't depend on any parameter.
             AlgorithmStructureError: the parameters are not those of the forward.
         """
-        check_loss(state.loss, state, "BEFORE_BACKWARD")
+        loss = state.loss
+        if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
+            check_loss(loss, state, "BEFORE_BACKWARD")
         taken = None
         if state._grads is not None and self.donation is not None:
             taken = self.donation.take_gradients(state)
@@ -359,34 +361,13 @@ class Stages:
         state.outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
         state.loss = loss.detach() if type(loss) is Tensor else detached(loss)
 
-    def microbatch(
-        self,
-        state: State,
-        microbatch: Any,
-        *,
-        index: int = 0,
-        last: bool = True,
-        weight: float | Tensor = 1.0,
-        alone: bool = False,
-    ) -> State:
-        """:meth:`forward`, :meth:`loss` and :meth:`backward` of a microbatch in one, where nobody looks in between.
-
-        ``alone`` says that nobody will look at the gradients of ``state`` any more.
-        """
-        draft = fresh_draft_of(state)
-        draft.microbatch, draft.outputs, draft.loss = microbatch, None, None
-        self.forward_into(draft, index, last)
-        self.loss_into(draft, index)
-        self.backward_into(draft, weight, alone=alone)
-        return _frozen(draft, state)
-
     def finish_gradients(
         self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None, alone: bool = False
     ) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them; gives ``grad_norm``, too.
 
         ``loss``, if given, becomes the State's loss: that of the whole batch, or this rank's share of it. ``alone``
-        says that nobody will look at the gradients of ``state`` any more.
+        says that nothing else refers to the gradients of ``state``: they are written to if they are large.
 
         Raises:
             DataError: the divisor is 0, because all microbatches weigh 0: the loss is a mean over nothing. With
@@ -401,10 +382,12 @@ class Stages:
             )
         if state.loss_scale is not None:
             divisor = divisor * state.loss_scale.scale
-        scaled = not is_number(divisor) or divisor != 1.0
+        scaled = type(divisor) is not float or divisor != 1.0
         unfinished, by_norm, taken = scaled or self.finishes, isinstance(clip, int | float), None
         if (scaled or by_norm) and not alone and self.donation is not None:
             taken = self.donation.take_gradients(state)
+        if not unfinished and loss is None:
+            return state
         draft = fresh_draft_of(state)
         if loss is not None:
             draft.loss = self.engine.settle(state, loss)
@@ -459,13 +442,16 @@ class Stages:
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
-        draft = self.update_draft(state, None if buffers is None else (buffers, model))
+        draft = self.update_draft(state, buffers=buffers, model=model)
         for name, value in counted.items():
             setattr(draft, name, value)
         return _frozen(draft, state)
 
-    def update_draft(self, state: State, before: Before | None) -> Any:
-        """The draft of what :meth:`update` returns; ``before`` has its ``buffers`` and ``model``."""
+    def update_draft(
+        self, state: State, *, buffers: FrozenDict[str, Tensor] | None = None, model: ModelDef | None = None
+    ) -> Any:
+        """The draft of what :meth:`update` returns."""
+        before: Before | None = None if buffers is None else (buffers, model)
         taken = None
         in_place = self.writes_in_place and state.loss_scale is None
         if in_place:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pure_loop import _pytree
 from pure_loop._fields_elsewhere import Elsewhere, hint, places
-from pure_loop._records import Record, copier, drafter
+from pure_loop._records import Record, copier, draft_class, drafter
 from pure_loop._values import read_count, read_seconds
 from pure_loop.errors import (
     ArgumentError,
@@ -412,6 +412,22 @@ def in_order(state: S) -> S:
     return draft  # type: ignore[no-any-return]
 
 
+# The events from which a kept State resumes. FIT_START is left out: a resumed call yields it, and the State it yields
+# there must still name the boundary that it came from.
+POSITIONS = frozenset(
+    {
+        Event.AFTER_LOAD,
+        Event.EPOCH_START,
+        Event.BATCH_END,
+        Event.BATCH_CHECKPOINT,
+        Event.EPOCH_END,
+        Event.EPOCH_CHECKPOINT,
+        Event.FIT_END,
+        Event.ITERATION_START,
+        Event.ITERATION_END,
+        Event.ITERATION_CHECKPOINT,
+    }
+)
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 _NAMES: dict[type, frozenset[str]] = {}
@@ -434,9 +450,29 @@ _fresh_drafts = _OfClass(lambda cls: drafter(cls, without=("event",)))
 _outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
 # By class: ``(state, event, event) -> State`` of a position outside a batch.
 outside_batch_at = _OfClass(lambda cls: copier(cls, "event", "position", without=_OF_A_BATCH))
+# By class of States: that of their drafts.
+draft_class_of = _OfClass(draft_class)
 # By class: ``(state, event) -> State`` of this event, and ``(state, event, event)`` of one that is a position.
 at_event = _OfClass(lambda cls: copier(cls, "event"))
 at_position = _OfClass(lambda cls: copier(cls, "event", "position"))
+
+
+_set_event = vars(State)["event"].__set__
+_set_position = vars(State)["position"].__set__
+
+
+def seal(state: State, event: Event) -> State:
+    """The State of an event. A State that had no event yet is referred to by the script alone, and is written to."""
+    # A State that was loaded from a checkpoint resumes from the boundary at which that was saved.
+    passed = event in POSITIONS and (event is not Event.AFTER_LOAD or state.position is None)
+    if state.event is None:
+        _set_event(state, event)
+        if passed:
+            _set_position(state, event)
+        return state
+    if passed:
+        return at_position[type(state)](state, event, event)  # type: ignore[no-any-return]
+    return at_event[type(state)](state, event)  # type: ignore[no-any-return]
 
 
 def device_of(state: Any) -> torch.device:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
-from pure_loop import Event, _unseen, donation
+from pure_loop import Event, donation, driver, stages
 from pure_loop import model as model_file
 from pure_loop.errors import DonatedStateError
-from pure_loop.random import seed_host, unseed_host
+from pure_loop.random import unseed_host
 from tests.sameness import assert_same, assert_same_stream, frozen_copy
-from tests.test_plain import one_by_one
+from tests.test_fast import one_by_one
 from tests.tiers import examples
 
 # A hook of all modules has those of the first one, too.
@@ -102,21 +102,6 @@ def fit(name: str = "torch's", model: Any = None, **arguments: Any) -> Any:
     return pl.fit(MODELS[name]() if model is None else model, batches, **{**settings, **arguments})
 
 
-@contextmanager
-def counting() -> Iterator[list[int]]:
-    """How many batches were of the commonest kind."""
-    counted = [0]
-    real = _unseen._gone_through
-
-    def gone_through(*args: Any) -> Any:
-        found = real(*args)
-        counted[0] += found is not None
-        return found
-
-    with patch.object(_unseen, "_gone_through", gone_through):
-        yield counted
-
-
 @functools.wraps(functional.cross_entropy)
 def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """By its module one of torch's, which gives a tensor."""
@@ -180,35 +165,10 @@ def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(donation.Donation, "take", take)
-    with counting() as counted:
-        for _event, _state in fit(watch=watch):
-            pass
-    assert counted == [9]
+    for _event, _state in fit(watch=watch):
+        pass
     # Of a State that is followed by none, the loop variable has the parameters still.
     assert taken == [True] * 10 if Event.EPOCH_END not in watch else taken.count(False) == 1
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_batches_are_of_the_commonest_kind(name: str) -> None:
-    with counting() as counted:
-        list(fit(name))
-    assert counted == [0 if name == "frozen" else 9]  # the first one shows who holds what
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"microbatch_size": 2},
-        {"precision": "amp_bf16"},
-        {"loss": lambda outputs, targets: functional.cross_entropy(outputs, targets)},
-        {"task": pl.Task(forward=lambda model, batch: model(batch[0]))},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_others_go_through_the_stages(options: dict[str, Any]) -> None:
-    with counting() as counted:
-        list(fit(**options))
-    assert counted == [0]
 
 
 @pytest.mark.parametrize("stage", ["forward", "loss", "shape", "detached", "nan"])
@@ -341,13 +301,12 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (_unseen, "gives_up", lambda *_: True),
+        (driver, "gives_up", lambda *_: True),
         (donation, "are_marked", lambda *_, **__: False),
         (donation, "hooks_so_far", lambda: 0),
         (model_file, "_has_backward_hooks", lambda *_: False),
         (model_file, "_has_any_global_hook", lambda: False),
-        (_unseen, "unseed_host", lambda _: unseed_host(torch.get_rng_state())),
-        (_unseen, "seed_host", lambda _: seed_host(torch.initial_seed())),
+        (stages, "unseed_host", lambda _: unseed_host(torch.get_rng_state())),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -17,7 +17,7 @@ from pure_loop.compile.program import Ended, Flight, at, put_in
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
-from pure_loop.donation import ABOUT_TO_WRITE
+from pure_loop.donation import ABOUT_TO_WRITE, Owned
 from pure_loop.driver import run_silently
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
@@ -181,9 +181,9 @@ class Compiler:
             self.leave_out(error)
             return None
 
-    def batch(self, given: list[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
-        """One batch, as :func:`pure_loop.loop.batch` does it."""
-        state = given.pop()
+    def batch(self, owned: Owned, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        """One batch, as :func:`pure_loop.loop.fit` does it."""
+        state = owned.take()
         engine, before = self.stages.engine, state.timestamp
         # An input of the graphs, so that it is known before them; a batch's seconds go on the next one's account.
         # Several ranks know what they have when they have exchanged it.

@@ -34,10 +34,11 @@ from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.mutation import written
 from pure_loop.compile.out_of_reach import DefaultDtypeError, OutOfReachError
 from pure_loop.compile.trace import Tracing
+from pure_loop.driver import run_silently
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop import LoopStages
+from pure_loop.loop import LoopStages, gradients
 from pure_loop.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.stages import _updated, _where, refusing_to_differentiate
@@ -295,6 +296,9 @@ class TracedStages(LoopStages):
     def gradients(self, state: State) -> State:
         with self.tracing.host.quiet():
             return LoopStages.gradients(self, state)
+
+    def gradients_of(self, state: State) -> State:
+        return run_silently(gradients(state, self), self.handlers, self)
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model._skeleton).__name__}"

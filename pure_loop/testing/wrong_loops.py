@@ -6,10 +6,12 @@ can be tried on them: a law that nothing breaks proves nothing.
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,6 @@ from pure_loop._weights import Weights
 from pure_loop.donation import Donation
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.loop import LoopStages
-from pure_loop.sources import END
 from pure_loop.stages import Stages
 from pure_loop.testing.case import Fit
 
@@ -34,23 +35,38 @@ _ALGORITHM = sys.modules["pure_loop.algorithm"]  # `pl.algorithm` is the decorat
 def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> Fit:
     """``fit`` with something replaced, only while its own code runs (not while the law's does)."""
 
-    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        stream = pl.fit(*args, **kwargs)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for make in replacements:
+                stack.enter_context(make())
+            stream = pl.fit(*args, **kwargs)
+        return continued(stream)
+
+    def continued(stream: Any) -> Iterator[tuple[Event, pl.State]]:
         while True:
-            # Where batches go through script, stages and driver, each of which can be replaced.
-            contexts = [patch.object(loop, "are_plain", lambda fit: False), *(make() for make in replacements)]
-            for context in contexts:
-                context.__enter__()
-            try:
+            with ExitStack() as stack:
+                for make in replacements:
+                    stack.enter_context(make())
                 pair = next(stream, None)
-            finally:
-                for context in reversed(contexts):
-                    context.__exit__(None, None, None)
             if pair is None:
                 return
             yield pair
 
     return wrong
+
+
+def edited(script: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+    """A script of the loop with some lines of its source replaced; its fast text is that of the edit."""
+    source = inspect.getsource(script)
+    if source.count(before) != 1:
+        raise ValueError(f"the source of {script.__name__} has {source.count(before)} times {before!r}, not once")
+    source = source.replace(before, after)
+    name = f"<{script.__name__} with {after.strip()!r}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    scope: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), loop.__dict__, scope)
+    changed: Callable[..., Any] = scope[script.__name__]
+    return changed
 
 
 def forgets_an_after_event() -> Fit:
@@ -85,27 +101,27 @@ def counts_microbatches_as_batches() -> Fit:
 
 
 def updates_in_place() -> Fit:
-    real = Stages.update
+    real = Stages.update_draft
 
-    def update(self: Stages, state: pl.State, **counted: Any) -> pl.State:
-        after = real(self, state, **counted)
+    def update_draft(self: Stages, state: pl.State, **options: Any) -> Any:
+        after = real(self, state, **options)
         for name, tensor in state.params.items():
             tensor.copy_(after.params[name])
         return after
 
-    return while_patched(lambda: patch.object(Stages, "update", update))
+    return while_patched(lambda: patch.object(Stages, "update_draft", update_draft))
 
 
 def updates_through_data() -> Fit:
     """As above, behind the back of the version counter."""
-    real = Stages.update
+    real = Stages.update_draft
 
-    def update(self: Stages, state: pl.State, **counted: Any) -> pl.State:
+    def update_draft(self: Stages, state: pl.State, **options: Any) -> Any:
         for tensor in state.params.values():
             tensor.data.mul_(0.99)
-        return real(self, state, **counted)
+        return real(self, state, **options)
 
-    return while_patched(lambda: patch.object(Stages, "update", update))
+    return while_patched(lambda: patch.object(Stages, "update_draft", update_draft))
 
 
 def overwrites_what_was_kept() -> Fit:
@@ -200,11 +216,12 @@ def evaluation_changes_the_data() -> Fit:
     """What comes after an evaluation is trained on in another order of samples."""
     real = loop._load
 
-    def load(state: pl.State, fit: Any, loaded: Any, stopwatch: Any) -> Any:
-        if state.metrics and loaded is not END:
-            loaded = tuple(part.flip(0) for part in loaded)
-            loaded = (loaded[0], loaded[1].roll(1, 0))
-        return real(state, fit, loaded, stopwatch)
+    def load(state: pl.State, *rest: Any) -> Any:
+        loaded, samples, tokens = real(state, *rest)
+        if state.metrics and samples is not None:
+            inputs, targets = (part.flip(0) for part in loaded.batch)
+            loaded = loaded.replace(batch=(inputs, targets.roll(1, 0)))
+        return loaded, samples, tokens
 
     return while_patched(lambda: patch.object(loop, "_load", load))
 
@@ -316,31 +333,21 @@ def trains_the_users_module() -> Fit:
 
 def ignores_the_batch_of_algorithms() -> Fit:
     """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
-    real = loop.batch
-
-    def batch(held: list[pl.State], *rest: Any) -> Any:
-        loaded, script = held[0].batch, real(held, *rest)
-        given: Any = None
-        while True:
-            try:
-                event, state = script.send(given)
-            except StopIteration as stop:
-                return stop.value
-            given = yield event, state
-            if event is Event.BEFORE_TRAIN_BATCH:
-                given = given.replace(batch=loaded)
-
-    return while_patched(lambda: patch.object(loop, "batch", batch))
+    event = "state = yield Event.BEFORE_TRAIN_BATCH, state\n"
+    indent = " " * 24
+    kept = f"loaded = state.batch\n{indent}{event}{indent}state = state.replace(batch=loaded)\n"
+    script = edited(loop.fit, event, kept)
+    return while_patched(lambda: patch.object(loop, "fit", script))
 
 
 def evaluates_the_weights_of_training() -> Fit:
     """What an algorithm puts in at EVAL_START, an average for example, is dropped."""
     real = Stages.validate
     trained: dict[str, Any] = {}
-    update = Stages.update
+    update = Stages.update_draft
 
-    def updated(self: Stages, state: pl.State, **counted: Any) -> pl.State:
-        after = update(self, state, **counted)
+    def updated(self: Stages, state: pl.State, **options: Any) -> Any:
+        after = update(self, state, **options)
         trained["params"] = after.params
         return after
 
@@ -350,7 +357,7 @@ def evaluates_the_weights_of_training() -> Fit:
         return real(self, state.replace(params=trained["params"]), **numbers).replace(params=state.params)
 
     return while_patched(
-        lambda: patch.object(Stages, "update", updated), lambda: patch.object(Stages, "validate", validate)
+        lambda: patch.object(Stages, "update_draft", updated), lambda: patch.object(Stages, "validate", validate)
     )
 
 

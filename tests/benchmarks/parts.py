@@ -18,7 +18,7 @@ import attrs
 import torch
 from torch import nn
 
-from pure_loop import Event, _unseen, donation, stages
+from pure_loop import Event, donation, driver, stages
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import ours
 from tests.benchmarks.turns import OfGenerator
@@ -32,12 +32,12 @@ _MEASURED = ("W1", "W2", "W4")
 # The name of a part, and the function that it is, by its owner's name for it.
 _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
-    ("backward", _unseen, "gradient_of"),
+    ("backward", stages, "gradient_of"),
     ("the optimizer's kernel", torch, "_fused_adamw_"),
     ("the look for NaN", stages, "is_nonfinite"),
     ("who else has parameters and memory", donation.Donation, "take"),
     ("what was left on the parameters", donation.Donation, "leaves"),
-    ("the consumer's variable", _unseen, "gives_up"),
+    ("the consumer's variable", driver, "gives_up"),
 ]
 
 

@@ -1,8 +1,10 @@
-"""Plain batches: what goes through script, stages and driver in one generator is what goes through them one by one."""
+"""The fast text of a script: a run by it is, bit for bit, a run of the script by the driver, event by event."""
 
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,42 +19,42 @@ from torch import nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event, _plain, driver, loop
+from pure_loop import Event, driver, loop
+from pure_loop._fast import Observed, fast_text
 from pure_loop.errors import DonatedStateError, PureLoopError
 from pure_loop.testing import strategies
 from pure_loop.testing.case import Case
 from tests.sameness import assert_same, assert_same_stream
 from tests.tiers import examples
 
-OF_A_BATCH = _plain._EVENTS
+OF_A_BATCH = (
+    *(Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH),
+    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+    *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.BATCH_CHECKPOINT),
+)
 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Every batch goes through script, stages and driver."""
-    with patch.object(loop, "are_plain", lambda fit: False):
+    """No script has a fast text: the driver runs each, event by event."""
+    with (
+        patch.object(sys.modules["pure_loop.fit"], "fast_text", lambda *_, **__: None),
+        patch.object(driver, "fast_text", lambda *_, **__: None),
+    ):
         yield
 
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """How many batches went through in one."""
+    """How many runs went by a fast text."""
     counted = [0]
-    real = driver.plain_batches
+    real = driver.run_fast
 
-    def plain_batches(*args: Any) -> Any:
-        inner = real(*args)
-        try:
-            while True:
-                event, state = next(inner)
-                counted[0] += event is Event.AFTER_LOSS
-                yield event, state
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            inner.close()
+    def run_fast(*args: Any) -> Any:
+        counted[0] += 1
+        return real(*args)
 
-    with patch.object(driver, "plain_batches", plain_batches):
+    with patch.object(sys.modules["pure_loop.fit"], "run_fast", run_fast):
         yield counted
 
 
@@ -114,30 +116,68 @@ def test_algorithms_and_callbacks_come_where_they_came(event: Event, watch: Any,
     assert [each[:3] for each in logs[0]] == [each[:3] for each in logs[1]]
 
 
-def test_batches_do_go_through_in_one() -> None:
-    with counting() as counted:
-        list(fit())
-    assert counted == [7]  # all but the first, which shows who holds what
-    with counting() as counted:
-        list(fit(evaluators={"val": DATA[:1]}, eval_interval="1ba"))
-    assert counted == [7]
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"strict": True},
+        {},
+        {"watch": {Event.AFTER_LOSS}},
+        {"evaluators": {"val": DATA[:1]}},
         {"donate": False},
         {"iteration_length": "1ep"},
         {"order": "2021"},
-        {"watch": {Event.AFTER_LOSS}},
+        {"microbatch_size": 4},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: next(iter(options), "default"),
 )
-def test_of_which_more_is_asked_they_go_one_by_one(options: dict[str, Any]) -> None:
+def test_a_run_on_one_rank_goes_by_a_fast_text(options: dict[str, Any]) -> None:
     with counting() as counted:
         list(fit(**options))
+    assert counted == [1]
+
+
+def test_a_strict_run_goes_event_by_event() -> None:
+    with counting() as counted:
+        list(fit(strict=True))
     assert counted == [0]
+
+
+def test_the_fast_text_has_the_lines_of_the_script() -> None:
+    """A traceback, a debugger and a coverage report show the script itself."""
+
+    class Odd(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            raise ValueError("odd")
+
+    with pytest.raises(ValueError, match="odd") as caught:
+        pl.run(pl.fit(Odd(4, 3), DATA, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration=1))
+    lines = {entry.lineno + 1 for entry in caught.traceback if str(entry.path).endswith("loop.py")}
+    source, first = inspect.getsourcelines(loop.gradients)
+    forward = next(index for index, line in enumerate(source) if "stages.forward(" in line)
+    assert first + forward in lines
+
+
+def test_a_script_without_source_has_no_fast_text() -> None:
+    scope: dict[str, Any] = {"Event": Event}
+    exec("def script(state):\n    state = yield Event.BATCH_START, state\n    return state", scope)
+    assert fast_text(scope["script"], Observed(None, frozenset())) is None
+
+
+def test_a_script_that_yields_otherwise_has_no_fast_text() -> None:
+    def script(first: pl.State) -> Any:
+        second = yield Event.BATCH_START, first
+        return second
+
+    assert fast_text(script, Observed(None, frozenset())) is None
+
+
+def test_a_script_of_a_function_around_it_has_no_fast_text() -> None:
+    event = Event.BATCH_START
+
+    def script(state: pl.State) -> Any:
+        state = yield event, state
+        return state
+
+    assert fast_text(script, Observed(None, frozenset())) is None
 
 
 @pytest.mark.parametrize("stage", ["data", "forward", "loss", "algorithm", "callback"])
@@ -269,5 +309,5 @@ def test_plain_batches_that_take_everybody_for_the_loop_variable_are_caught() ->
             return True
 
     assert not kept_change()
-    with patch.object(_plain, "gives_up", lambda *_: True):
+    with patch.object(driver, "gives_up", lambda *_: True):
         assert kept_change()
