@@ -11,14 +11,13 @@ from torch import Tensor
 
 from pure_loop._pytree import NAMESPACE
 from pure_loop.algorithm import Algorithm
-from pure_loop.state import POSITIONS
 from pure_loop.engine import ONE_RANK, Engine
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
-from pure_loop.state import State, in_order, refuse_misfit
+from pure_loop.state import POSITIONS, State, in_order, refuse_misfit
 
 __all__ = [
     "any_state",

@@ -104,8 +104,9 @@ def updates_in_place() -> Fit:
     real = Stages.update_draft
 
     def update_draft(self: Stages, state: pl.State, **options: Any) -> Any:
+        before = dict(state.params)
         after = real(self, state, **options)
-        for name, tensor in state.params.items():
+        for name, tensor in before.items():
             tensor.copy_(after.params[name])
         return after
 
