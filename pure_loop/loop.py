@@ -259,7 +259,8 @@ def fit(state: State, fit: Fit) -> Script:
                         state = yield Event.BEFORE_TRAIN_BATCH, state
                         buffers, model = state.buffers, state.model
                         state = yield from gradients(state, stages)
-                        state = stages.engine.agree(state, buffers)
+                        if stages.engine.ranks > 1:
+                            state = stages.engine.agree(state, buffers)
                         state = yield Event.AFTER_TRAIN_BATCH, state
                         before = state.timestamp
                         now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))

@@ -123,18 +123,12 @@ class Stages:
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
         """What each microbatch of a batch counts, and how many every rank goes through."""
         task, engine = self.task, self.engine
-        if len(pieces) == 1 and engine.ranks == 1 and task.weight is None:
-            whole = self.weights_of_whole(pieces[0], task.samples(pieces[0]))
+        if len(pieces) == 1 and engine.ranks == 1 and task.by_samples and not task.summed:
+            whole = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
             if whole is not None:
                 return whole, 1
         split = self.microbatch_size is not None
         return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=split, summed=task.summed)
-
-    def weights_of_whole(self, batch: Any, samples: int) -> Weights | None:
-        """The same of a whole batch on one rank, where the user gave no weight: targets need not be counted."""
-        if self.task.summed:
-            return Weights.of_sum(1)
-        return of_numbers((samples if self.task.by_samples else self.task.weigh(batch),))
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         """``outputs`` of ``microbatch`` in training mode, and the buffers after it.
@@ -374,7 +368,7 @@ class Stages:
                 ``nonfinite="skip"`` the loss is NaN then, and :meth:`update` leaves the batch out.
         """
         clip: Any = self.clip_grad
-        nothing = is_number(divisor) and divisor == 0
+        nothing = type(divisor) is float and divisor == 0
         if nothing and self.nonfinite == "error":
             raise DataError(
                 f"all microbatches of batch {state.timestamp.batch} weigh 0, so its loss is a mean over nothing: "
