@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._cells import KINDS, cell_of, is_plain, is_transformed
+from pure_loop._internal.torch_private import backward_runs_in_threads, graph_task, run_backward, set_grad_enabled
 from pure_loop.errors import ModelError
-
-# Private to torch: what `torch.autograd.grad` itself calls, in 2.11 to 2.13, behind a hook for its debug log.
-_run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
-
-# Private too: which call of the engine is running; torch's checkpoint asks for it.
-_graph_task: Any = torch._C._current_graph_task_id
-# And this: whether the backward on a device runs in a thread of the engine's.
-_has_threads: Any = torch._C._is_multithreading_enabled
 
 __all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
 
@@ -38,10 +31,10 @@ class GradMode:
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._mode)
+        set_grad_enabled(self._mode)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+        set_grad_enabled(self._before)
 
 
 def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:
@@ -56,7 +49,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
     >>> gradient_of(x * x, [x, y])
     (tensor(6.), None)
     """
-    if not (loss.is_cpu and inputs[0].is_cpu) and _has_threads():
+    if not (loss.is_cpu and inputs[0].is_cpu) and backward_runs_in_threads():
         # They would have the gradients for a moment longer, and who asks whether anybody has would be told so.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
@@ -72,10 +65,7 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         ):
             kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
     tensor = scalar_like(loss, seed) if kept is None else kept[0]
-    engine: Any = _run_engine
-    if engine is None:
-        return torch.autograd.grad(loss, inputs, tensor, allow_unused=True)
-    found: tuple[Any, ...] = engine(
+    found: tuple[Any, ...] = run_backward(
         (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     if kept is not None:
@@ -139,21 +129,28 @@ def add_gradient(
     >>> add_gradient(x * x, [x, y], total), total
     ((tensor(7.), None), [tensor(7.), tensor(2.)])
     """
+    task_of = graph_task
+    if task_of is None:
+        gradients = gradient_of(loss, inputs, seed)
+        return tuple(
+            None if gradient is None else tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
+            for tensor, gradient in zip(total, gradients, strict=True)
+        )
     tasks: list[int] = []
 
-    def adding(each: Tensor) -> Any:
-        # What a hook returns takes the gradient's place, which is freed then. A gradient that somebody takes inside of
-        # the backward, by the same leaf, is his own.
+    def adding(tensor: Tensor) -> Any:
+        # What a hook returns replaces the gradient, which is freed then. A gradient that is taken by the same leaf
+        # inside of this backward belongs to another task, and stays as it is.
         return lambda gradient: (
-            each.add_(gradient if counts is None else zero_unless(counts, gradient))
-            if _graph_task() == tasks[0]
+            tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
+            if task_of() == tasks[0]
             else None
         )
 
-    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(_graph_task()))]  # type: ignore[no-untyped-call]
+    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(task_of()))]  # type: ignore[no-untyped-call]
     try:
-        for leaf, each in zip(inputs, total, strict=True):
-            hooks.append(leaf.register_hook(adding(each)))  # type: ignore[no-untyped-call]
+        for leaf, tensor in zip(inputs, total, strict=True):
+            hooks.append(leaf.register_hook(adding(tensor)))  # type: ignore[no-untyped-call]
         return gradient_of(loss, inputs, seed)
     finally:
         for hook in hooks:

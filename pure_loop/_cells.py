@@ -7,19 +7,17 @@ hundredth of a small model's step.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.torch_private import is_transformed
+
 __all__ = ["KINDS", "cell_of", "is_plain", "is_transformed", "one_on"]
 
 # Of the dtypes that C has a number of.
 KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
-
-# Inside torch.func's transforms tensors have no memory of their own.
-is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensor: Any) -> bool:

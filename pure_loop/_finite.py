@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pure_loop._cells import KINDS, cell_of, is_transformed, one_on
 from pure_loop._cloning import clone_all
+from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
 from pure_loop.engine import are_large
 from pure_loop.errors import NonFiniteError
 from pure_loop.state import NON_FINITE_ADVICE, State
@@ -70,7 +71,7 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> b
         found = torch.zeros(1, dtype=torch.float32)
         number = cell_of(found)
     if alike or set(map(_dtype, fresh)) in (_SINGLE, _DOUBLE):
-        torch._amp_foreach_non_finite_check_and_unscale_(fresh, found, _one_on_cpu)
+        find_nonfinite_kernel(fresh, found, _one_on_cpu)
     else:
         _look(fresh, found)
     if number.value:
@@ -88,11 +89,11 @@ def _look(tensors: list[Tensor], found: Tensor) -> None:
     one = _one_on_cpu if found.is_cpu else one_on(found.device, 1)
     dtypes = set(map(_dtype, tensors))
     if len(dtypes) == 1 and not dtypes.pop().is_complex:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+        find_nonfinite_kernel(tensors, found, one)
         return
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        torch._amp_foreach_non_finite_check_and_unscale_([real], found, one)
+        find_nonfinite_kernel([real], found, one)
 
 
 def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:

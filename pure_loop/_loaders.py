@@ -18,9 +18,9 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from pure_loop import _samplers
+from pure_loop._internal.torch_private import default_collate_functions
 from pure_loop._passes import Passes
 from pure_loop._private import Private
 from pure_loop.data import map_tensors
@@ -194,8 +194,11 @@ def collates_by_default(loader: DataLoader[Any]) -> bool:
 
 
 def _is_extended() -> bool:
-    """Whether somebody has told torch's collate what to do with samples of a class: it may do anything."""
-    return any(function.__module__ != default_collate.__module__ for function in default_collate_fn_map.values())
+    """Whether torch's collate was extended by user code for a class of samples, or can't say whether it was."""
+    functions = default_collate_functions
+    return functions is None or any(
+        function.__module__ != default_collate.__module__ for function in functions.values()
+    )
 
 
 def _is_fixed(dataset: Any) -> bool:

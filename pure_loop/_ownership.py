@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import shared_cache
 
 from pure_loop._cells import is_plain
 from pure_loop._consumer import COUNTS_CAN_BE_TRUSTED
+from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
 from pure_loop._parts import part_of
 from pure_loop._pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict
@@ -32,17 +33,11 @@ __all__ = [
     "address_of",
     "has_tensors",
     "held_once",
-    "storage_uses",
-    "tensor_uses",
     "were_sent",
 ]
 
 Path: TypeAlias = tuple[str, ...]
 
-tensor_uses: Any = getattr(Tensor, "_use_count", None)
-storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
-# Where torch is built for CUDA: whether memory, by its storage's pointer, goes straight back to torch's allocator.
-_goes_back: Any = getattr(torch._C, "_has_Standard_Deleter", None)
 # What refers to a tensor besides the mappings and lists that it is in: the list of a Held, and whoever asks.
 _OURS = 2
 # And to its storage: the tensor, and a Held.
@@ -235,12 +230,11 @@ def have_storages(tensors: Sequence[Any]) -> bool:
 
     A wrapper subclass, a sparse tensor and a tensor inside torch.func's transforms have none.
     """
-    return set(map(type, tensors)) <= _PLAIN and set(map(_layout, tensors)) <= _STRIDED and _transforms() is None
+    return set(map(type, tensors)) <= _PLAIN and set(map(_layout, tensors)) <= _STRIDED and transforms() is None
 
 
 _PLAIN, _STRIDED = {Tensor}, {torch.strided}
 _layout = attrgetter("layout")
-_transforms: Any = torch._C._functorch.peek_interpreter_stack
 
 
 def were_sent(there: Iterable[int]) -> bool:
@@ -252,8 +246,8 @@ def were_sent(there: Iterable[int]) -> bool:
     """
     if not shared_cache:
         return False
-    if _goes_back is not None:
-        return not all(map(_goes_back, there))
+    if storage_goes_back is not None:
+        return not all(map(storage_goes_back, there))
     return not {weak.cdata for weak in list(shared_cache.values())}.isdisjoint(there)
 
 

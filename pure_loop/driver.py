@@ -12,6 +12,7 @@ import torch
 
 from pure_loop._consumer import gives_up
 from pure_loop._fast import Observed, fast_text
+from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop._returned import check_returned
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -37,7 +38,7 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
     if grads_missing:
         _set_grads(state, NOT_READY)
     grad_mode = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
+    set_grad_enabled(True)
     handler = handlers[0]
     try:
         for handler in handlers:
@@ -72,7 +73,7 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
             )
         raise
     finally:
-        torch._C._set_grad_enabled(grad_mode)
+        set_grad_enabled(grad_mode)
         if grads_missing and state._grads is NOT_READY:
             _set_grads(state, None)
     return state

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop import _pytree
+from pure_loop._internal.torch_private import amp_update_scale
 from pure_loop.errors import ArgumentError
 
 __all__ = ["LossScale", "Precision"]
@@ -51,9 +52,7 @@ class LossScale:
     def update(self, found_inf: Tensor) -> LossScale:
         """The scale after a step; ``found_inf`` is float32 of shape (1,), 1 where a gradient overflowed."""
         scale, tracker = self.scale.clone(), self.growth_tracker.clone()
-        torch._amp_update_scale_(
-            scale, tracker, found_inf, self.GROWTH_FACTOR, self.BACKOFF_FACTOR, self.GROWTH_INTERVAL
-        )
+        amp_update_scale(scale, tracker, found_inf, self.GROWTH_FACTOR, self.BACKOFF_FACTOR, self.GROWTH_INTERVAL)
         return LossScale(scale, tracker)
 
     def __float__(self) -> float:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from pure_loop import _python_random
+from pure_loop._internal.torch_private import mps_generator
 from pure_loop._numpy import put_back, set_aside
 from pure_loop.errors import ArgumentTypeError
 
@@ -124,7 +125,7 @@ def _generators(device: Device) -> tuple[torch.Generator, ...]:
     if place.type in ("cpu", "meta"):
         return ()
     if place.type == "mps":
-        return (torch.mps._get_default_mps_generator(),)
+        return (mps_generator(),)
     backend: Any = getattr(torch, place.type)
     if not backend.is_initialized():
         backend.init()

@@ -27,6 +27,7 @@ from pure_loop._finite import (
     total_loss,
 )
 from pure_loop._host_draws import Checked, Observed, SeededHosts, may_draw
+from pure_loop._internal.torch_private import any_autocast_enabled, set_grad_enabled
 from pure_loop._losses import check_loss, detached, detached_loss, measured_loss
 from pure_loop._notes import note_stage, noting
 from pure_loop._parts import part_of, with_part
@@ -57,8 +58,6 @@ Before: TypeAlias = "tuple[FrozenDict[str, Tensor], ModelDef | None]"
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _tracer = tracer.get
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 @attrs.frozen(kw_only=True)
@@ -157,7 +156,7 @@ class Stages:
         draws = model.may_draw or forward is not default_forward
         if draws and state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_draw:
             forward = model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
-        plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
+        plain = self.precision.dtype is None and _grad_enabled() and not any_autocast_enabled()
         if draws:
             plain = plain and self.host_draws.get("forward") is False and not self.strict and draws_on_host(params)
         if plain and type(engine) is Engine:
@@ -184,7 +183,7 @@ class Stages:
             finally:
                 if drawn is not None:
                     unseed_host(drawn)
-                _set_grad_enabled(True)  # whatever the user's code has left
+                set_grad_enabled(True)  # whatever the user's code has left
         else:
 
             def call() -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
@@ -211,7 +210,7 @@ class Stages:
         draws = task.loss_may_draw
         if task.implied is not None and task.implied.class_weights:
             self._refuse_other_targets(state)
-        plain = self.precision.dtype is None and _grad_enabled() and not _any_autocast()
+        plain = self.precision.dtype is None and _grad_enabled() and not any_autocast_enabled()
         if draws:
             plain = plain and self.host_draws.get("loss") is False and not self.strict and draws_on_host(state.params)
         if plain and of_batch is not None:
@@ -229,7 +228,7 @@ class Stages:
             finally:
                 if drawn is not None:
                     unseed_host(drawn)
-                _set_grad_enabled(True)
+                set_grad_enabled(True)
         else:
 
             def call() -> Any:
@@ -318,7 +317,7 @@ class Stages:
             # A checkpoint draws its dropout masks again here, and restores the global generator around that.
             draws = model.may_draw or self.task.forward is not default_forward
             guarded = draws and (self.host_draws.get("backward") is not False or not draws_on_host(origin))
-            if guarded or _any_autocast():
+            if guarded or any_autocast_enabled():
                 with self._seeded(state, "backward", 0) if draws else _NOTHING, self._without_autocast(state):
                     found = engine.gradient(state, loss, seed, alone=alone, counts=mask)
             else:
@@ -517,7 +516,7 @@ class Stages:
         draft = fresh_draft_of(state)
         overwrite: Any = overwrite_unread or optimizer.overwrite
         grad_mode = _grad_enabled()
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             new, draft.opt_state = overwrite(state._grads, memory, trained, state.timestamp)
             held = donation.held if new is trained else None
@@ -527,7 +526,7 @@ class Stages:
             else:
                 self._refuse_nonfinite(draft, state, list(new.values()), None, before)
         finally:
-            _set_grad_enabled(grad_mode)
+            set_grad_enabled(grad_mode)
         if new is trained:
             draft.params = params
         else:
@@ -656,11 +655,11 @@ class Stages:
     def _with_gradients(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
         """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
         try:
-            if not draws and self.precision.dtype is None and _grad_enabled() and not _any_autocast():
+            if not draws and self.precision.dtype is None and _grad_enabled() and not any_autocast_enabled():
                 try:
                     return call()
                 finally:
-                    _set_grad_enabled(True)  # whatever the user's code has left
+                    set_grad_enabled(True)  # whatever the user's code has left
             try:
                 with GradMode(True), self._seeded(state, stage, index) if draws else _NOTHING, self._autocast(state):
                     return call()
@@ -717,11 +716,11 @@ class Stages:
 
     def _forget_casts(self) -> None:
         """Inside somebody's own autocast torch keeps casts of this step's leaves until that ends: after training."""
-        if self.precision.dtype is not None and _any_autocast():
+        if self.precision.dtype is not None and any_autocast_enabled():
             torch.clear_autocast_cache()
 
     def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
-        if not _any_autocast():
+        if not any_autocast_enabled():
             return _NOTHING
         kind = device_of(state).type
         # What is around the loop must not change what it computes.

@@ -13,7 +13,8 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from pure_loop._ownership import LISTED, ONCE, address_of, storage_uses, tensor_uses, were_sent
+from pure_loop._internal.torch_private import storage_uses, tensor_uses
+from pure_loop._ownership import LISTED, ONCE, address_of, were_sent
 from pure_loop._pytree import NAMESPACE
 from pure_loop.compile.trees import Durable
 from pure_loop.frozendict import FrozenDict

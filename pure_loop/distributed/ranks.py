@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pure_loop._internal.torch_private import broadcast_coalesced
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
@@ -170,7 +171,7 @@ class Ranks:
         """Copies that hold what they hold on rank ``source``."""
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         if copies and not self._fake:
-            torch._C._distributed_c10d._broadcast_coalesced(self.group, copies, 250 << 20, source)
+            broadcast_coalesced(self.group, copies, 250 << 20, source)
         return copies
 
     def failed(self, error: BaseException, event: Event, batch: int) -> None:

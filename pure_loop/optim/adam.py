@@ -27,6 +27,7 @@ from torch import Tensor
 from pure_loop._autograd import GradMode
 from pure_loop._calls import teaching
 from pure_loop._cells import cell_of, one_on
+from pure_loop._internal.torch_private import fused_adam, fused_adamw
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -135,7 +136,7 @@ class _Adam:
     memories: tuple[str, ...] = attrs.field(init=False)
     no_largest: tuple[list[Tensor], ...] = attrs.field(init=False)  # in the place of the third memory
     # Bound once, and where it is always the same the rate too: each call less is a microsecond or two of a step.
-    fused: Callable[..., None] = attrs.field(init=False)
+    fused: Callable[..., None] | None = attrs.field(init=False)
     rate: float | None = attrs.field(init=False)
 
     @memories.default
@@ -147,9 +148,10 @@ class _Adam:
         return () if self.amsgrad else ([],)
 
     @fused.default
-    def _fused(self) -> Callable[..., None]:
-        return partial(
-            torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_,
+    def _fused(self) -> Callable[..., None] | None:
+        kernel = fused_adamw if self.name == "adamw" else fused_adam
+        return kernel and partial(
+            kernel,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=self.weight_decay,
@@ -193,7 +195,7 @@ class _Adam:
             update=rule.update,
             overwrite=keeps_nothing(rule.overwrite, partial(rule.overwrite, unread=True)),
             overwrites_mappings_only=True,
-            takes_found_inf=True,
+            takes_found_inf=rule.fused is not None,
             lr=rule.lr,
             options=options,
             spreads_nonfinite=True,
@@ -241,6 +243,7 @@ class _Adam:
         if prepared is not None:
             layout, lists, number = prepared
             if layout is getattr(params, "layout", None) is getattr(grads, "layout", None):
+                assert self.fused is not None  # which they were prepared for
                 lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
                 number.value += 1.0
                 self.fused(params._tensors, list(grads.values()), *lists, lr=lr)
@@ -252,7 +255,7 @@ class _Adam:
             return self.update(grads, opt_state, params, timestamp, overwrite=True, found_inf=found_inf)
         values, gradients, memories = ready
         lr = rate_at(self.name, self.lr, timestamp) if self.rate is None else self.rate
-        step, on_cpu = opt_state["step"], values[0].is_cpu and "cpu" in FUSED_DEVICES
+        step, fused = opt_state["step"], self.fused if values[0].is_cpu else None
         number = None
         if unread and type(step) is Tensor and step.is_cpu and step.dtype is torch.float32:
             number = cell_of(step)
@@ -262,9 +265,9 @@ class _Adam:
             step = torch.add(step, one if found_inf is None else one - found_inf[0])
             opt_state = FrozenDict({**opt_state, "step": step})
         steps = [step] * len(values)
-        if found_inf is None and on_cpu:
+        if found_inf is None and fused is not None:
             lists = (*memories, *self.no_largest, steps)
-            self.fused(values, gradients, *lists, lr=lr)
+            fused(values, gradients, *lists, lr=lr)
             if number is not None:
                 opt_state.prepared = params.layout, lists, number
         else:
@@ -315,7 +318,7 @@ class _Adam:
         lists = params, grads, memories[0], memories[1], memories[2] if self.amsgrad else []
         if type(lr) is not float and isinstance(lr, Tensor):
             self.traced(lr, *lists, steps)
-        elif (params[0].is_cpu and "cpu" in FUSED_DEVICES) or params[0].device.type in FUSED_DEVICES:
+        elif self.fused is not None and params[0].device.type in FUSED_DEVICES:
             self.fused(*lists, steps, lr=lr, found_inf=found_inf)
         else:
             self.foreach(lr, *lists, steps)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pure_loop._autograd import GradMode
 from pure_loop._calls import teaching
+from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import (
@@ -184,8 +185,8 @@ class _SGD:
     def kernel(self, lr: Any, first: bool = False, found_inf: Tensor | None = None) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if not isinstance(lr, Tensor) and _fused_serves(params):
-                torch._fused_sgd_(
+            if fused_sgd is not None and not isinstance(lr, Tensor) and _fused_serves(params):
+                fused_sgd(
                     params,
                     grads,
                     buffers,
