@@ -12,6 +12,7 @@ __all__ = ["clone_all", "in_transform"]
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in the layout of the originals.
 
+    >>> import torch
     >>> clone_all([torch.ones(2), torch.tensor(3)])
     [tensor([1., 1.]), tensor(3)]
     """

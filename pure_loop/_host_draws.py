@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pure_loop._internal.torch_private import DispatchMode, no_dispatch
 from pure_loop._structure import found_from
 from pure_loop.errors import ImpurityError
 from pure_loop.random import Device, movements, seeded, seeded_all
@@ -208,7 +208,7 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OwnDraws(DispatchMode):  # type: ignore[misc]
     """Follows the states of torch's global generators from one operation of this thread to the next.
 
     Attributes:
@@ -216,7 +216,7 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -232,21 +232,21 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in ("manual_seed", "seed", "set_rng_state"):
             for module in (torch, torch.random):
                 self._stack.enter_context(replaced(module, name, _telling(getattr(module, name))))
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         movements.reset(self._token)
         self._stack.close()
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)
 
     def _now(self) -> list[Tensor]:
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             return [each.get_state() for each in self._generators]
 
     def look(self) -> None:
         """Notice a state that has moved since."""
         now = self._now()
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             if not all(map(torch.equal, self._last, now)):
                 self.disturbed = True
         self._last = now

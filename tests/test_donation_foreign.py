@@ -94,7 +94,7 @@ def test_what_processes_hand_each_other_costs_no_copies(count: Count, monkeypatc
 
 
 def test_a_storage_on_torchs_list_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ownership, "_goes_back", None)
+    monkeypatch.setattr(_ownership, "storage_goes_back", None)
     one, other = torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage()
     monkeypatch.setattr(_ownership, "shared_cache", {"one": reductions.StorageWeakRef(one)})
     assert were_sent([other._cdata, one._cdata])

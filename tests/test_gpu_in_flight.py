@@ -226,7 +226,7 @@ def test_what_another_process_was_given_is_not_written_to(
 @needs_counts
 def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     count = Count(monkeypatch)
-    monkeypatch.setattr(_ownership, "_goes_back", None)
+    monkeypatch.setattr(_ownership, "storage_goes_back", None)
     for event, state in fit(DATA):
         if event is Event.BATCH_END and state.timestamp.batch == 2:
             before = count.copied

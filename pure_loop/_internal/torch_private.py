@@ -8,6 +8,7 @@ release that moves a private name keeps ``import pure_loop`` or training from wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "DispatchMode",
     "amp_update_scale",
     "any_autocast_enabled",
     "backward_runs_in_threads",
@@ -29,6 +31,7 @@ __all__ = [
     "is_transformed",
     "missing",
     "mps_generator",
+    "no_dispatch",
     "run_backward",
     "set_grad_enabled",
     "storage_goes_back",
@@ -124,6 +127,23 @@ tensor_uses: Any = _find(Tensor, "_use_count", "donation: every step copies")
 storage_uses: Any = _find(torch, "_C._storage_Use_Count", "donation: every step copies")
 # In a torch built for CUDA: whether memory, by its storage's pointer, goes straight back to torch's allocator.
 storage_goes_back: Callable[[Any], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
+
+
+def _dispatch_mode() -> type[Any]:
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        missing["torch.utils._python_dispatch.TorchDispatchMode"] = "strict's look for other threads"
+        return nullcontext
+    return TorchDispatchMode
+
+
+# The base of classes that see every operation of a thread inside a ``with``.
+DispatchMode: type[Any] = _dispatch_mode()
+# A context in which dispatch modes see no operation.
+no_dispatch: Callable[[], Any] = (
+    _find(torch, "_C._DisableTorchDispatch", "strict's look for other threads") or nullcontext
+)
 
 
 # Kernels.

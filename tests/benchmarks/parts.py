@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 from unittest.mock import patch
 
 import attrs
-import torch
 from torch import nn
 
 from pure_loop import Event, donation, driver, stages
@@ -33,7 +33,7 @@ _MEASURED = ("W1", "W2", "W4")
 _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
     ("backward", stages, "gradient_of"),
-    ("the optimizer's kernel", torch, "_fused_adamw_"),
+    ("the optimizer's kernel", sys.modules["pure_loop.optim.adam"], "fused_adamw"),
     ("the look for NaN", stages, "is_nonfinite"),
     ("who else has parameters and memory", donation.Donation, "take"),
     ("what was left on the parameters", donation.Donation, "leaves"),
