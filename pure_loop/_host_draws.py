@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.torch_private import DispatchMode, no_dispatch
-from pure_loop._structure import found_from
+from pure_loop._structure import children
 from pure_loop.errors import ImpurityError
 from pure_loop.random import Device, movements, seeded, seeded_all
 
@@ -72,7 +72,7 @@ def may_draw(values: Iterable[Any]) -> tuple[bool, bool]:
                     pending += _functions_of(cls)
         elif not isinstance(value, types.ModuleType):
             pending.append(type(value))
-        pending += [found for found in found_from(value) if found is not value and id(found) not in seen]
+        pending += children(value)
     return False, own
 
 

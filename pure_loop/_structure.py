@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pure_loop.errors import ModelError
 
-__all__ = ["copied", "found_from", "referred_to", "refuse_uncopyable", "refers_to"]
+__all__ = ["children", "copied", "found_from", "referred_to", "refuse_uncopyable", "refers_to"]
 
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -96,7 +96,7 @@ def found_from(value: Any) -> Iterator[Any]:
         if id(value) not in seen:
             seen[id(value)] = value
             yield value
-            pending += _children(value)
+            pending += children(value)
 
 
 def refers_to(value: Any, module: nn.Module) -> bool:
@@ -184,7 +184,7 @@ class _Walk:
             if not touching:
                 return
             self._rebuild(value)
-        for child in _children(value):
+        for child in children(value):
             self._share(child, called=called, containers=containers, independent=independent)
 
     def touches(self, value: Any, *, globally: bool = False) -> bool:
@@ -200,7 +200,7 @@ class _Walk:
             if len(seen) >= _MOST:
                 return False
             seen[id(value)] = value
-            pending += _children(value)
+            pending += children(value)
             if globally and isinstance(value, types.FunctionType):
                 pending += _globals_of(value)
         if not globally:
@@ -242,7 +242,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _children(value: Any) -> list[Any]:
+def children(value: Any) -> list[Any]:
     """What an object refers to, where that can be told without running code of its class."""
     if isinstance(value, (Tensor, *_ATOMIC)):
         return []
@@ -309,7 +309,7 @@ def _uncopyable(value: Any, path: str, known: set[int]) -> tuple[str, str, str] 
         elif isinstance(value, _CONTAINERS):
             pending += [(each, f"{path}[{index}]") for index, each in enumerate(value)]
         elif isinstance(value, types.MethodType | partial):
-            pending += [(each, path) for each in _children(value)]
+            pending += [(each, path) for each in children(value)]
         elif isinstance(value, nn.Module):
             pending += [(each, f"{path}.{key}") for key, each in vars(value).items()]
         elif not hasattr(value, "__deepcopy__"):
