@@ -7,8 +7,8 @@ that its call and the clock cost.
 from __future__ import annotations
 
 import functools
+import importlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +33,7 @@ _MEASURED = ("W1", "W2", "W4")
 _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
     ("backward", stages, "gradient_of"),
-    ("the optimizer's kernel", sys.modules["pure_loop.optim.adam"], "fused_adamw"),
+    ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
     ("the look for NaN", stages, "is_nonfinite"),
     ("who else has parameters and memory", donation.Donation, "take"),
     ("what was left on the parameters", donation.Donation, "leaves"),
