@@ -15,7 +15,8 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks docs clean
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks docs clean \
+	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,19 +28,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: three to eight minutes on two cores
+test: $(STAMP)  ## the fast tier: five to ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
 
-test-slow: $(STAMP)  ## what else runs in CI: real processes, real compilers, the code of the docs; five to sixteen minutes
+test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the code of the docs; ten to twenty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
 	PURE_LOOP_THOROUGH=1 $(BIN)/python -m pytest -n 2 --timeout=3600
 
-COMPILED := test_compile test_compile_connected test_compile_refusals test_compile_kept test_compile_inductor
+COMPILED := test_compile test_connected test_refusals test_kept test_inductor
 
 test-compiler: $(STAMP)  ## compiled steps through torch's compiler, and not operation by operation: about 40 minutes
-	PURE_LOOP_COMPILER=1 $(BIN)/python -m pytest -n 2 --timeout=3600 $(COMPILED:%=tests/%.py)
+	PURE_LOOP_COMPILER=1 $(BIN)/python -m pytest -n 2 --timeout=3600 $(COMPILED:%=tests/compile/%.py)
 
 test-simulated-gpu: $(STAMP)  ## the tests that need a GPU, on one that computes on the CPU: two minutes, with g++
 	$(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin -m "gpu and not thorough"
@@ -51,9 +52,9 @@ $(TRITON_STAMP): constraints.txt
 # What is compiled, and what is interpreted, are processes of their own: triton asks which when it is imported.
 test-triton: $(STAMP) $(TRITON_STAMP)  ## compiled steps as kernels for a GPU, on a simulated one: four minutes, with g++
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
-		-m "gpu and not thorough" tests/test_compile_triton.py
+		-m "gpu and not thorough" tests/compile/test_triton.py
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
-		-m "gpu and not thorough" tests/test_compile_triton_numbers.py
+		-m "gpu and not thorough" tests/compile/test_triton_numbers.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -87,6 +88,9 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
+
+new-algorithm new-callback new-logger new-metric new-schedule: $(STAMP)  ## NAME=lookahead: skeletons of a method and its test
+	$(BIN)/python docs/new.py $(@:new-%=%) $(NAME)
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,17 +2,23 @@
 
     python docs/generate.py            # write
     python docs/generate.py --check    # exit with 1 where something drifted
+    python docs/generate.py --packages # only what packages list
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
-``docs/benchmark.json``, which ``make bench-page`` measures.
+``docs/benchmark.json``, which ``make bench-page`` measures. ``methods KIND`` is a table of a package's modules: the row
+of each is the first sentence of its docstring.
+
+The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
+what their modules list in ``__all__``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import inspect
@@ -34,12 +40,82 @@ import torch
 import pure_loop as pl
 from pure_loop import Event, order
 
-__all__ = ["Block", "blocks", "main", "pages", "render", "run"]
+__all__ = [
+    *("PACKAGES", "Block", "Module", "blocks", "is_public", "main", "modules", "pages"),
+    *("render", "render_package", "run"),
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PART = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "schedules")
+
+
+@attrs.frozen
+class Module:
+    """A module of a package: its name, its docstring and what it lists in ``__all__``."""
+
+    name: str
+    doc: str
+    public: tuple[str, ...]
+
+
+def modules(package: str) -> list[Module]:
+    """The modules of ``pure_loop/PACKAGE``, by their names; nothing is imported."""
+    found = []
+    for path in sorted((ROOT / "pure_loop" / package).glob("*.py")):
+        tree = ast.parse(path.read_text())
+        listed = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        if path.stem != "__init__" and listed:
+            found.append(Module(path.stem, ast.get_docstring(tree) or "", tuple(listed[0])))
+    return found
+
+
+def render_package(package: str) -> str:
+    """The ``__init__.py`` of a package, with the docstring that it has."""
+    path = ROOT / "pure_loop" / package / "__init__.py"
+    docstring = path.read_text().partition('"""')[2].partition('"""')[0]
+    public = [module for module in modules(package) if is_public(module.name, package)]
+    names = {name: module.name for module in public for name in module.public}
+    ordered = sorted(names, key=_order)
+    lines = [
+        f'"""{docstring}"""\n',
+        "# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.\n",
+        "from __future__ import annotations\n",
+        "from typing import TYPE_CHECKING\n",
+        "from pure_loop._internal.lazy import lazily as _lazily\n",
+        "if TYPE_CHECKING:",
+    ]
+    for module in public:
+        listed = ", ".join(sorted(module.public, key=_order))
+        lines.append(f"    from pure_loop.{package}.{module.name} import {listed}")
+    lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
+    # To type checkers a module with a __getattr__ has every name, misspelled ones included.
+    lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
+    lines += [f'            "{name}": "pure_loop.{package}.{names[name]}",' for name in ordered]
+    lines += ["        },", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
+    return "\n".join(lines)
+
+
+def is_public(module: str, package: str) -> bool:
+    """Whether a package lists the names of one of its modules."""
+    return not module.startswith("_") or (module, package) in _BASES
+
+
+# Private modules whose names are public: what the methods of a package are made of.
+_BASES = (("_base", "metrics"), ("_base", "schedules"))
+
+
+def _order(name: str) -> tuple[int, str]:
+    """As Ruff sorts names: constants, classes, and then functions."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
 @attrs.frozen
@@ -237,7 +313,7 @@ def _strategies() -> str:
         strategy = getattr(strategies, name)
         keywords = [each for each in inspect.signature(strategy).parameters.values() if each.kind is each.KEYWORD_ONLY]
         if not keywords:
-            continue  # what failures show, and nobody draws
+            continue  # shown in failures, and never drawn
         paragraph = (inspect.getdoc(strategy) or "").partition("\n\n")[0]
         what = " ".join(paragraph.replace("``", "`").split()).partition(". They shrink")[0].rstrip(".")
         lines.append(f"| `testing.{name}` | {what} | {', '.join(f'`{keyword.name}`' for keyword in keywords)} |")
@@ -256,9 +332,28 @@ def _benchmark(name: str) -> str:
     return str(tables.as_markdown(tables.of(name, found)))
 
 
+def _methods(package: str) -> str:
+    """What a package holds: the first sentence of each module's docstring, and the ranges of its settings."""
+    from pure_loop.ranges import settings_of
+
+    lines = ["| | | settings |", "|---|---|---|"]
+    for module in modules(package):
+        if not is_public(module.name, package):
+            continue
+        for name in module.public:
+            made = getattr(getattr(pl, package), name)
+            if package in ("algorithms", "metrics") and name != module.name:
+                continue  # the arithmetic beside an algorithm, a loss beside a metric
+            sentence = " ".join(module.doc.partition("\n\n")[0].split()).rstrip(".")
+            ranges = "; ".join(f"`{setting.name}` {setting.in_words}" for setting in settings_of(made).values())
+            lines.append(f"| `pl.{package}.{name}` | {sentence.replace('``', '`')} | {ranges} |")
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
+
+
 _PARTS: dict[str, Callable[..., str]] = {
     "benchmark": _benchmark,
     "mermaid": _mermaid,
+    "methods": _methods,
     "grammar": _grammar,
     "outline": _outline,
     "fields": _fields,
@@ -273,10 +368,12 @@ _PARTS: dict[str, Callable[..., str]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something drifted")
+    parser.add_argument("--packages", action="store_true", help="only the __init__.py of packages, which is quick")
     options = parser.parse_args(arguments)
     drifted = []
-    for path in pages():
-        new = render(path, run(path))
+    initial = [path for path in (ROOT / "pure_loop" / package / "__init__.py" for package in PACKAGES) if path.exists()]
+    for path in initial if options.packages else [*initial, *pages()]:
+        new = render_package(path.parent.name) if path in initial else render(path, run(path))
         if new != path.read_text():
             drifted.append(path.relative_to(ROOT))
             if not options.check:

@@ -5,7 +5,7 @@
 
 It trains a small convolutional network on scikit-learn's digits (1797 images of 8x8 pixels) with label smoothing, an
 average of the weights (EMA), and two evaluators: digits that were held out, and the same digits shifted by a pixel.
-Shuffling, the augmentation and dropout are random. When the run is over, training goes on a second time from a State
+Shuffling, the augmentation and dropout are random. When the run is over, training resumes a second time from a State
 in the middle of an epoch in the middle of the run, and everything that follows is compared with the first time.
 
 Exit code 0 means: at least 98% of the held-out digits are right, and the replay is bitwise equal.
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     history = record(fit(network(options.seed)), "train")
     seconds = time.perf_counter() - begun
 
-    # A State is a value: any one of the history will do to go on from, and it needn't have been chosen in advance.
+    # A State is a value: any one of the history will do to resume from, and it needn't have been chosen in advance.
     middle = epochs // 2 * len(train) + len(train) // 2
     position, kept = next(
         (index, state)

@@ -1,10 +1,10 @@
 """A GAN, trained by a script of one's own: two networks, two optimizers, one State.
 
-    python examples/gan.py                   # trains, goes on from the middle a second time, draws gan.png
+    python examples/gan.py                   # trains, resumes from the middle a second time, draws gan.png
 
 ``pl.fit`` knows one loss and one optimizer. What doesn't fit into it is written as a *script*: a generator in which
 each event is one line, ``state = yield EVENT, state``. ``pl.drive`` runs it, and the rest of the library works with
-it as with ``fit``: here an average of the weights (EMA), the progress bar, and going on from a kept State.
+it as with ``fit``: here an average of the weights (EMA), the progress bar, and resuming from a kept State.
 
 The data are points around eight places on a ring. A generator that has collapsed finds only some of the places; this
 one should find all eight, and put most of its points near one.
@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 
 import pure_loop as pl
 from pure_loop import Event, FrozenDict
-from pure_loop.loop import Script
+from pure_loop.loop.training import Script
 
 ANGLES = torch.arange(8) * (math.pi / 4)
 PLACES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)
@@ -36,7 +36,7 @@ OPTIMIZERS = {player: pl.optim.adam(lr=2e-3, betas=(0.5, 0.99)) for player in PL
 
 
 def script(state: pl.State, batch_size: int = 256) -> Script:
-    """The loop. It reads how far it is from the State, so it begins anew or goes on, whichever it is given."""
+    """The loop. It reads how far it is from the State, so it begins anew or resumes, whichever it is given."""
     end = state.timestamp.max_duration
     assert end is not None
     state = yield Event.FIT_START, state

@@ -1,11 +1,11 @@
-"""A run that is killed again and again, and comes to the same numbers as one that isn't.
+"""A run that is killed again and again, and comes to the same numbers as one that is not.
 
-    python examples/killed.py                # six kills; prints where each run was killed, and went on
+    python examples/killed.py                # six kills; prints where each run was killed, and resumed
     python examples/killed.py --kills 20
 
 A network with dropout, BatchNorm and a moving average of its weights learns handwritten digits. The training runs in a
 process of its own, which this one kills with SIGKILL (which nothing can catch) at random moments, and starts again;
-what goes on is ``autoresume=`` and nothing else. In the end the State is compared with that of a run which nobody
+``autoresume=`` alone resumes it. In the end the State is compared with that of a run that was not
 killed.
 """
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     different = _compare.differences(killed, whole)
     same = not different
     print(
-        f"\nthe last State is {'the same as' if same else 'ANOTHER THAN'} that of a run which nobody killed: "
+        f"\nthe last State is {'the same as' if same else 'ANOTHER THAN'} that of a run that was not killed: "
         f"{len(_compare.leaves(whole))} leaves compared, bitwise"
     )
     return 0 if same else 1

@@ -5,7 +5,7 @@
 The loader is broken: once in a while a batch is a hundred times too bright and has the wrong labels. One such
 batch throws the weights far away. ``spike_guard`` learns how long gradients usually are, and shortens the ones that
 are out of all proportion. It is shown in what ``pl.explain`` prints, then at work next to one of the library's
-algorithms (EMA), and then its promises are tested with Hypothesis on settings that nobody chose.
+algorithms (EMA), and then its promises are tested with Hypothesis on drawn settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 def spike_guard(deviations: float = 3.0, decay: float = 0.95, *, name: str = "spike_guard") -> pl.Algorithm:
     """Shorten gradients that are longer than ``exp(mean + deviations * std)`` of the logarithms of earlier lengths.
 
-    What it remembers is a pytree in ``state.algorithm_state[name]``: that is all it takes to make resuming, forking
+    What it keeps is a pytree in ``state.algorithm_state[name]``: that is all it takes to make resuming, forking
     and replaying exact. It reads nothing from the device, so it never waits for it.
     """
 
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     check(examples)
     print(
-        f"\nTested with Hypothesis on {examples} settings each: it changes no State, going on from any batch is bitwise"
+        f"\nTested with Hypothesis on {examples} settings each: it changes no State, resuming from any batch is bitwise"
     )
     print("exact, and with a limit of infinity it does nothing.")
     return 0

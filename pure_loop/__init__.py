@@ -13,38 +13,40 @@
 """
 
 import sys as _sys
+from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
 from pure_loop import gradients, metrics, optim, random, stages
-from pure_loop._lazy import lazily as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop._internal.version import __version__ as __version__
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
+from pure_loop.entry.fit import fit
 from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
-from pure_loop.fit import fit
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop import Script
+from pure_loop.loop.stream import Stream, run
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
-from pure_loop.stages import Stages
 from pure_loop.state import State
-from pure_loop.stream import Stream, run
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop import algorithms, callbacks, checkpoint, distributed, loggers, order, schedules, testing
-    from pure_loop.checkpoint import latest, load, save
-    from pure_loop.drive import drive
-    from pure_loop.explain import explain
-    from pure_loop.outside_fit import evaluate, predict
+    from pure_loop import algorithms, callbacks, checkpoint, distributed, loggers, order, schedules
+    from pure_loop import testing as testing
+    from pure_loop import typing as typing
+    from pure_loop.checkpoint import best, latest, load, save
+    from pure_loop.entry.drive import drive
+    from pure_loop.entry.evaluate import evaluate, predict
+    from pure_loop.entry.explain import explain
+    from pure_loop.loop.training import Script
     from pure_loop.progress import progress
-
-__version__ = "0.1.0"
+    from pure_loop.stages import Stages
 
 __all__ = [
     "Algorithm",
@@ -65,6 +67,7 @@ __all__ = [
     "Timestamp",
     "algorithm",
     "algorithms",
+    "best",
     "callbacks",
     "checkpoint",
     "compose",
@@ -88,34 +91,40 @@ __all__ = [
     "save",
     "schedules",
     "stages",
-    # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed.
+    # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed. Nor
+    # typing, which would hide the standard library's.
     *_errors,
 ]
 
 # What a plain fit doesn't use.
 _LAZY: dict[str, str | None] = {
-    "drive": "pure_loop.drive",
-    "evaluate": "pure_loop.outside_fit",
-    "explain": "pure_loop.explain",
+    "Script": "pure_loop.loop.training",
+    "best": "pure_loop.checkpoint",
+    "drive": "pure_loop.entry.drive",
+    "evaluate": "pure_loop.entry.evaluate",
+    "explain": "pure_loop.entry.explain",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",
-    "predict": "pure_loop.outside_fit",
+    "predict": "pure_loop.entry.evaluate",
     "progress": "pure_loop.progress",
     "save": "pure_loop.checkpoint",
+    "Stages": "pure_loop.stages.stages",
     **dict.fromkeys(
-        ("algorithms", "callbacks", "checkpoint", "compile", "distributed", "loggers", "order", "schedules", "testing")
+        (
+            *("algorithms", "callbacks", "checkpoint", "compile", "distributed", "loggers", "order", "schedules"),
+            *("testing", "typing"),
+        )
     ),
 }
-__getattr__ = _lazily(__name__, _LAZY)
+if not TYPE_CHECKING:  # to type checkers a module with a __getattr__ has every name, misspelled ones included
+    __getattr__ = _lazily(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *(["testing"] if _find_spec("hypothesis") else [])])
+    return sorted([*__all__, "typing", *(["testing"] if _find_spec("hypothesis") else [])])
 
 
 # Whichever of the two is imported second introduces them: these lines, or the entry point that Hypothesis calls. While
 # Hypothesis is half imported it has no register_random; it calls the entry point at its end.
 if hasattr(_sys.modules.get("hypothesis"), "register_random"):
-    from pure_loop import _hypothesis
-
-    _hypothesis.register()
+    _import_module("pure_loop._hypothesis").register()

@@ -7,6 +7,7 @@ or the entry point that Hypothesis calls at the end of its own import (``_hypoth
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_origin
 
 import attrs
@@ -18,7 +19,7 @@ from pure_loop.evaluator import Evaluator
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
-from pure_loop.random import _awake
+from pure_loop.random.seeds import _initialized_accelerators, state_of
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp
@@ -47,18 +48,18 @@ class TorchRandom:
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
-        # Not torch.manual_seed: for accelerators that nobody uses yet it writes down the call stack, in milliseconds.
-        for generator in (torch.default_generator, *_awake()):
+        # Not torch.manual_seed: for unused accelerators it records the call stack, in milliseconds.
+        for generator in (torch.default_generator, *_initialized_accelerators()):
             generator.manual_seed(seed)
 
     def getstate(self) -> dict[torch.Generator, Tensor]:
         """Their states."""
-        return {generator: generator.get_state() for generator in (torch.default_generator, *_awake())}
+        return {generator: state_of(generator) for generator in (torch.default_generator, *_initialized_accelerators())}
 
     def setstate(self, state: dict[torch.Generator, Tensor]) -> None:
         """Put them back; one whose accelerator was not in use then starts from torch's seed, as it would have."""
         torch.default_generator.set_state(state[torch.default_generator])
-        for generator in _awake():
+        for generator in _initialized_accelerators():
             if generator in state:
                 generator.set_state(state[generator])
             else:
@@ -75,7 +76,7 @@ def register() -> None:
     from hypothesis import register_random
 
     # Here, since the package imports it only when it is asked for.
-    from pure_loop._oracle import EvaluatorPlan, Plan
+    from pure_loop.order.oracle import EvaluatorPlan, Plan
 
     if State in _told:
         return
@@ -89,30 +90,29 @@ def register_types(*types: type) -> None:
     """Tell Hypothesis of types for which :mod:`pure_loop.testing` has strategies."""
     from hypothesis.strategies import register_type_strategy
 
-    for each in types:
-        if each not in _told:
-            register_type_strategy(each, _later(each))
-            _told.add(each)
+    for cls in types:
+        if cls not in _told:
+            register_type_strategy(cls, _later(cls))
+            _told.add(cls)
 
 
 def _later(registered: type) -> Callable[[Any], SearchStrategy[Any]]:
     """A strategy that is made when it is first asked for."""
 
-    def resolve(asked: Any) -> Any:
-        if registered not in (asked, get_origin(asked)):
+    def resolve(requested: Any) -> Any:
+        if registered not in (requested, get_origin(requested)):
             # Something of a base class is wanted, such as Hashable: this library has nothing to do with that.
             return NotImplemented
-        from pure_loop.testing._types import BY_TYPE
-
-        return BY_TYPE[registered](asked)
+        # By its name: the kit imports this module.
+        return import_module("pure_loop.testing._types").BY_TYPE[registered](requested)
 
     return resolve
 
 
 def show(*types: type) -> None:
     """Have Hypothesis show values of these types as the code that makes them."""
-    for each in types:
-        each._repr_pretty_ = _print  # type: ignore[attr-defined]
+    for cls in types:
+        cls._repr_pretty_ = _print  # type: ignore[attr-defined]
 
 
 def _print(value: Any, printer: Any, cycle: bool) -> None:
@@ -122,9 +122,7 @@ def _print(value: Any, printer: Any, cycle: bool) -> None:
     elif isinstance(value, Timestamp):
         values = {field.name: getattr(value, field.name) for field in attrs.fields(Timestamp)}
         first = Timestamp()
-        given = (f"{name}={it!r}" for name, it in values.items() if it != getattr(first, name))
-        printer.text(f"Timestamp({', '.join(given)})")
+        argument = (f"{name}={it!r}" for name, it in values.items() if it != getattr(first, name))
+        printer.text(f"Timestamp({', '.join(argument)})")
     else:
-        from pure_loop.testing._code import code
-
-        printer.text(code(value))
+        printer.text(import_module("pure_loop.testing._code").code(value))

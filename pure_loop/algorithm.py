@@ -1,29 +1,38 @@
 """Algorithms: pure functions ``State -> State`` bound to events.
 
-An algorithm changes training by returning another State. It keeps what it must remember in
-``state.algorithm_state``, never in itself, so that going on from a State is exact. At every event
+An algorithm changes training by returning another State. It keeps values between events in
+``state.algorithm_state``, never in itself, so that resuming from a State is exact. At every event
 algorithms apply in the order given, and in reverse on the AFTER half of a BEFORE/AFTER pair, so
 that what opened last closes first; AFTER_DATALOADER is the exception (:func:`reversed_at`).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from pure_loop._signature import accepts
+from pure_loop._internal.reprs import call
+from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event
+from pure_loop.event import Event, EventName
+from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
+if TYPE_CHECKING:
+    from pure_loop.callback import Run
+    from pure_loop.loop.training import LoopStages
+
 __all__ = ["Algorithm", "AlgorithmLike", "Composition", "Handler", "algorithm", "bind", "compose", "reversed_at"]
 
+S = TypeVar("S", bound=State)
 HandlerFunction: TypeAlias = Callable[..., State]
+UserHandler: TypeAlias = "Callable[[Any], State] | Callable[[Any, LoopStages], State]"
 
 
 @attrs.frozen
@@ -44,7 +53,7 @@ def _as_event(event: Any, where: str) -> Event:
 
 
 def _takes_stages(function: HandlerFunction, where: str) -> bool:
-    """Whether a handler asks for the loop's stages as a second argument."""
+    """Whether a handler takes the loop's stages as a second argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -67,19 +76,27 @@ def _takes_stages(function: HandlerFunction, where: str) -> bool:
 
 @attrs.frozen(init=False, repr=False)
 class Algorithm:
-    """A named set of handlers, and the memory they start with.
+    """A named set of handlers, and the algorithm state with which they start.
 
     Args:
         name: its name, which is also its key in ``state.algorithm_state``; unique in a run.
         handlers: an event, or a tuple of events, to a function ``state -> state`` (or
-            ``(state, stages) -> state``: see :class:`pure_loop.loop.LoopStages`).
-        init: ``state -> memory``, any pytree; called once, after INIT, and kept in ``algorithm_state``. Where training
-            resumes it is called with tensors on the meta device, and its shapes are compared with the memory's.
+            ``(state, stages) -> state``: see :class:`pure_loop.loop.training.LoopStages`).
+        init: ``state -> value``, any pytree; called once, after INIT. The value is the first
+            ``state.algorithm_state[name]``. When training resumes, ``init`` is called with tensors on the meta device,
+            and the shapes of its value are compared with those of the algorithm state.
         when: how often the handlers run, such as ``pl.every("10ba")``; None: always.
+        claims: names of effects that two algorithms of a run can't both have, as strings: ``{"mixes targets"}``.
+        bind: ``run -> None``, called once before the stream of ``fit`` starts, with a :class:`pure_loop.callback.Run`;
+            raises if the algorithm can't work in this run.
 
     Raises:
         ArgumentError: it binds no event, or a name that is no event.
         ArgumentTypeError: a handler that can't be called with a State.
+
+    Attributes:
+        factory: the function of the library that made it, such as ``"sam"``; "" for other algorithms.
+        settings: the arguments of that call by name, defaults included.
 
     >>> from pure_loop import Event
     >>> def count(state):
@@ -92,14 +109,20 @@ class Algorithm:
     handlers: Mapping[Event, tuple[HandlerFunction, ...]]
     init: Callable[[State], Any] | None
     when: Predicate | None
+    claims: frozenset[str]
+    bind: Callable[[Run], None] | None
+    factory: str = attrs.field(default="", eq=False)
+    settings: Mapping[str, Any] = attrs.field(factory=FrozenDict, eq=False)
 
     def __init__(
         self,
         name: str,
-        handlers: Mapping[Any, HandlerFunction | Sequence[HandlerFunction]],
+        handlers: Mapping[Any, UserHandler | Sequence[UserHandler]],  # of events, names, or tuples of them
         init: Callable[[State], Any] | None = None,
         *,
         when: CadenceLike | None = None,
+        claims: Collection[str] = frozenset(),
+        bind: Callable[[Run], None] | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"an algorithm's name is a text that is not empty, not {name!r}.")
@@ -122,14 +145,18 @@ class Algorithm:
             )
         if init is not None and not (callable(init) and accepts(init, 1)):
             raise ArgumentTypeError(
-                f"{where}: init={init!r} is not a function of (state) that returns the algorithm's first memory: "
+                f"{where}: init={init!r} is not a function of (state) that returns the first algorithm state: "
                 "init=lambda state: 0."
             )
         cadence = as_predicate(when, f"{where}: when")
         if isinstance(cadence, Cadence):
             for member in table:
                 _refuse_never(cadence, member, where)
-        self.__attrs_init__(name, table, init, cadence)
+        if isinstance(claims, str) or not all(isinstance(claim, str) for claim in claims):
+            raise ArgumentTypeError(f'{where}: claims={claims!r}: give a set of texts, such as {{"mixes targets"}}.')
+        if bind is not None and not (callable(bind) and accepts(bind, 1)):
+            raise ArgumentTypeError(f"{where}: bind={bind!r} is not a function of (run), which fit calls once.")
+        self.__attrs_init__(name, table, init, cadence, frozenset(claims), bind)
 
     def __call__(self, state: State, *stages: Any) -> State:
         """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
@@ -139,7 +166,19 @@ class Algorithm:
             state = function(state, *stages)
         return state
 
+    def made_by(self, factory: str, settings: Mapping[str, Any]) -> Algorithm:
+        """The same algorithm, with the call that made it."""
+        result = copy.copy(self)
+        object.__setattr__(result, "factory", factory)
+        object.__setattr__(result, "settings", FrozenDict(settings))
+        return result
+
     def __repr__(self) -> str:
+        if self.factory:
+            settings = {name: value for name, value in self.settings.items() if value is not None}
+            if settings.get("name") == self.factory:
+                del settings["name"]
+            return call(self.factory, settings)
         return f"Algorithm({self.name!r}, {', '.join(event.value for event in self.handlers)})"
 
 
@@ -148,12 +187,12 @@ def _refuse_never(cadence: Cadence, event: Event, where: str) -> None:
     counted = {TimeUnit.EPOCH: Event.EPOCH_END, TimeUnit.ITERATION: Event.ITERATION_END}.get(cadence.interval.unit)
     if counted is not None and event in (Event.BATCH_END, Event.BATCH_CHECKPOINT):
         raise ArgumentError(
-            f"{where} would never run: {cadence} comes round at {counted.name}, after {event.name}. Bind it to "
+            f"{where} would never run: {cadence} is counted at {counted.name}, after {event.name}. Bind it to "
             f"{counted.name}, or count in batches."
         )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Composition:
     """Several algorithms as one; ``[compose(a, b), c]`` is ``[a, b, c]``."""
 
@@ -164,16 +203,19 @@ class Composition:
             state = member(state, *stages)
         return state
 
+    def __repr__(self) -> str:
+        return f"compose({', '.join(map(repr, self.members))})"
+
 
 AlgorithmLike: TypeAlias = "Algorithm | Composition"
 
 
 def algorithm(
-    *events: Event | str,
+    *events: Event | EventName,
     when: CadenceLike | None = None,
     name: str | None = None,
     init: Callable[[State], Any] | None = None,
-) -> Callable[[HandlerFunction], Algorithm]:
+) -> Callable[[Callable[[S], S] | Callable[[S, LoopStages], S]], Algorithm]:
     """Make an algorithm of a function ``State -> State``.
 
     Args:
@@ -193,14 +235,14 @@ def algorithm(
     >>> halve(State.create(torch.nn.Linear(1, 1)).replace(loss=torch.tensor(4.0))).loss
     tensor(2.)
     """
-    given = cast("tuple[Any, ...]", events)
-    if len(given) == 1 and callable(given[0]) and not isinstance(given[0], str):
-        function_name = getattr(given[0], "__name__", "function")
+    value = cast("tuple[Any, ...]", events)
+    if len(value) == 1 and callable(value[0]) and not isinstance(value[0], str):
+        function_name = getattr(value[0], "__name__", "function")
         raise ArgumentError(
             f"algorithm {function_name!r} binds no event: write @pl.algorithm(Event.BATCH_END) above it, with the "
             "event at which it runs."
         )
-    if any(isinstance(event, list | tuple | set | frozenset) for event in given):
+    if any(isinstance(event, list | tuple | set | frozenset) for event in value):
         raise ArgumentTypeError(
             "pl.algorithm takes events one by one, not in a list: pl.algorithm(Event.BATCH_START, Event.BATCH_END)."
         )
@@ -230,12 +272,12 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
         algorithms = (algorithms,)
     if isinstance(algorithms, str | Mapping) or not isinstance(algorithms, Iterable):
         raise ArgumentTypeError(f"algorithms={algorithms!r}: give a list of algorithms.")
-    found: list[Algorithm] = []
+    result: list[Algorithm] = []
     for item in algorithms:
         if isinstance(item, Algorithm):
-            found.append(item)
+            result.append(item)
         elif isinstance(item, Composition):
-            found.extend(item.members)
+            result.extend(item.members)
         elif isinstance(item, type):
             name = item.__name__
             raise ArgumentTypeError(f"algorithms= holds the class {name}; give an algorithm: {name}(...).")
@@ -250,14 +292,31 @@ def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
                 f"algorithms= holds {item!r} of type {type(item).__name__}, not an algorithm. Algorithms are made by "
                 "@pl.algorithm(Event...) and pl.Algorithm(...); what only observes goes into callbacks=."
             )
-    names = [item.name for item in found]
+    names = [item.name for item in result]
     for name in names:
         if names.count(name) > 1:
             raise ArgumentError(
                 f"two algorithms are named {name!r}, and algorithm_state keeps one memory a name: give one of them "
                 f"another, such as name={name + '_2'!r}."
             )
-    return tuple(found)
+    _refuse_two_claims(result)
+    return tuple(result)
+
+
+def _refuse_two_claims(algorithms: Sequence[Algorithm]) -> None:
+    """
+    Raises:
+        ArgumentError: two algorithms claim the same.
+    """
+    claimed: dict[str, str] = {}
+    for algorithm in algorithms:
+        for claim in sorted(algorithm.claims):
+            if claim in claimed:
+                raise ArgumentError(
+                    f"algorithms {claimed[claim]!r} and {algorithm.name!r} both claim {claim!r}, and one algorithm of "
+                    "a run can: leave one of them out."
+                )
+            claimed[claim] = algorithm.name
 
 
 def reversed_at(event: Event) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import attrs
 
-from pure_loop._signature import accepts, name_of
+from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -23,28 +23,34 @@ Predicate: TypeAlias = Callable[[State], bool]
 CadenceLike: TypeAlias = "str | int | Time | Predicate"
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Cadence:
     """True for States whose last counted batch (or epoch) passed a multiple of the interval.
 
     It compares ``state.previous_timestamp`` with ``state.timestamp`` and nothing else, so there is
-    nothing to save and it goes on exactly.
+    nothing to save and it resumes exactly.
     """
 
     interval: Time
 
     def __call__(self, state: State) -> bool:
-        found = passed(self.interval, state.previous_timestamp, state.timestamp)
-        if found is not None:
-            return found
+        result = passed(self.interval, state.previous_timestamp, state.timestamp)
+        if result is not None:
+            return result
         return due(self.interval, state.previous_timestamp, state.timestamp, counted_at(self.interval, state))
 
     def at(self, state: State, event: Event) -> bool:
         """Whether an evaluator with this interval is due at this event of this State."""
         return due(self.interval, state.previous_timestamp, state.timestamp, event)
 
+    def __repr__(self) -> str:
+        return f"every({self.interval.in_a_call()})"
+
     def __str__(self) -> str:
         return f"every {self.interval}"
+
+    def in_a_call(self) -> str:
+        return self.interval.in_a_call()
 
 
 def counted_at(interval: Time, state: State) -> Event:
@@ -64,8 +70,8 @@ def every(interval: str | int | Time) -> Cadence:
 
     The number 0 means never; ``"0ba"`` is refused.
 
-    >>> str(every("10ba"))
-    'every 10ba'
+    >>> every("10ba")
+    every('10ba')
     """
     return Cadence(read_interval(interval, "interval"))
 
@@ -89,7 +95,7 @@ def as_predicate(cadence: CadenceLike | None, name: str, units: Iterable[TimeUni
     if callable(cadence):
         if not accepts(cadence, 1):
             raise ArgumentTypeError(
-                f"{name} is the function {name_of(cadence)}, which can't be called with one argument: it is asked as "
+                f"{name} is the function {name_of(cadence)}, which can't be called with one argument: it is called as "
                 f"{name_of(cadence)}(state), and returns a bool."
             )
         return cadence

@@ -1,36 +1,97 @@
 """Callbacks: read-only observers of ``(event, state)``.
 
-A callback sees what the algorithms left and can't change it. At one event callbacks come after the
-algorithms, in the order given, and loggers last. What a callback wants recorded goes to the logger
-that it is handed: callbacks say what, loggers say where.
+A callback receives the State that the algorithms returned, and can't change it. At one event callbacks
+run after the algorithms, in their order, and loggers last. To record values a callback passes them to the
+logger that it receives: callbacks decide what is recorded, loggers where.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias
 
 import attrs
+import torch
 
-from pure_loop._signature import accepts, name_of
+from pure_loop._internal.dtensor import alone_on_rank
+from pure_loop._internal.reprs import call
+from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
 from pure_loop.event import Event
+from pure_loop.metrics import Metric
+from pure_loop.precision import PrecisionName
 from pure_loop.state import State
+from pure_loop.task import Task
+from pure_loop.time import Time
 
-__all__ = ["Callback", "CallbackLike", "Logger", "LoggerGroup", "Observer", "observers"]
+if TYPE_CHECKING:
+    from pure_loop.data.source import Source
+    from pure_loop.loop.training import LastBoundary
+    from pure_loop.optim import Optimizer
+
+__all__ = ["Callback", "CallbackLike", "Logger", "LoggerGroup", "Observer", "Run", "bind_callbacks", "observers"]
+
+P = ParamSpec("P")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Run:
+    """The facts of a call, for :meth:`Callback.bind`, before its stream starts.
+
+    Attributes:
+        function: the name of the function that was called.
+        callbacks: all Callback objects of the call on this rank, loggers last.
+        optimizer: that of the call; None: the function takes none.
+        metrics: of each evaluator, by its label; None: those that fit its outputs.
+        order: of the events.
+        max_duration: the duration of training; None outside ``fit``.
+        iteration_length: the length of an iteration; None: there are no iterations.
+        ranks: the number of processes that train together.
+        task: what the model does with a batch; None outside ``fit``.
+        precision: that of forward and loss, ``"fp32"``, ``"amp_bf16"`` or ``"amp_fp16"``.
+        microbatch_size: the samples of a forward, at most; None: whole batches.
+        device: of the parameters; None outside ``fit``.
+        sources: the sources of batches, those of evaluators last.
+        boundary: the State of the last boundary, for callbacks that save it if a stream ends early; None outside
+            ``fit``.
+        at_end: functions that are called after everything else of the stream is closed; ``bind`` may append one.
+        run_name: the name of the run, which all loggers use: ``fit(run_name=)``, that of the record that a resumed run
+            continues, or a new one. None outside ``fit``, and on other ranks than the first where it was not passed.
+        autoresume: the folder from whose newest checkpoint the same command resumes; None: there is none.
+    """
+
+    function: Literal["fit", "evaluate", "predict", "drive"]
+    callbacks: tuple[Callback, ...]
+    optimizer: Optimizer | None = None
+    metrics: Mapping[str, Sequence[Metric] | None] = attrs.field(factory=dict)
+    order: Literal["current", "2021"] = "current"
+    max_duration: Time | None = None
+    iteration_length: Time | None = None
+    ranks: int = 1
+    task: Task | None = None
+    precision: PrecisionName = "fp32"
+    microbatch_size: int | None = None
+    device: torch.device | None = None
+    sources: tuple[Source, ...] = ()
+    boundary: LastBoundary | None = None
+    at_end: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
+    run_name: str | None = None
+    autoresume: str | os.PathLike[str] | None = None
 
 
 class Callback:
     """The base of callbacks: override methods named after events, or ``run_event``, which then serves all.
 
     ``epoch_end(self, state, logger)`` runs at EPOCH_END, and so on for every event. A plain function of
-    ``(event, state)`` is a callback too. Events at which nothing is overridden cost nothing.
+    ``(event, state)`` is a callback, too. Events without a method cost nothing. A method returns nothing, and must not
+    write to tensors of the State; to change training, write an algorithm.
 
-    Of several ranks the first one alone calls it, unless it has the attribute ``all_ranks = True`` (a function may have
-    it as well).
+    On several ranks a callback runs on the first one alone, unless it has the attribute ``all_ranks = True`` (a
+    function may have it as well).
 
     >>> class Greeter(Callback):
     ...     def fit_start(self, state, logger):
@@ -40,7 +101,31 @@ class Callback:
     all_ranks: bool = False
 
     rank: int = 0
-    """Which rank of the stream calls it; the loop says so before it begins."""
+    """The rank on which it runs; the loop sets it before the stream starts."""
+
+    needs_grad_norm: bool = False
+    """Whether ``fit`` computes ``state.grad_norm`` at each batch for this callback, even if no clipping needs it. It
+    requires ``all_ranks = True``, because ranks with shards of the gradients compute it together."""
+
+    made_with: Mapping[str, Any] | None = None
+    """The arguments with which it was constructed, by name; None: not known."""
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self.made_with or {})
+
+    def bind(self, run: Run) -> None:
+        """Called when ``fit``, ``evaluate``, ``predict`` or ``drive`` is called, before anything runs.
+
+        Raise :class:`pure_loop.ArgumentError` here if the callback can't work in such a run. One callback may be bound
+        several times: ``explain`` binds it, too, and runs nothing.
+        """
+
+    def saves_to(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether this callback saves to ``folder`` the checkpoints from which ``fit(autoresume=folder)`` resumes.
+
+        If no callback of the call does, ``fit`` adds a ``CheckpointSaver`` for that folder.
+        """
+        return False
 
     def run_event(self, event: Event, state: State, logger: LoggerGroup) -> None:
         """Called at every event, if overridden."""
@@ -50,56 +135,130 @@ class Callback:
 
 
 class Logger(Callback):
-    """The base of loggers: where recorded things go. Override what the destination can hold.
+    """The base of loggers, destinations of recorded values: override the methods that the destination supports.
 
-    A logger is a callback as well, so that it can flush or print at events.
+    A logger is a callback as well, so that it can flush or print at events. It may have further methods ``log_*``, such
+    as ``log_audio``; a call of one by a callback reaches the loggers that have it.
     """
 
+    @property
+    def recorded_run_name(self) -> str | None:
+        """The name of the run whose record is at this logger's destination; None: there is no record, or no name.
+
+        If a run resumes and ``fit`` is passed no ``run_name``, the first such name of its loggers is used.
+        """
+        return None
+
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """The settings of the run, once."""
+        """The settings of the run, at FIT_START; a later call adds further ones."""
 
     def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
-        """Values by name at ``state.timestamp``: numbers, or tensors of shape () that may still be on a device.
+        """Values by name at ``state.timestamp``: numbers, or tensors of one element that may still be on a device.
 
-        Reading such a tensor waits for the device: read at intervals, and call ``state.check_finite()``
-        when you do.
+        Reading such a tensor waits for the device: read many at intervals, and call ``state.check_finite()`` then. A
+        vector or a mapping that a callback records arrives as several numbers, a matrix as a table.
         """
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
-        """A table."""
+        """A table: the names of its columns, and rows with a cell for each.
 
-    def log_images(self, name: str, images: Any, state: State) -> None:
-        """Images, ``(n, height, width, channels)``."""
+        Cells are texts, numbers, or tensors of one element that may still be on a device.
+        """
+
+    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
+        """Images.
+
+        Args:
+            name: under which they are recorded.
+            images: ``(n, height, width, channels)`` with 1, 3 or 4 channels, a tensor or array: uint8 from 0 to 255, or
+                floats from 0 to 1.
+            state: at whose timestamp.
+            masks: classes of pixels by name, ``{"targets": (n, height, width)}``, integers from 0 to 255; a tensor or
+                array alone is named ``"mask"``.
+        """
+
+    def log_text(self, name: str, text: str, state: State) -> None:
+        """A text, such as a sample of a language model."""
 
     def log_file(self, name: str, path: str) -> None:
         """A file."""
+
+    def flush(self) -> None:
+        """Write everything that was recorded so far.
+
+        ``CheckpointSaver`` calls it before it saves, so that what a resumed run doesn't record again is not lost.
+        """
+
+
+def _to_each(method: Callable[Concatenate[Logger, P], None]) -> Callable[Concatenate[LoggerGroup, P], None]:
+    """The same method of a group: calls that of each logger."""
+
+    @functools.wraps(method)
+    def called(group: LoggerGroup, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        for logger in group.loggers:
+            getattr(logger, method.__name__)(*args, **kwargs)
+
+    return called
 
 
 class LoggerGroup:
     """The logger that callbacks are handed: passes everything on to each logger of the run."""
 
     def __init__(self, loggers: Sequence[Logger] = ()) -> None:
-        self.loggers = tuple(loggers)
+        self.loggers: tuple[Logger, ...] = tuple(loggers)
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        for logger in self.loggers:
-            logger.log_hyperparameters(hyperparameters)
+    log_hyperparameters = _to_each(Logger.log_hyperparameters)
+    log_table = _to_each(Logger.log_table)
+    log_text = _to_each(Logger.log_text)
+    log_file = _to_each(Logger.log_file)
+    flush = _to_each(Logger.flush)
 
     def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
-        for logger in self.loggers:
-            logger.log_metrics(metrics, state)
+        """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table."""
+        from pure_loop._internal.recordable import recordable_metrics  # only where a callback records
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
+        numbers, tables = recordable_metrics(metrics)
         for logger in self.loggers:
-            logger.log_table(name, columns, rows, state)
+            if numbers or not tables:
+                logger.log_metrics(numbers, state)
+            for name, (columns, rows) in tables.items():
+                logger.log_table(name, columns, rows, state)
 
-    def log_images(self, name: str, images: Any, state: State) -> None:
-        for logger in self.loggers:
-            logger.log_images(name, images, state)
+    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
+        """Images, as :meth:`Logger.log_images` says.
 
-    def log_file(self, name: str, path: str) -> None:
+        Raises:
+            ArgumentError: they have another number of dimensions.
+        """
+        shape = tuple(getattr(images, "shape", ()))
+        if len(shape) not in (3, 4):
+            raise ArgumentError(
+                f"log_images({name!r}): images are a tensor or array of shape (n, height, width, channels), or of one "
+                f"image (height, width, channels); got {f'shape {shape}' if shape else type(images).__name__}."
+            )
         for logger in self.loggers:
-            logger.log_file(name, path)
+            logger.log_images(name, images, state, masks=masks)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """What some loggers can record and others can't, ``log_audio``: goes to those that have the method."""
+        if not name.startswith("log_"):
+            raise AttributeError(f"LoggerGroup has no attribute {name!r}")
+        methods = [getattr(logger, name) for logger in self.loggers if hasattr(logger, name)]
+        if not methods:
+            known = [method for method in dir(Logger) if method.startswith("log_")]
+            import difflib  # only on the way to an error
+
+            near = difflib.get_close_matches(name, known, n=1)
+            raise AttributeError(
+                f"no logger of the run has a method {name!r}; "
+                + (f"did you mean {near[0]}?" if near else f"all have {', '.join(known)}")
+            )
+
+        def to_those(*args: Any, **kwargs: Any) -> None:
+            for method in methods:
+                method(*args, **kwargs)
+
+        return to_those
 
 
 CallbackLike: TypeAlias = "Callback | Callable[[Event, State], None]"
@@ -113,7 +272,18 @@ class Observer:
     observe: Callable[[Event, State], Any]
 
 
-_NOT_EVENTS = frozenset({"run_event", "close"})
+def _alone(observer: Observer) -> Observer:
+    """The same for a callback that runs on one of several ranks: what they have to do together is an error there."""
+    name, observe = observer.name, observer.observe
+
+    def observe_alone(event: Event, state: State) -> Any:
+        token = alone_on_rank.set(name)
+        try:
+            return observe(event, state)
+        finally:
+            alone_on_rank.reset(token)
+
+    return Observer(name, observe_alone)
 
 
 def _of_function(function: Callable[..., Any]) -> Observer:
@@ -156,7 +326,9 @@ def _calling(method: Callable[[State, LoggerGroup], Any], logger: LoggerGroup) -
 
 
 def _refuse_near_misses(callback: Callback) -> None:
-    """A method with a callback's arguments whose name is no event would never be called, without a word."""
+    """Refuse a method with a callback's arguments whose name is no event: it would silently never be called."""
+    import difflib  # for classes of the user's own alone
+
     values = [event.value for event in Event]
     aliases = {alias.lower(): [event.value] for alias, event in Event.__members__.items()}
     for name, method in inspect.getmembers(type(callback), inspect.isfunction):
@@ -172,16 +344,17 @@ def _refuse_near_misses(callback: Callback) -> None:
 
 
 def observers(
-    callbacks: Any, loggers: Any, recorder: Callback | None = None, rank: int = 0
+    callbacks: Any, loggers: Any, recorder: Callback | None = None, rank: int = 0, ranks: int = 1
 ) -> tuple[dict[Event, tuple[Observer, ...]], tuple[Callback, ...], LoggerGroup]:
     """For each event, the callbacks that see it, in order, loggers last; all Callback objects; the logger group.
 
     Where there are loggers, ``recorder`` comes before them, so that they have its values. A ``rank`` other than 0 has
-    only those that ask for all ranks.
+    only those that ask for all ranks. The others may begin nothing for which the first of several ``ranks`` would wait.
 
     Raises:
         ArgumentTypeError: something is neither a callback nor a function, or a class instead of an instance.
-        ArgumentError: a callback that observes no event.
+        ArgumentError: a callback that observes no event, or that needs the gradient's norm on one rank alone; a logger
+            that is given twice.
     """
     listed = _listed(callbacks, "callbacks")
     logged = _listed(loggers, "loggers")
@@ -191,8 +364,16 @@ def observers(
                 f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger, or give it in callbacks= if it "
                 "only observes."
             )
+        if sum(item is logger for item in (*listed, *logged)) > 1:
+            raise ArgumentError(f"{logger!r} is given twice, and would record everything twice: leave one out.")
+    for item in (*listed, *logged):
+        if getattr(item, "needs_grad_norm", False) and not getattr(item, "all_ranks", False):
+            raise ArgumentError(
+                f"callback {type(item).__name__} has needs_grad_norm = True, and not all_ranks = True: ranks "
+                "compute the norm together, so all have to know of it. Write both."
+            )
     if rank:
-        listed, logged = ([each for each in some if getattr(each, "all_ranks", False)] for some in (listed, logged))
+        listed, logged = ([item for item in some if getattr(item, "all_ranks", False)] for some in (listed, logged))
     group = LoggerGroup(logged)
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []
@@ -201,21 +382,37 @@ def observers(
         if isinstance(callback, Callback):
             callback.rank = rank
             objects.append(callback)
-            for event, observer in _of_callback(callback, group).items():
-                table.setdefault(event, []).append(observer)
+            observing = _of_callback(callback, group)
         else:
-            observer = _of_function(callback)
-            for event in Event:
-                table.setdefault(event, []).append(observer)
-    return {event: tuple(found) for event, found in table.items()}, tuple(objects), group
+            observing = dict.fromkeys(Event, _of_function(callback))
+        alone = ranks > 1 and not getattr(callback, "all_ranks", False)
+        for event, observer in observing.items():
+            table.setdefault(event, []).append(_alone(observer) if alone else observer)
+    return {event: tuple(result) for event, result in table.items()}, tuple(objects), group
 
 
-def _listed(given: Any, argument: str) -> list[Any]:
-    if isinstance(given, Callback) or (callable(given) and not isinstance(given, type)):
-        given = [given]
-    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-        raise ArgumentTypeError(f"{argument}={given!r}: give a list.")
-    items = list(given)
+def bind_callbacks(run: Run) -> None:
+    """Call ``bind`` of each callback of a run.
+
+    Raises:
+        ArgumentError: a callback can't do its work in this run.
+        ArgumentTypeError: a method named ``bind`` that can't be called with the run.
+    """
+    for callback in run.callbacks:
+        if not accepts(callback.bind, 1):
+            raise ArgumentTypeError(
+                f"callback {type(callback).__name__} has a method bind{inspect.signature(callback.bind)}; it is called "
+                "with the run before the stream begins: def bind(self, run). Give another method another name."
+            )
+        callback.bind(run)
+
+
+def _listed(value: Any, argument: str) -> list[Any]:
+    if isinstance(value, Callback) or (callable(value) and not isinstance(value, type)):
+        value = [value]
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise ArgumentTypeError(f"{argument}={value!r}: give a list.")
+    items = list(value)
     for item in items:
         if isinstance(item, Algorithm | Composition):
             raise ArgumentTypeError(

@@ -1,8 +1,8 @@
 """Every error that pure_loop raises.
 
 Each class is a subclass of :class:`PureLoopError` and of the builtin that fits, so that both
-``except pl.PureLoopError`` and ``except ValueError`` do what their reader expects. Messages say what
-was given, where, and what to write instead.
+``except pl.PureLoopError`` and ``except ValueError`` work as expected. Messages say what was passed,
+where, and what to write instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "DataError",
     "DistributedError",
     "DonatedStateError",
+    "ExportError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -43,11 +44,11 @@ class PureLoopError(Exception):
 
 
 class ArgumentError(PureLoopError, ValueError):
-    """An argument has the right type and a value that can't be used."""
+    """An argument has the right type and a value that is out of range, or contradicts another argument."""
 
 
 class ArgumentTypeError(PureLoopError, TypeError):
-    """An argument has a type that can't be used."""
+    """An argument has a wrong type."""
 
 
 class TimeFormatError(ArgumentError):
@@ -59,7 +60,7 @@ class ModelError(ArgumentError):
 
 
 class WrappedModelError(ArgumentTypeError):
-    """A model comes wrapped (DDP, FSDP, scripted, compiled), which would silently give wrong gradients."""
+    """A model is wrapped (DDP, FSDP, scripted, compiled), which would silently give wrong gradients."""
 
 
 class DataError(PureLoopError, ValueError):
@@ -67,7 +68,7 @@ class DataError(PureLoopError, ValueError):
 
 
 class DistributedError(PureLoopError, RuntimeError):
-    """A rank raised, died, hangs or does something else than the others; the message says which one, and where."""
+    """A rank raised, died, hangs or does something else than the others; the message names the rank and the event."""
 
 
 class LossError(PureLoopError, ValueError):
@@ -99,15 +100,15 @@ class NonFiniteError(PureLoopError, FloatingPointError):
 
 
 class ImpurityError(PureLoopError, RuntimeError):
-    """``strict=True`` saw a State that was already given away change by value."""
+    """``strict=True`` found that a State changed by value after it was yielded or passed to user code."""
 
 
 class ResumeError(PureLoopError, ValueError):
-    """Training can't go on from this State: not at a boundary, or it doesn't fit the model or optimizer."""
+    """Training can't resume from this State: not at a boundary, or it doesn't fit the model or optimizer."""
 
 
 class CheckpointError(PureLoopError, ValueError):
-    """A file is no checkpoint, is damaged or cut off, or holds what this program doesn't know."""
+    """A file is no checkpoint, is damaged or truncated, or holds values of unknown classes."""
 
 
 class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
@@ -115,7 +116,11 @@ class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
 
 
 class CheckpointWriteError(PureLoopError, OSError):
-    """A checkpoint could not be written; what was at its path before is as it was."""
+    """A checkpoint could not be written; the file that was at its path is unchanged."""
+
+
+class ExportError(PureLoopError, RuntimeError):
+    """A model could not be exported, or what was loaded from the file differs from the model."""
 
 
 class FrozenDictError(PureLoopError, TypeError):
@@ -123,14 +128,14 @@ class FrozenDictError(PureLoopError, TypeError):
 
 
 class MissingNameError(PureLoopError, KeyError):
-    """A mapping of a State was asked for a name that it doesn't have; the message says which there are."""
+    """A mapping of a State doesn't have this name; the message lists the names that it has."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""  # KeyError shows its repr
 
 
 class StreamAttributeError(PureLoopError, AttributeError):
-    """A stream was asked for what its States have."""
+    """An attribute of a State was read from a stream."""
 
 
 class FrozenStateError(PureLoopError, AttributeError):
@@ -138,12 +143,16 @@ class FrozenStateError(PureLoopError, AttributeError):
 
 
 class DonatedStateError(PureLoopError, RuntimeError):
-    """The memory of a State was reused by the step that followed it, and the State was touched all the same."""
+    """A State was accessed whose memory the step that followed it had overwritten."""
 
 
 class CompileError(PureLoopError, RuntimeError):
-    """What was to be compiled can't be traced: what it does depends on the data, or on things outside tensors."""
+    """Code can't be compiled: it depends on values of tensors, or on state outside of tensors."""
 
 
 class MissingExtraError(PureLoopError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,14 +1,60 @@
 """The events of a training run: the words in which everything else is said.
 
-An event names a moment. :func:`pure_loop.fit` yields one at each of them, algorithms and callbacks are
+An event names a moment. :func:`pure_loop.entry.fit` yields one at each of them, algorithms and callbacks are
 bound to them, and :mod:`pure_loop.order` says in which order they come.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal, TypeAlias
 
-__all__ = ["Event"]
+__all__ = ["Event", "EventName"]
+
+# tests/typing compares it with the members of Event.
+EventName: TypeAlias = Literal[
+    "init",
+    "before_load",
+    "after_load",
+    "fit_start",
+    "epoch_start",
+    "before_dataloader",
+    "after_dataloader",
+    "batch_start",
+    "before_train_batch",
+    "before_forward",
+    "after_forward",
+    "before_loss",
+    "after_loss",
+    "before_backward",
+    "after_backward",
+    "after_train_batch",
+    "batch_end",
+    "batch_checkpoint",
+    "epoch_end",
+    "epoch_checkpoint",
+    "fit_end",
+    "eval_before_all",
+    "eval_start",
+    "eval_batch_start",
+    "eval_before_forward",
+    "eval_after_forward",
+    "eval_batch_end",
+    "eval_end",
+    "eval_after_all",
+    "eval_standalone_start",
+    "eval_standalone_end",
+    "predict_start",
+    "predict_batch_start",
+    "predict_before_forward",
+    "predict_after_forward",
+    "predict_batch_end",
+    "predict_end",
+    "iteration_start",
+    "iteration_end",
+    "iteration_checkpoint",
+]
+"""The name of an event, as a text."""
 
 
 class Event(StrEnum):

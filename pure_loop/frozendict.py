@@ -8,15 +8,18 @@ built under both pytree engines (a plain dict is sorted by one of them and not b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pure_loop import _pytree
+from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.reprs import cell, shown, table
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["OVERWRITTEN", "OVERWRITTEN_VALUE", "FrozenDict", "overwritten"]
 
 K = TypeVar("K")
 V = TypeVar("V")
+K2 = TypeVar("K2")
+V2 = TypeVar("V2")
 
 
 class FrozenDict(dict[K, V]):
@@ -42,8 +45,8 @@ class FrozenDict(dict[K, V]):
     #     partition, by label.
     # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
     # `_tensors`: of a mapping with a layout, its values as a list.
-    # `prepared`: of an optimizer's memory that nobody has read, what its kernel is given of it.
-    # `protected`: of parameters that are being saved, by whom.
+    # `prepared`: of an optimizer state that was not read, the arguments of its kernel.
+    # `protected`: of parameters that are being saved: by which savers.
     __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "prepared", "protected")
 
     holder: Any
@@ -64,23 +67,34 @@ class FrozenDict(dict[K, V]):
             "FrozenDict({**old, key: value}), and give it back with state.replace(...)"
         )
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = _refuse
+    if TYPE_CHECKING:  # so that type checkers refuse a write
+        __setitem__: None  # type: ignore[assignment]
+        __delitem__: None  # type: ignore[assignment]
+        __ior__: None  # type: ignore[assignment]
+        clear: None  # type: ignore[assignment]
+        pop: None  # type: ignore[assignment]
+        popitem: None  # type: ignore[assignment]
+        setdefault: None  # type: ignore[assignment]
+    else:
+        __setitem__ = __delitem__ = __ior__ = _refuse
+        clear = pop = popitem = setdefault = _refuse
 
     def __missing__(self, key: Any) -> NoReturn:
         raise MissingNameError(_not_there(key, self))
 
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
-        given = dict(*others, **items)
-        if any(key not in self or self[key] is not value for key, value in given.items()):
+        argument = dict(*others, **items)
+        if any(key not in self or self[key] is not value for key, value in argument.items()):
             self._refuse()
 
-    def __or__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
-        return FrozenDict({**self, **other})
+    def __or__(self, other: Mapping[K2, V2]) -> FrozenDict[K | K2, V | V2]:
+        merged: dict[Any, Any] = {**self, **other}
+        return FrozenDict(merged)
 
-    def __ror__(self, other: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
-        return FrozenDict({**other, **self})
+    def __ror__(self, other: Mapping[K2, V2]) -> FrozenDict[K | K2, V | V2]:
+        merged: dict[Any, Any] = {**other, **self}
+        return FrozenDict(merged)
 
     def copy(self) -> FrozenDict[K, V]:
         return self
@@ -92,10 +106,19 @@ class FrozenDict(dict[K, V]):
         return FrozenDict, (dict(self),)
 
     def __repr__(self) -> str:
-        return f"FrozenDict({dict.__repr__(self)})"
+        """Names, and of tensors shapes and dtypes: no number is read from a device."""
+        items = [f"{key!r}: {shown(value)}" for key, value, _ in zip(self, self.values(), range(_MOST), strict=False)]
+        if len(self) > _MOST:
+            items.append(f"... {len(self) - _MOST} more")
+        return f"FrozenDict({{{', '.join(items)}}})"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: numbers that are in RAM, and of other tensors shapes and dtypes."""
+        return table([(key, cell(value)) for key, value in self.items()])
 
 
 _SHOWN = 8
+_MOST = 20
 _ABOUT_METRICS = (
     "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
     'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval"'
@@ -107,7 +130,7 @@ def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
     names = [str(name) for name in mapping]
     if not names:
         return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_METRICS}."
-    from pure_loop._calls import nearest  # only on the way to an error
+    from pure_loop._internal.suggestions import nearest  # only on the way to an error
 
     near = nearest(key, names) if isinstance(key, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
@@ -135,11 +158,11 @@ def refuse_reading(*_: Any, **__: Any) -> NoReturn:
         DonatedStateError: always.
     """
     raise DonatedStateError(
-        "what this State had here (parameters, gradients, memory, counts) was overwritten by the step that followed "
-        'it. With donate=True that happens to the parameters and the memory of every State: write donate="auto", which '
-        'leaves alone what is kept, or donate=False. With "auto" it happens to the State in the loop variable alone, '
-        "where the step after it failed half-way or somebody reads the variable while the step runs: keep what you "
-        "need in another (kept = state)."
+        "this value of the State (parameters, gradients, optimizer state, counts) was overwritten by the step that "
+        "followed it. With donate=True every State loses its parameters and optimizer state: write "
+        'donate="auto", which overwrites no State that is kept, or donate=False. With "auto" only the State in the '
+        "loop variable loses them, if the step after it failed half-way or the variable is read while the step runs: "
+        "keep it in another variable (kept = state)."
     )
 
 
@@ -193,7 +216,7 @@ OVERWRITTEN: FrozenDict[Any, Any] = _Overwritten()
 
 
 def overwritten(mapping: FrozenDict[K, V]) -> FrozenDict[K, V]:
-    """Another mapping with the same contents; to read this one is an error from now on, whoever has it."""
+    """Another mapping with the same contents; to read this one is an error from now on, through any reference."""
     other = FrozenDict(mapping)
     for name in ("layout", "_tensors"):
         if hasattr(mapping, name):

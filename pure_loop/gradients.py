@@ -8,30 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part, on_parts, part_of, sum_over_parts, with_part
+from pure_loop._internal.dtensor import all_reduce_over_shards, from_local, is_sharded, local_tensor, map_local
 from pure_loop.frozendict import FrozenDict
 
 __all__ = [
     *("clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "in_dtypes_of"),
-    "map_present",
+    *("map_present", "norms"),
 ]
+
+
+ClipFunction: TypeAlias = Callable[
+    [FrozenDict[str, Tensor | None], FrozenDict[str, Tensor]], Mapping[str, Tensor | None]
+]
+"""``(grads, params) -> grads``."""
 
 
 def map_present(
     function: Callable[[list[Tensor]], list[Tensor]], grads: Mapping[str, Tensor | None]
-) -> FrozenDict[str, Any]:
+) -> FrozenDict[str, Tensor | None]:
     """Apply a function of a list of tensors to the gradients that are there; it gives others that lie as these do."""
     present = {name: gradient for name, gradient in grads.items() if gradient is not None}
     if not present:
         return FrozenDict(grads)
     tensors = list(present.values())
-    new = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else on_parts(function, tensors)
-    changed = FrozenDict(zip(present, new, strict=True))
+    new = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else map_local(function, tensors)
+    changed: FrozenDict[str, Tensor | None] = FrozenDict(zip(present, new, strict=True))
     if hasattr(grads, "layout"):
         changed.layout = grads.layout
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
@@ -71,7 +77,7 @@ def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tenso
 def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Tensor:
     """The norm of all tensors taken as one long vector; shape (), on their device.
 
-    Of tensors in parts (DTensors) it is that of the whole, and all ranks have to ask for it. Of a sparse tensor (COO)
+    Of tensors in parts (DTensors) it is that of the whole, and all ranks have to call it. Of a sparse tensor (COO)
     it is the norm of its values, those at one index added up.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
@@ -80,7 +86,7 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     present = [tensor for tensor in tensors.values() if tensor is not None]
     if not present:
         return torch.zeros(())
-    if any(map(is_part, present)):
+    if any(map(is_sharded, present)):
         total: Tensor = torch.linalg.vector_norm(_whole_norms(present, norm_type), norm_type)
         return total
     if any(map(_is_sparse, present)):
@@ -90,16 +96,43 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     return total  # noqa: RET504 - the type checker wants it named
 
 
+@torch.no_grad()
+def norms(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The L2 norm of each tensor that is there, by its name; shape (), float32 for tensors of 16 bits.
+
+    Of sharded tensors (DTensors) it is that of the whole, in one exchange for all, and all ranks have to call it.
+
+    >>> norms({"a": torch.tensor([3.0, 4.0]), "b": None})
+    {'a': tensor(5.)}
+    """
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in present.values()]
+    if any(map(is_sharded, values)):
+        whole: list[Tensor] = list(_whole_norms(values).unbind())
+    elif any(tensor.dtype in _HALVES for tensor in values):
+        whole = [torch.linalg.vector_norm(tensor, dtype=_norm_dtype(tensor)) for tensor in values]
+    else:
+        whole = list(torch._foreach_norm(values)) if values else []
+    return dict(zip(present, whole, strict=True))
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _norm_dtype(tensor: Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype in _HALVES else None
+
+
 def _whole_norms(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of each tensor, all of which ranks hold parts of, in one exchange; shape (len(tensors),)."""
     # The norm of nothing is 0, and the largest of nothing an error.
-    held = [part_of(tensor) for tensor in tensors]
+    held = [local_tensor(tensor) for tensor in tensors]
     norms = torch.stack(
         [torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(()) for part in held]
     )
     if norm_type == torch.inf:
-        return sum_over_parts(norms, tensors[0], largest=True)
-    total: Tensor = sum_over_parts(norms**norm_type, tensors[0]) ** (1.0 / norm_type)
+        return all_reduce_over_shards(norms, tensors[0], largest=True)
+    total: Tensor = all_reduce_over_shards(norms**norm_type, tensors[0]) ** (1.0 / norm_type)
     return total
 
 
@@ -116,7 +149,7 @@ def clipping_factor(
 @torch.no_grad()
 def clip_by_norm(
     grads: Mapping[str, Tensor | None], max_norm: float, norm_type: float = 2.0, *, norm: Tensor | None = None
-) -> FrozenDict[str, Any]:
+) -> FrozenDict[str, Tensor | None]:
     """Scale all gradients so that their global norm is at most ``max_norm`` (https://arxiv.org/abs/1211.5063).
 
     ``norm`` is their :func:`global_norm`, if that is known.
@@ -129,7 +162,7 @@ def clip_by_norm(
 
 
 @torch.no_grad()
-def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> FrozenDict[str, Any]:
+def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> FrozenDict[str, Tensor | None]:
     """Clamp every element of every gradient to ``[-max_value, max_value]``; one that is not finite becomes NaN.
 
     An infinite gradient clamped to a finite one would hide that it had overflowed. Of complex gradients the real and
@@ -140,12 +173,18 @@ def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> Froze
     """
 
     def clamp(present: list[Tensor]) -> list[Tensor]:
-        real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in present]
-        clamped = torch._foreach_clamp_max(torch._foreach_clamp_min(real, -max_value), max_value)
+        real = [
+            torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient for gradient in present
+        ]
+        clamped: Sequence[Tensor]
+        if type(max_value) is float or type(max_value) is int:
+            clamped = torch._foreach_clamp_max(torch._foreach_clamp_min(real, -max_value), max_value)
+        else:  # the stand-in for a schedule's value in a compiled step, which functions of lists don't take
+            clamped = [gradient.clamp(-max_value, max_value) for gradient in real]
         # x - x is 0, and NaN where x is infinite.
-        found = torch._foreach_add(clamped, torch._foreach_sub(real, real))
+        result = torch._foreach_add(clamped, torch._foreach_sub(real, real))
         return [
-            torch.view_as_complex(new) if each.is_complex() else new for new, each in zip(found, present, strict=True)
+            torch.view_as_complex(new) if each.is_complex() else new for new, each in zip(result, present, strict=True)
         ]
 
     return map_present(clamp, grads)
@@ -161,14 +200,14 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def clip_adaptively(
     grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], clipping: float = 0.01, eps: float = 1e-3
-) -> FrozenDict[str, Any]:
+) -> FrozenDict[str, Tensor | None]:
     """Clip each unit's gradient to ``clipping`` times the norm of its weights (https://arxiv.org/abs/2102.06171).
 
     ``eps`` is the least weight norm that counts, so that weights at zero can leave it.
     """
 
     # Ranks hold whole rows of a matrix, and parts of a vector.
-    vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_part(g)]
+    vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_sharded(g)]
     both = [*(params[name] for name in vectors), *(grads[name] for name in vectors)]
     norms = _whole_norms(both).split(len(vectors)) if vectors else ()  # type: ignore[arg-type, no-untyped-call]
     known = {name: pair for name, *pair in zip(vectors, *norms, strict=True)}
@@ -180,12 +219,16 @@ def clip_adaptively(
         if name in known:
             size, norm = known[name]
         else:
-            size, norm = _unit_norm(part_of(params[name]).detach()), _unit_norm(part_of(gradient))
+            size, norm = _unit_norm(local_tensor(params[name]).detach()), _unit_norm(local_tensor(gradient))
         limit = clipping * size.clamp(min=eps)
-        clipped: Tensor = with_part(gradient, scale(part_of(gradient), norm, limit))
+        clipped: Tensor = from_local(gradient, scale(local_tensor(gradient), norm, limit))
         return clipped
 
     def scale(gradient: Tensor, norm: Tensor, limit: Tensor) -> Tensor:
         return torch.where(norm > limit, gradient * (limit / norm.clamp(min=1e-6)), gradient)
 
     return FrozenDict((name, None if g is None else clip(name, g)) for name, g in grads.items())
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -8,17 +8,17 @@ overflows (that step is skipped) and doubles after 2000 steps without an overflo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop import _pytree
+from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.torch_private import amp_update_scale
 from pure_loop.errors import ArgumentError
 
-__all__ = ["LossScale", "Precision"]
+__all__ = ["LossScale", "Precision", "PrecisionName"]
 
 
 @attrs.frozen(eq=False)
@@ -73,6 +73,10 @@ def _unflatten(_: None, children: Iterable[Any]) -> LossScale:
 _pytree.register(LossScale, _flatten, _unflatten, attributes=True)
 
 
+PrecisionName: TypeAlias = Literal["fp32", "amp_bf16", "amp_fp16"]
+"""A precision in which the forward and the loss are computed."""
+
+
 @attrs.frozen
 class Precision:
     """How the forward and the loss are computed.
@@ -81,7 +85,7 @@ class Precision:
     torch.bfloat16
     """
 
-    name: str
+    name: PrecisionName
     dtype: torch.dtype | None
     scaled: bool
 

@@ -3,7 +3,7 @@
 A State is a frozen attrs record and a pytree. What a checkpoint holds is *durable*; what belongs to
 the batch under way is None outside it. The loop makes a new State for every change and never
 writes to one that was yielded, so a State that you keep is a snapshot, and giving it back to
-``fit`` goes on from there.
+``fit`` resumes from there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import getitem
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop import _pytree
-from pure_loop._fields_elsewhere import Elsewhere, hint, places
-from pure_loop._records import Record, copier, draft_class, drafter
-from pure_loop._values import read_count, read_seconds
+from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.records import Record, copier, draft_class, drafter
+from pure_loop._internal.reprs import cell, table
+from pure_loop._internal.state_hints import Elsewhere, hint, places
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -31,13 +32,63 @@ from pure_loop.errors import (
     ResumeError,
 )
 from pure_loop.event import Event
-from pure_loop.frozendict import OVERWRITTEN, FrozenDict
-from pure_loop.model import ModelDef, refuse_untrainable
+from pure_loop.frozendict import OVERWRITTEN, OVERWRITTEN_VALUE, FrozenDict
+from pure_loop.model.model import ModelDef
+from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
 
-__all__ = ["State"]
+__all__ = ["Loss", "MetricValue", "State", "StateFields"]
 
 S = TypeVar("S", bound="State")
+
+Loss: TypeAlias = Tensor | dict[str, Tensor]
+"""A loss: a tensor of shape (), or a dict of such with the key ``total``, which is the one that is differentiated."""
+
+MetricValue: TypeAlias = Tensor | float
+"""The value of a metric. One whose ``compute`` returns something else, such as a mapping, needs a ``cast``."""
+
+
+class StateFields(TypedDict, total=False):
+    """The fields of a State and the values that :meth:`State.replace` takes for them, for type checkers.
+
+    A State with further fields says that its ``replace`` takes them, too:
+
+    >>> from typing import TYPE_CHECKING, Self, Unpack
+    >>> @attrs.frozen(eq=False, kw_only=True)
+    ... class Counted(State):
+    ...     steps: int = 0
+    ...
+    ...     if TYPE_CHECKING:
+    ...
+    ...         def replace(self, *, steps: int = ..., **fields: Unpack[StateFields]) -> Self: ...
+    >>> Counted.create(nn.Linear(1, 1)).replace(steps=1).steps
+    1
+    """
+
+    model: ModelDef
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    opt_state: Any
+    timestamp: Timestamp
+    previous_timestamp: Timestamp
+    seed: int
+    loss_scale: LossScale | None
+    lr_scale: Tensor | None
+    stop: bool
+    algorithm_state: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, Any]]
+    event: Event | None
+    position: Event | None
+    skipped: Tensor | None
+    nonfinite: Tensor | None
+    evaluator: str | None
+    batch: Any
+    microbatch: Any
+    outputs: Any
+    loss: Loss | None
+    grads: Mapping[str, Tensor | None] | None
+    grad_norm: Tensor | None
+
 
 GRADIENT_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -62,45 +113,51 @@ def _frozen_or_none(value: Any) -> Any:
 # slots=True makes attrs build the class twice; a subclass registers itself each time, which is harmless.
 @attrs.frozen(slots=True, eq=False, kw_only=True, repr=False, weakref_slot=False)
 class State(Record):
-    """Everything that training knows.
+    """Everything that training needs, as an immutable record.
 
     Durable:
-        model: the module's structure, without its numbers (:class:`pure_loop.model.ModelDef`); the only
+        model: the module's structure, without its numbers (:class:`pure_loop.model.model.ModelDef`); the only
             static part of the pytree.
         params: parameter names to tensors, as ``model.named_parameters()`` gives them.
         buffers: buffer names to tensors.
-        opt_state: the optimizer's memory, a pytree; None before the optimizer has seen the parameters.
-        timestamp: how far training is (:class:`pure_loop.Timestamp`).
+        opt_state: the optimizer state, a pytree; None before ``optimizer.init`` was called.
+        timestamp: how much training is finished (:class:`pure_loop.Timestamp`).
         previous_timestamp: the timestamp before the last counted batch; cadences compare the two.
-        seed: where every random number of the run comes from.
+        seed: the seed of all random numbers of the run.
         loss_scale: for ``amp_fp16`` the loss scale as a value, else None.
-        algorithm_state: the memory of each algorithm, by its name.
+        algorithm_state: what each algorithm keeps from event to event, by its name.
         metrics: evaluator labels to metric names to values: ``state.metrics["val"]["accuracy"]``.
         event: the event at which this State was yielded.
-        position: the last boundary passed, from which ``fit`` goes on.
+        position: the last boundary passed, from which ``fit`` resumes.
         skipped: steps skipped because of a loss or gradient that was not finite; int64, shape ().
+        lr_scale: a factor of every learning rate, a float64 tensor of shape () on the CPU; None: 1. Algorithms set it,
+            outside a batch or at its BATCH_START.
+        stop: whether training ends at this boundary, as if ``max_duration`` were reached: after the evaluations and
+            the checkpoint that are due there, and the last evaluation. Algorithms set it, at BATCH_END, EPOCH_END,
+            ITERATION_END and the checkpoint events that follow them. Training resumes from a State that has stopped
+            after ``state.replace(stop=False)``.
         nonfinite: the first batch with such a loss, gradient or new parameter, -1 if none; int64, shape (), on the
             parameters' device, so that noticing it needs no synchronisation.
 
-    Of the batch under way, None outside it:
-        evaluator: the label of the evaluator under way, from its EVAL_START to its EVAL_END.
+    Of the current batch, None outside it:
+        evaluator: the label of the current evaluator, from its EVAL_START to its EVAL_END.
         batch: the batch, on the parameters' device.
-        microbatch: the part of it under way (after the last one: the last one).
+        microbatch: the current microbatch; after the last one, the last one.
         outputs: what the forward of this microbatch returned; without a graph from AFTER_BACKWARD on.
         loss: the microbatch's loss from AFTER_LOSS to AFTER_BACKWARD, the whole batch's at
             AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
         grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH. Before, at
             AFTER_BACKWARD, they are sums whose factors (weights, loss scale) are still to be divided by.
         grad_norm: at AFTER_TRAIN_BATCH and BATCH_END the global norm of these gradients, those of the whole batch on
-            all ranks, unscaled and before clipping; shape (). None where nothing needs it: it is computed for
-            ``clip_grad=`` with a number.
+            all ranks, unscaled and before clipping; shape (). It is computed for ``clip_grad=`` with a number, and for
+            callbacks with ``needs_grad_norm = True`` (``GradMonitor``); else None.
 
     From AFTER_FORWARD to BEFORE_BACKWARD ``params`` are autograd leaves, so that a penalty such as
     ``state.loss + 0.1 * state.params["weight"].square().sum()`` has a gradient.
 
     ``copy.deepcopy`` and ``pickle`` copy every tensor; the copy has no autograd graph.
 
-    Subclasses with further fields (``@attrs.frozen(eq=False, kw_only=True)``) are pytrees at once.
+    Subclasses with further fields (``@attrs.frozen(eq=False, kw_only=True)``) are pytrees, too.
 
     >>> import torch
     >>> state = State.create(torch.nn.Linear(2, 1), seed=3)
@@ -117,28 +174,30 @@ class State(Record):
     timestamp: Timestamp = attrs.field(factory=Timestamp)
     previous_timestamp: Timestamp = attrs.field(factory=Timestamp)
     seed: int = 0
-    loss_scale: Any = None
+    loss_scale: LossScale | None = None
+    lr_scale: Tensor | None = None
+    stop: bool = False
     algorithm_state: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
-    metrics: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
+    metrics: FrozenDict[str, FrozenDict[str, MetricValue]] = attrs.field(factory=FrozenDict, converter=_frozen)
     event: Event | None = None
     position: Event | None = None
-    skipped: Any = None
-    nonfinite: Any = None
+    skipped: Tensor | None = None
+    nonfinite: Tensor | None = None
     evaluator: str | None = None
-    batch: Any = None
+    batch: Any = None  # as the dataloader and the module give them: no type is known
     microbatch: Any = None
     outputs: Any = None
-    loss: Any = None
+    loss: Loss | None = None
     _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_or_none)
-    grad_norm: Any = None
+    grad_norm: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _keep_manners(cls)
+        _teach(cls)
         _register(cls)
 
     @property
-    def grads(self) -> FrozenDict[str, Tensor] | None:
+    def grads(self) -> FrozenDict[str, Tensor | None] | None:
         """Gradients of this batch by parameter name; None before its first AFTER_BACKWARD.
 
         A parameter that the loss didn't reach has None, and the optimizer leaves it as it is.
@@ -155,14 +214,19 @@ class State(Record):
                 "AFTER_BACKWARD of the batch on). Bind the algorithm to one of these events; gradients that "
                 "are complete, unscaled and clipped are those of AFTER_TRAIN_BATCH."
             )
-        return cast("FrozenDict[str, Tensor] | None", grads)
+        return cast("FrozenDict[str, Tensor | None] | None", grads)
 
     def __dir__(self) -> list[str]:
         return [name for name in object.__dir__(self) if name not in _ELSEWHERE or name in _names(type(self))]
 
     @classmethod
     def create(
-        cls: type[S], model: nn.Module, *, seed: int = 0, device: torch.device | str | None = None, **fields: Any
+        cls: type[S],
+        model: nn.Module,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        **fields: Any,
     ) -> S:
         """A fresh State of a module, for scripts of your own; ``fit`` makes its own.
 
@@ -172,36 +236,70 @@ class State(Record):
             device: where the tensors go; None leaves them where they are.
             **fields: other fields of the State, such as ``opt_state``.
         """
+        from pure_loop.model.checks import refuse_untrainable
+
         refuse_untrainable(model)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ArgumentTypeError(f"seed={seed!r}: give a whole number.")
+        check_integer("seed", seed)
         structure, params, buffers = ModelDef.split(model, device=device)
         home = next(iter(params.values())).device
         fields.setdefault("skipped", torch.zeros((), dtype=torch.int64, device=home))
         fields.setdefault("nonfinite", torch.full((), -1, dtype=torch.int64, device=home))
         return cls(model=structure, params=params, buffers=buffers, seed=seed, **fields)
 
-    def replace(self: S, **changes: Any) -> S:
-        """A State with some fields changed: ``state.replace(loss=2 * state.loss)``.
+    if TYPE_CHECKING:  # the fields by name, so that type checkers refuse a name that is no field
 
-        Raises:
-            ArgumentError: a name that is no field of the State.
-            ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state.
-        """
-        draft = draft_of(self)
-        for name, value in changes.items():
-            if name in _MAPPINGS:
-                if type(value) is not FrozenDict:
-                    value = _as_mapping(name, value)
-                if name == "grads":
-                    name = "_grads"
-            elif name not in _names(self.__class__):
-                raise ArgumentError(_no_field(type(self), name))
-            setattr(draft, name, value)
-        if "params" in changes or "buffers" in changes:
-            _put_in_order(draft)
-        draft.__class__ = self.__class__
-        return draft  # type: ignore[no-any-return]
+        def replace(
+            self: S,
+            *,
+            model: ModelDef = ...,
+            params: Mapping[str, Tensor] = ...,
+            buffers: Mapping[str, Tensor] = ...,
+            opt_state: Any = ...,
+            timestamp: Timestamp = ...,
+            previous_timestamp: Timestamp = ...,
+            seed: int = ...,
+            loss_scale: LossScale | None = ...,
+            lr_scale: Tensor | None = ...,
+            stop: bool = ...,
+            algorithm_state: Mapping[str, Any] = ...,
+            metrics: Mapping[str, Mapping[str, Any]] = ...,
+            event: Event | None = ...,
+            position: Event | None = ...,
+            skipped: Tensor | None = ...,
+            nonfinite: Tensor | None = ...,
+            evaluator: str | None = ...,
+            batch: Any = ...,
+            microbatch: Any = ...,
+            outputs: Any = ...,
+            loss: Loss | None = ...,
+            grads: Mapping[str, Tensor | None] | None = ...,
+            grad_norm: Tensor | None = ...,
+        ) -> S:
+            """A State with some fields changed: ``state.replace(loss=2 * state.loss)``."""
+
+    else:
+
+        def replace(self: S, **changes: Any) -> S:
+            """A State with some fields changed: ``state.replace(loss=2 * state.loss)``.
+
+            Raises:
+                ArgumentError: a name that is no field of the State.
+                ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state.
+            """
+            draft = draft_of(self)
+            for name, value in changes.items():
+                if name in _MAPPINGS:
+                    if type(value) is not FrozenDict:
+                        value = _as_mapping(name, value)
+                    if name == "grads":
+                        name = "_grads"
+                elif name not in _names(self.__class__):
+                    raise ArgumentError(_no_field(type(self), name))
+                setattr(draft, name, value)
+            if "params" in changes or "buffers" in changes:
+                _put_in_order(draft)
+            draft.__class__ = self.__class__
+            return draft  # type: ignore[no-any-return]
 
     __replace__ = replace
 
@@ -223,9 +321,19 @@ class State(Record):
         >>> state.timestamp.batch, state.timestamp.sample, state.previous_timestamp.batch
         (1, 8, 0)
         """
-        samples, tokens = read_count("samples", samples), read_count("tokens", tokens)
-        now = self.timestamp.next_batch(samples, tokens, read_seconds("seconds", seconds))
+        samples, tokens = check_integer("samples", samples, least=0), check_integer("tokens", tokens, least=0)
+        now = self.timestamp.next_batch(samples, tokens, check_number("seconds", seconds, least=0))
         return self.replace(timestamp=now, previous_timestamp=self.timestamp)
+
+    def has_ended(self) -> bool:
+        """Whether training ends at this boundary: an algorithm stopped it, or ``max_duration`` is reached.
+
+        >>> import torch
+        >>> state = State.create(torch.nn.Linear(1, 1))
+        >>> state.has_ended(), state.replace(stop=True).has_ended()
+        (False, True)
+        """
+        return self.stop or self.timestamp.has_ended()
 
     def module(self, *, training: bool = True) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
@@ -242,8 +350,7 @@ class State(Record):
         >>> state.module().training, state.module(training=False).training
         (True, False)
         """
-        if not isinstance(training, bool):
-            raise ArgumentTypeError(f"training={training!r}: write state.module(training=False) for eval mode.")
+        check_flag("training", training, where="state.module", example="state.module(training=False) for eval mode")
         return self.model.module(self.params, self.buffers, training=training)
 
     def with_module(self: S, module: nn.Module) -> S:
@@ -259,6 +366,8 @@ class State(Record):
         >>> widen(State.create(net)).params["0.weight"].shape
         torch.Size([8, 2])
         """
+        from pure_loop.model.checks import refuse_untrainable
+
         refuse_untrainable(module)
         structure, params, buffers = ModelDef.split(module, device=self.device)
         return self.replace(model=structure, params=params, buffers=buffers)
@@ -285,21 +394,23 @@ class State(Record):
                 f"(noticed at batch {self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        if key in _names(type(self)):
-            what = f"state.{key}"
-        elif key in self.metrics:
-            what = f"state.metrics[{key!r}]"
-        elif isinstance(key, str) and key in self.params:
-            what = f"state.params[{key!r}]"
-        else:
-            what = "a field: state.params, state.timestamp, state.metrics"
-        raise ArgumentTypeError(f"state[{key!r}]: a State is a record, whose fields are attributes; write {what}.")
+    if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 
-    __iter__ = None  # else Python would iterate by __getitem__
+        def __getitem__(self, key: Any) -> NoReturn:
+            if key in _names(type(self)):
+                what = f"state.{key}"
+            elif key in self.metrics:
+                what = f"state.metrics[{key!r}]"
+            elif isinstance(key, str) and key in self.params:
+                what = f"state.params[{key!r}]"
+            else:
+                what = "a field: state.params, state.timestamp, state.metrics"
+            raise ArgumentTypeError(f"state[{key!r}]: a State is a record, whose fields are attributes; write {what}.")
+
+        __iter__ = None  # else Python would iterate by __getitem__
 
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
-        from pure_loop.data import tensors_in  # which needs States
+        from pure_loop.data.batch import tensors_in  # which needs States
 
         for name in ("batch", "microbatch", "outputs", "loss"):
             for tensor in tensors_in(getattr(self, name)):
@@ -328,26 +439,47 @@ class State(Record):
             parts.append(f"metrics of {', '.join(self.metrics)}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        """A table of the fields for notebooks; waits for no device."""
+        rows = []
+        for attribute, public in _fields(type(self)):
+            value = raw_opt_state(self) if attribute == "opt_state" else getattr(self, attribute)
+            overwritten = type(value) is type(OVERWRITTEN) or value is OVERWRITTEN_VALUE
+            if not overwritten and (value is NOT_READY or value is None or (type(value) is FrozenDict and not value)):
+                continue
+            if overwritten:
+                text = "overwritten by the next step"
+            elif public in ("params", "buffers", "grads"):
+                text = f"{len(value)} tensors, {sum(t.numel() for t in value.values() if t is not None):,} numbers"
+            elif isinstance(value, FrozenDict) and public in ("opt_state", "algorithm_state"):
+                text = ", ".join(map(str, value))
+            elif public == "model":
+                text = type(value.skeleton).__name__
+            else:
+                text = cell(value)
+            rows.append((public, text))
+        return table(rows, caption=type(self).__name__)
 
-# Whoever has a tensor of an optimizer's memory, but for the optimizer, has read it from a State. So the loop needs not
-# ask for each of them whether anybody has it, while nobody has read any.
+
+# Optimizer-state tensors can only be aliased through `state.opt_state`. So while no `opt_state` was read, none of them
+# needs a reference check.
 class _Reading:
-    """That somebody has read ``opt_state``; another one each time."""
+    """A read of ``opt_state``; another one each time."""
 
 
 _readings = [_Reading()]
-# Gives another object after each time that somebody reads the ``opt_state`` of any State.
-last_reading: Callable[[], object] = partial(getitem, _readings, 0)
+# Returns another object after each read of the ``opt_state`` of any State.
+opt_state_read_marker: Callable[[], object] = partial(getitem, _readings, 0)
 
 
 def _read_memory(state: State) -> Any:
     _readings[0] = _Reading()
-    return memory_in(state)
+    return raw_opt_state(state)
 
 
 _memory_slot: Any = vars(State)["opt_state"]
-# An optimizer's memory, for who is sure to keep nothing of it.
-memory_in: Callable[[State], Any] = _memory_slot.__get__
+# The optimizer state, for code that stores nothing of it: this read is not counted.
+raw_opt_state: Callable[[State], Any] = _memory_slot.__get__
 State._slots_behind = {"opt_state": "_opt_state"}
 State._opt_state = _memory_slot  # type: ignore[attr-defined]
 setattr(State, "opt_state", property(_read_memory, _memory_slot.__set__, _memory_slot.__delete__))  # noqa: B010
@@ -370,7 +502,7 @@ def _refuse_assignment(self: State, name: str, value: Any = None) -> NoReturn:
     )
 
 
-def _keep_manners(cls: type) -> None:
+def _teach(cls: type) -> None:
     """What attrs writes for a subclass, as State has it: errors that teach, a repr that prints no tensors."""
     # Of the two times that attrs builds a subclass with slots, the first must not have it yet.
     if "__attrs_attrs__" not in vars(cls):
@@ -381,7 +513,7 @@ def _keep_manners(cls: type) -> None:
         cls.__repr__ = State.__repr__  # type: ignore[assignment]
 
 
-_keep_manners(State)
+_teach(State)
 
 
 def _as_mapping(name: str, value: Any) -> Any:
@@ -404,7 +536,7 @@ def _put_in_order(draft: Any) -> None:
             setattr(draft, field, FrozenDict((name, mapping[name]) for name in names))
 
 
-def in_order(state: S) -> S:
+def sort_by_model(state: S) -> S:
     """The State with parameters and buffers in the order of its model's, in which gradients come."""
     draft = draft_of(state)
     _put_in_order(draft)
@@ -457,8 +589,8 @@ at_event = _OfClass(lambda cls: copier(cls, "event"))
 at_position = _OfClass(lambda cls: copier(cls, "event", "position"))
 
 
-_set_event = vars(State)["event"].__set__
-_set_position = vars(State)["position"].__set__
+set_event = vars(State)["event"].__set__
+set_position = vars(State)["position"].__set__
 
 
 def seal(state: State, event: Event) -> State:
@@ -466,9 +598,9 @@ def seal(state: State, event: Event) -> State:
     # A State that was loaded from a checkpoint resumes from the boundary at which that was saved.
     passed = event in POSITIONS and (event is not Event.AFTER_LOAD or state.position is None)
     if state.event is None:
-        _set_event(state, event)
+        set_event(state, event)
         if passed:
-            _set_position(state, event)
+            set_position(state, event)
         return state
     if passed:
         return at_position[type(state)](state, event, event)  # type: ignore[no-any-return]
@@ -479,7 +611,7 @@ def device_of(state: Any) -> torch.device:
     """Where the parameters of a State, or of a draft of one, are."""
     params = state.params
     if type(params) is not FrozenDict:
-        params = params.origin  # leaves are made when somebody looks, and this is no look
+        params = params.origin  # leaves are made at the first access, and this is none
     return next(iter(params.values())).device  # type: ignore[no-any-return]
 
 
@@ -493,7 +625,7 @@ def draft_of(state: State) -> Any:
 fresh_draft_of = drafter(State, without=("event",), otherwise=lambda state: _fresh_drafts[type(state)](state))
 
 
-def holding(state: S, **fields: Any) -> S:
+def with_fields(state: S, **fields: Any) -> S:
     """A State with these fields, by the names of attributes, and without an event."""
     draft = fresh_draft_of(state)
     for name, value in fields.items():
@@ -509,18 +641,18 @@ def outside_batch(state: State) -> State:
 
 def _fields(cls: type) -> tuple[tuple[str, str], ...]:
     """(attribute, public name) of each field."""
-    found = _FIELDS.get(cls)
-    if found is None:
-        found = _FIELDS[cls] = tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
-    return found
+    result = _FIELDS.get(cls)
+    if result is None:
+        result = _FIELDS[cls] = tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
+    return result
 
 
 def _names(cls: type) -> frozenset[str]:
     """The public names of its fields."""
-    found = _NAMES.get(cls)
-    if found is None:
-        found = _NAMES[cls] = frozenset(public for _, public in _fields(cls))
-    return found
+    result = _NAMES.get(cls)
+    if result is None:
+        result = _NAMES[cls] = frozenset(public for _, public in _fields(cls))
+    return result
 
 
 def _no_field(cls: type, name: str) -> str:
@@ -568,11 +700,11 @@ def refuse_misfit(state: State) -> None:
         ResumeError: names the leaf, what the model has and what the State has.
     """
     model = state.model
-    for kind, names, wanted, given in (
-        ("params", model.parameter_names, dict(model._skeleton.named_parameters()), state.params),
+    for kind, names, wanted, value in (
+        ("params", model.parameter_names, dict(model.skeleton.named_parameters()), state.params),
         ("buffers", model.buffer_names, model.fixed_buffers(), state.buffers),
     ):
-        missing, unknown = set(names) - given.keys(), given.keys() - set(names)
+        missing, unknown = set(names) - value.keys(), value.keys() - set(names)
         if missing or unknown:
             named = (("missing", missing), ("unknown", unknown))
             raise ResumeError(
@@ -581,8 +713,8 @@ def refuse_misfit(state: State) -> None:
                 + ". Give a State that was made with this model, or state.with_module(module) to change the model."
             )
         for name, tensor in wanted.items():
-            if tensor.shape != given[name].shape:
+            if tensor.shape != value[name].shape:
                 raise ResumeError(
-                    f"{kind}[{name!r}] has shape {tuple(given[name].shape)} in this State and "
+                    f"{kind}[{name!r}] has shape {tuple(value[name].shape)} in this State and "
                     f"{tuple(tensor.shape)} in its model: the State is another model's."
                 )

@@ -13,12 +13,13 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from pure_loop._signature import accepts, name_of
-from pure_loop._torch_losses import Implied, implied_by
-from pure_loop.data import describe, num_samples, num_tokens, split
+from pure_loop._internal.reprs import call, changed_fields
+from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.torch_losses import Implied, implied_by
+from pure_loop.data.batch import describe, num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
-__all__ = ["Task", "has_loss_method", "make_task"]
+__all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -27,7 +28,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
     raise DataError(
         f"a batch is a {type(batch).__name__}{size}, {describe(batch)}, and by default a batch is (inputs, targets), "
-        "to the forward and to a function given as loss=. Say what to do with yours: task=pl.Task(forward=lambda "
+        "for the forward and for a function passed as loss=. For other batches write task=pl.Task(forward=lambda "
         f"model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to predict, the forward is enough."
     )
 
@@ -46,22 +47,22 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(_inputs_and_targets(batch)[0])
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Task:
     """How a model is trained on a batch. Every function is pure; each has a default.
 
     Args:
         forward: ``(model, batch) -> outputs``; default ``model(inputs)``.
         loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
-            such with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
+            such tensors with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
         validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
-        weight: ``(batch) -> number``: how much a microbatch counts when its loss is a mean. Give the number of
-            loss-generating tokens for a loss that is a mean over tokens. A Python number, or a tensor of shape ().
-            Default: what ``loss=`` of ``fit`` divides by, where that is one of torch's (targets that are not ignored,
-            weighed by their class weights; elements), and which adds up with ``reduction="sum"``; else its samples. A
-            microbatch of weight 0 counts for nothing, whatever its loss is.
-        samples: ``(batch) -> int``: how many samples it holds; default the leading size of its tensors.
-        tokens: ``(batch) -> int``: how many tokens it holds, for durations in tokens.
+        weight: ``(batch) -> number``: the weight of a microbatch, whose loss is a mean: for a mean over tokens, the
+            number of tokens that have a target. A Python number, or a tensor of shape (). Default: if ``loss=`` of
+            ``fit`` is one of torch's, what it divides by (targets that are not ignored, each with its class weight; or
+            elements), while losses with ``reduction="sum"`` are added; else the number of samples. A microbatch of
+            weight 0 is ignored, whatever its loss is.
+        samples: ``(batch) -> int``: the number of samples; default: the leading size of its tensors.
+        tokens: ``(batch) -> int``: the number of tokens, for durations in tokens.
         split: ``(batch, size) -> list`` of microbatches of at most ``size`` samples.
 
     >>> import torch
@@ -72,9 +73,10 @@ class Task:
     4
     """
 
-    forward: Callable[[nn.Module, Any], Any] = default_forward
+    # The model is Any, because user code annotates it with the class of its own module.
+    forward: Callable[[Any, Any], Any] = default_forward
     loss: Callable[[Any, Any], Any] | None = None
-    validate: Callable[[nn.Module, Any], Any] | None = None
+    validate: Callable[[Any, Any], Any] | None = None
     weight: Callable[[Any], float | Tensor] | None = None
     samples: Callable[[Any], int] = num_samples
     tokens: Callable[[Any], int] = num_tokens
@@ -89,6 +91,11 @@ class Task:
     by_shape: bool = attrs.field(init=False, repr=False, eq=False)
     summed: bool = attrs.field(init=False, repr=False, eq=False)
     harmless: bool = attrs.field(init=False, repr=False, eq=False)
+    # Whether the loss may draw random numbers; torch's own losses don't, and need no seed of their own.
+    loss_may_use_rng: bool = attrs.field(init=False, repr=False, eq=False)
+
+    def __repr__(self) -> str:
+        return call("Task", changed_fields(self))
 
     @counts_as_usual.default
     def _counts_as_usual(self) -> bool:
@@ -124,9 +131,8 @@ class Task:
                     f"pl.Task({field.name}={value!r}): give a function; pl.Task's help says of what."
                 )
 
-    @property
-    def loss_may_draw(self) -> bool:
-        """Whether the loss may draw random numbers; torch's own losses don't, and need no seed of their own."""
+    @loss_may_use_rng.default
+    def _loss_may_use_rng(self) -> bool:
         return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs)
 
     @property
@@ -179,18 +185,8 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         if task is not None:
             raise ArgumentError("loss= and task= are both a Task; give one of them.")
         task, loss = loss, None
-    if loss is not None and not callable(loss):
-        raise ArgumentTypeError(
-            f"loss is {loss!r} of type {type(loss).__name__}; give a function of (outputs, targets), such as "
-            "torch.nn.functional.cross_entropy."
-        )
-    if isinstance(loss, type):
-        raise ArgumentTypeError(f"loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
-    if loss is not None and not accepts(loss, 2):
-        raise ArgumentTypeError(
-            f"loss is the function {name_of(loss)}, which can't be called with two arguments: it is called as "
-            f"{name_of(loss)}(outputs, targets)."
-        )
+    if loss is not None:
+        check_loss_function(loss)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ArgumentError(
             f"the loss {type(loss).__name__} has parameters, which would not be trained: make it a submodule of the "
@@ -202,7 +198,7 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
                 _require_loss_method(model)
             return task
         if task.loss is not None:
-            raise ArgumentError("loss= is given, and task= has a loss too; give one of them.")
+            raise ArgumentError("loss= is given, and task= has a loss, too; pass one of them.")
         return attrs.evolve(task, loss=OnTargets(loss))
     if loss is not None:
         return Task(loss=OnTargets(loss))
@@ -213,6 +209,26 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
 
     own = callable(getattr(model, "validate", None))
     return Task(forward=lambda module, batch: module(batch), validate=validate if own else None)
+
+
+def check_loss_function(loss: Any, where: str = "") -> None:
+    """Refuse what can't be called as ``loss(outputs, targets)``.
+
+    Raises:
+        ArgumentTypeError: says what it is; begins with ``where``.
+    """
+    if not callable(loss):
+        raise ArgumentTypeError(
+            f"{where}loss is {loss!r} of type {type(loss).__name__}; give a function of (outputs, targets), such as "
+            "torch.nn.functional.cross_entropy."
+        )
+    if isinstance(loss, type):
+        raise ArgumentTypeError(f"{where}loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
+    if not accepts(loss, 2):
+        raise ArgumentTypeError(
+            f"{where}loss is the function {name_of(loss)}, which can't be called with two arguments: it is called as "
+            f"{name_of(loss)}(outputs, targets)."
+        )
 
 
 @attrs.frozen

@@ -16,20 +16,20 @@ import operator
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import attrs
 
-from pure_loop import _pytree
-from pure_loop._records import Record, copier
-from pure_loop._values import read_count, read_seconds
+from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop._internal.records import Record, copier
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 
 if TYPE_CHECKING:
     from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "due", "passed", "read_interval", "read_time"]
+__all__ = ["Time", "TimeUnit", "Timestamp", "TimestampFields", "due", "passed", "read_interval", "read_time"]
 
 
 class TimeUnit(StrEnum):
@@ -169,14 +169,17 @@ class Time:
     def __repr__(self) -> str:
         return f"Time({str(self)!r})"
 
+    def in_a_call(self) -> str:
+        return repr(str(self))
+
     def _like(self, other: object, verb: str) -> Time:
         if not isinstance(other, (Time, str)):
             raise ArgumentTypeError(f"can't {verb} {self} and {other!r}; write a Time or a text such as {str(self)!r}")
         other = Time.parse(other)
         if other.unit is not self.unit:
             raise ArgumentError(
-                f"can't {verb} {self} and {other}: {_plural(self.unit)} and {_plural(other.unit)} only meet "
-                f"in a Timestamp; ask it for either: timestamp.get({self.unit.value!r}), timestamp >= {str(other)!r}"
+                f"can't {verb} {self} and {other}: only a Timestamp has both {_plural(self.unit)} and "
+                f"{_plural(other.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(other)!r}"
             )
         return other
 
@@ -246,37 +249,37 @@ def _meant(text: str) -> str | None:
     return close
 
 
-def _in_our_units(found: re.Match[str]) -> str:
-    number, word = found.groups()
+def _in_our_units(result: re.Match[str]) -> str:
+    number, word = result.groups()
     one = word.removesuffix("s") if len(word) > 2 else word
     return number + _WORDS.get(one, one)
 
 
-def read_time(given: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
+def read_time(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
     """The time that the argument ``name`` means.
 
     Raises:
         TimeFormatError, ArgumentTypeError: it is none; names the argument, and offers these units alone.
     """
     try:
-        return Time.parse(given)
+        return Time.parse(value)
     except (ArgumentError, ArgumentTypeError) as error:
-        said = str(error).replace(_FORMS, _forms(units))
-        if isinstance(given, str):
-            said = said.replace(_guess(given, TimeUnit), _guess(given, units))
-        raise type(error)(f"{name}={given!r}: {said}") from None
+        message = str(error).replace(_FORMS, _forms(units))
+        if isinstance(value, str):
+            message = message.replace(_guess(value, TimeUnit), _guess(value, units))
+        raise type(error)(f"{name}={value!r}: {message}") from None
 
 
-def read_interval(given: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
+def read_interval(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
     """The interval that the argument ``name`` means; the number 0 means never.
 
     Raises:
         TimeFormatError, ArgumentTypeError: as :func:`read_time`.
         ArgumentError: it is 0 of a unit, which comes round never or all the time.
     """
-    interval = read_time(given, name, units)
-    if not interval and isinstance(given, str | Time):
-        shown = str(given)
+    interval = read_time(value, name, units)
+    if not interval and isinstance(value, str | Time):
+        shown = str(value)
         raise ArgumentError(f"{name}={shown!r}: an interval is longer than 0; to say never, write {name}=0.")
     return interval
 
@@ -312,7 +315,28 @@ def _text(value: float) -> str:
     return str(int(value)) if value == int(value) and value < 1e15 else repr(value)
 
 
-@attrs.frozen(kw_only=True, order=False, weakref_slot=False)
+class TimestampFields(TypedDict, total=False):
+    """The fields of a :class:`Timestamp`: the arguments of its ``replace`` for type checkers."""
+
+    epoch: int
+    batch: int
+    sample: int
+    token: int
+    batch_in_epoch: int
+    sample_in_epoch: int
+    token_in_epoch: int
+    iteration: int
+    epoch_in_iteration: int
+    batch_in_iteration: int
+    token_in_iteration: int
+    total_seconds: float
+    epoch_seconds: float
+    batch_seconds: float
+    max_duration: Time | None
+    batches_per_epoch: int | None
+
+
+@attrs.frozen(kw_only=True, order=False, weakref_slot=False, repr=False)
 class Timestamp(Record):
     """What is finished so far. Counts are ints; seconds are floats of wall-clock time.
 
@@ -342,6 +366,8 @@ class Timestamp(Record):
     (1, 16, 0.25)
     >>> now >= "16sp", now < "2ep"
     (True, True)
+    >>> now
+    Timestamp(epoch=0, batch=1, sample=16, batch_in_epoch=1, ..., max_duration=Time('4ba'))
     """
 
     epoch: int = 0
@@ -365,12 +391,14 @@ class Timestamp(Record):
         for name, value in zip(_NAMES[:-2], _values(self), strict=False):
             if hasattr(type(value), "decide"):  # a number of a step that is compiled
                 continue
-            read = read_seconds if name.endswith("_seconds") else read_count
-            read(f"Timestamp: {name}", value)
+            if name.endswith("_seconds"):
+                check_number(name, value, where="Timestamp", least=0)
+            else:
+                check_integer(name, value, where="Timestamp", least=0)
         if self.max_duration is not None and not isinstance(self.max_duration, Time):
             raise ArgumentTypeError(f'Timestamp: max_duration={self.max_duration!r}: write Time("3ep"), or None.')
         if self.batches_per_epoch is not None:
-            read_count("Timestamp: batches_per_epoch", self.batches_per_epoch)
+            check_integer("batches_per_epoch", self.batches_per_epoch, where="Timestamp", least=0)
 
     def next_batch(self, samples: int, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
         """The timestamp once a batch of so many samples and tokens is finished, which took so many seconds."""
@@ -408,7 +436,7 @@ class Timestamp(Record):
             self, iteration=self.iteration + 1, epoch_in_iteration=0, batch_in_iteration=0, token_in_iteration=0
         )
 
-    def replace(self, **changes: Any) -> Timestamp:
+    def replace(self, **changes: Unpack[TimestampFields]) -> Timestamp:
         """This timestamp with other values in some fields."""
         return attrs.evolve(self, **changes)
 
@@ -440,12 +468,25 @@ class Timestamp(Record):
             elapsed = self.elapsed
             if elapsed is None:
                 raise ArgumentError(
-                    "a fraction of the duration was asked of a Timestamp without max_duration; write the time in "
-                    'another unit, such as "10ba", or give the timestamp one: timestamp.replace(max_duration=...)'
+                    "a fraction of the duration needs a Timestamp with max_duration; write the time in another unit, "
+                    'such as "10ba", or set it: timestamp.replace(max_duration=...)'
                 )
             return elapsed
         value: int | float = getattr(self, _FIELD[unit])
         return value
+
+    def has_ended(self) -> bool:
+        """Whether ``max_duration`` is over; False where it is not known.
+
+        >>> Timestamp(batch=3, max_duration=Time.parse("3ba")).has_ended()
+        True
+        """
+        end = self.max_duration
+        if end is None:
+            return False
+        field = _FIELD.get(end.unit)
+        count: int | float = self.get(end.unit) if field is None else getattr(self, field)
+        return count >= end.value
 
     def __lt__(self, other: Time | str) -> bool:
         time = self._time(other)
@@ -458,6 +499,11 @@ class Timestamp(Record):
     def __gt__(self, other: Time | str) -> bool:
         time = self._time(other)
         return NotImplemented if time is None else self.get(time.unit) > time.value
+
+    def __repr__(self) -> str:
+        fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
+        shown = [f"{name}={value!r}" for name, value in fields if value or name in ("epoch", "batch")]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __ge__(self, other: Time | str) -> bool:
         time = self._time(other)

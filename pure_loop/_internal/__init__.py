@@ -1,6 +1,5 @@
-"""Helpers that several folders share and that know nothing of training: no State, no event, no loop.
+"""Helpers with several users that know no State: records, pytrees, checks of arguments, the gate to torch.
 
-:mod:`~pure_loop._internal.torch_private` is the gate for private names of torch: no other module that eager code
-imports names one. Begin reading there. Modules here import torch and :mod:`pure_loop.errors`, and nothing else of the
-package.
+May import: ``errors`` and ``event``. Begin with ``records.py`` (drafts of frozen records) and ``torch_private.py``, the
+one file of eager code that names what torch keeps private.
 """

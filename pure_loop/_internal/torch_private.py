@@ -7,41 +7,68 @@ release that moves a private name keeps ``import pure_loop`` or training from wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 __all__ = [
+    "KEPT_ITERATOR",
+    "WRAPPER_OF_FUNCTIONS",
     "DispatchMode",
     "amp_update_scale",
     "any_autocast_enabled",
+    "any_global_hook",
     "backward_runs_in_threads",
     "broadcast_coalesced",
     "default_collate_functions",
+    "default_store",
+    "drop_groups_of_fsdp",
+    "drop_groups_of_mesh",
+    "dump_memory_snapshot",
+    "dtensor_like",
+    "end_workers",
+    "fill_buckets",
     "find_nonfinite",
     "foreach_clone",
     "fused_adam",
     "fused_adamw",
     "fused_sgd",
     "graph_task",
+    "import_compiler",
+    "has_gradient_hooks",
     "is_transformed",
+    "iterator_of_loader",
+    "local_tensor",
+    "map_pytree",
     "missing",
     "mps_generator",
     "no_dispatch",
+    "of_one_pass",
+    "record_memory_history",
+    "register_pytree",
+    "registered_pytrees",
+    "replaceable_world",
     "run_backward",
     "set_grad_enabled",
     "storage_goes_back",
     "storage_uses",
+    "subclass_of_tensor",
     "tensor_uses",
     "transforms",
+    "wait_tensor",
 ]
 
 missing: dict[str, str] = {}
-"""The private names that this torch lacks, each with what is lost by its fallback."""
+"""The private names that this torch lacks, each with what is lost by its fallback.
+
+Those of modules that ``import pure_loop`` doesn't import (torch.distributed, the DataLoader) are looked up, and noted,
+when they are first needed.
+"""
 
 
 def _find(owner: Any, path: str, lost: str) -> Any:
@@ -52,6 +79,9 @@ def _find(owner: Any, path: str, lost: str) -> Any:
         missing[f"{getattr(owner, '__name__', owner)}.{path}"] = lost
         return None
 
+
+# Frames of this module stand between a caller and some functions of torch; elsewhere that module has no frames.
+WRAPPER_OF_FUNCTIONS = "torch._compile"
 
 # Gradient mode and autocast.
 
@@ -146,12 +176,17 @@ no_dispatch: Callable[[], Any] = (
 )
 
 
+# Which allocations a CUDA device has made: records them, and writes what it recorded to a file.
+record_memory_history: Callable[..., None] | None = _find(torch.cuda.memory, "_record_memory_history", "MemorySnapshot")
+dump_memory_snapshot: Callable[..., None] | None = _find(torch.cuda.memory, "_dump_snapshot", "MemorySnapshot")
+
+
 # Kernels.
 
 
-def _find_nonfinite(tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+def _find_nonfinite(tensors: Sequence[Tensor], result: Tensor, inverse_scale: Tensor) -> None:
     for tensor in tensors:
-        found.copy_(torch.maximum(found, (~torch.isfinite(tensor)).any().to(found)))
+        result.copy_(torch.maximum(result, (~torch.isfinite(tensor)).any().to(result)))
 
 
 # Writes 1 into ``found``, float32 of shape (1,), where a tensor has a NaN or an infinity. The last argument is 1.
@@ -161,9 +196,9 @@ find_nonfinite: Callable[[Sequence[Tensor], Tensor, Tensor], Any] = (
 
 
 def _amp_update_scale(
-    scale: Tensor, tracker: Tensor, found: Tensor, growth: float, backoff: float, interval: int
+    scale: Tensor, tracker: Tensor, result: Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    overflowed = found[0] > 0
+    overflowed = result[0] > 0
     grown = scale * growth
     grows = (tracker + 1 == interval) & torch.isfinite(grown)
     scale.copy_(torch.where(overflowed, scale * backoff, torch.where(grows, grown, scale)))
@@ -178,6 +213,123 @@ amp_update_scale: Callable[..., Any] = (
 fused_adam: Callable[..., None] | None = _find(torch, "_fused_adam_", "fused adam: it takes two to three times as long")
 fused_adamw: Callable[..., None] | None = _find(torch, "_fused_adamw_", "fused adamw: two to three times as long")
 fused_sgd: Callable[..., None] | None = _find(torch, "_fused_sgd_", "fused sgd: two to three times as long")
+
+
+# Modules and parameters.
+
+# What a module asks itself before it calls its forward: whether a hook for all modules is registered.
+any_global_hook: Callable[[], bool] = (
+    _find(torch, "nn.modules.module._has_any_global_hook", "an earlier return of modules that have buffers") or _always
+)
+
+
+def subclass_of_tensor(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Any:
+    """A tensor of this class over the same memory, made without calling the class."""
+    make: Any = getattr(Tensor, "_make_subclass", None)
+    if make is not None:
+        return make(cls, tensor.detach(), requires_grad)
+    missing["torch.Tensor._make_subclass"] = "nothing"
+    return tensor.detach().as_subclass(cls).requires_grad_(requires_grad)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether a function is called with the gradient of this leaf, or after it was added up."""
+    return bool(getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+# Pytrees: torch's own, which torch.func and torch.export flatten arguments by.
+
+# Maps the leaves of a pytree of torch's, by which torch.export takes arguments apart.
+map_pytree: Callable[[Callable[[Any], Any], Any], Any] = (
+    _find(torch, "utils._pytree.tree_map", "exports of any batch size, of samples in classes that only torch knows")
+    or optree.tree_map
+)
+_register_pytree: Callable[..., None] | None = _find(
+    torch, "utils._pytree.register_pytree_node", "States as arguments of functions that torch.func transforms"
+)
+# How classes are taken apart that were registered with torch, by class: flatten_fn and unflatten_fn.
+registered_pytrees: Mapping[type, Any] = (
+    _find(torch, "utils._pytree.SUPPORTED_NODES", "splitting batches of classes that are registered with torch only")
+    or {}
+)
+
+
+def register_pytree(
+    cls: type,
+    flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[str]]],
+    unflatten: Callable[[Any, Iterable[Any]], Any],
+    *,
+    attributes: bool,
+) -> None:
+    """Register a class with torch; the arguments are those of :func:`pure_loop._internal.pytree.register`."""
+    if _register_pytree is None:
+        return
+
+    def torch_flatten(value: Any) -> tuple[list[Any], Any]:
+        children, metadata, _ = flatten(value)
+        return list(children), metadata
+
+    keys: dict[str, Any] = {}
+    make_key: Callable[[str], Any] | None = _find(
+        torch, f"utils._pytree.{'GetAttrKey' if attributes else 'MappingKey'}", "names in torch's errors about pytrees"
+    )
+    if make_key is not None:
+
+        def torch_flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+            children, metadata, names = flatten(value)
+            return [(make_key(name), child) for name, child in zip(names, children, strict=True)], metadata
+
+        keys["flatten_with_keys_fn"] = torch_flatten_with_keys
+    _register_pytree(
+        cls,
+        torch_flatten,
+        lambda children, metadata: unflatten(metadata, children),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        **keys,
+    )
+
+
+# DTensors: tensors of which every rank holds a part. Importing torch.distributed is left to programs that have them.
+
+_DTENSOR = "torch.distributed.tensor.DTensor"
+
+
+def local_tensor(tensor: Any) -> Any:
+    """What this rank holds of a DTensor, the same object whenever it is asked for; another tensor itself."""
+    if type(tensor) is Tensor:
+        return tensor
+    part = getattr(tensor, "_local_tensor", None)
+    if part is not None:
+        return part
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    missing[f"{_DTENSOR}._local_tensor"] = "some microseconds for each tensor of a sharded step"
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def dtensor_like(tensor: Any, part: Tensor, mesh: Any = None) -> Any:
+    """A DTensor that is placed as another one, with this part on this rank, and requires no gradient.
+
+    Args:
+        tensor: the other one.
+        part: of the shape of the other's part; of any dtype.
+        mesh: of the same shape as the other's; None: the other's.
+    """
+    name = f"{_DTENSOR}.__new__"
+    mesh = tensor.device_mesh if mesh is None else mesh
+    if name not in missing:
+        try:
+            spec = tensor._spec
+            if mesh is not spec.mesh or part.dtype is not tensor.dtype:
+                spec = type(spec)(mesh, spec.placements, spec.tensor_meta._replace(dtype=part.dtype))
+            return type(tensor)(part, spec, requires_grad=False)
+        except (AttributeError, TypeError):  # a specification that is made, or taken, in another way
+            missing[name] = "some microseconds for each tensor of a sharded step, and donation of sharded States"
+    with torch.no_grad():
+        return type(tensor).from_local(
+            part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
 
 # Data, devices and ranks.
@@ -196,6 +348,25 @@ def _default_collate_functions() -> Any:
 
 # How torch's default collate treats each type; a user may have changed it.
 default_collate_functions: dict[Any, Any] | None = _default_collate_functions()
+
+
+# The attribute in which a DataLoader keeps an iterator; and what it sets for itself in a pass, as a new one has it.
+KEPT_ITERATOR = "_iterator"
+of_one_pass: Mapping[str, None] = {KEPT_ITERATOR: None, "_IterableDataset_len_called": None}
+
+
+def iterator_of_loader(loader: Any) -> Any:
+    """The iterator that a DataLoader with ``persistent_workers`` keeps; None: there is none."""
+    if not hasattr(loader, KEPT_ITERATOR):
+        missing["torch.utils.data.DataLoader._iterator"] = "workers that are kept end when they are collected"
+    return getattr(loader, KEPT_ITERATOR, None)
+
+
+def end_workers(batches: Any) -> None:
+    """End the workers of a DataLoader's iterator now; of one that has none, nothing."""
+    end: Any = getattr(batches, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 def mps_generator() -> torch.Generator:
@@ -223,3 +394,113 @@ def broadcast_coalesced(group: Any, tensors: list[Tensor], size: int, source: in
 
     for tensor in tensors:
         dist.broadcast(tensor, group=group, group_src=source)
+
+
+def default_store() -> Any:
+    """The store by which the ranks of the default process group have met.
+
+    Raises:
+        RuntimeError: this torch has it elsewhere.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    find: Any = getattr(c10d, "_get_default_store", None)
+    if find is None:
+        raise RuntimeError(
+            "torch.distributed.distributed_c10d._get_default_store is not there in this version of torch, and ranks "
+            "find each other by the store of the process group that is there: leave init_process_group to pure_loop, "
+            "or install a version of torch that pure_loop was tested with."
+        )
+    return find()
+
+
+def wait_tensor(tensor: Tensor) -> None:
+    """Wait for what a functional collective gave; torch without this operation waits where the tensor is used."""
+    operation = _find(torch, "ops._c10d_functional.wait_tensor", "simulated ranks don't see functional collectives")
+    if operation is not None:
+        operation(tensor)
+
+
+class ReplaceableWorld(NamedTuple):
+    """What simulated ranks replace in torch.distributed, and put back.
+
+    Attributes:
+        cls: the class of the object by which torch finds its process groups.
+        get: gives that object.
+        put: puts another one in its place.
+        register: ``(name, group)``: functional collectives find a group by its name.
+        unregister: ``(name)``.
+    """
+
+    cls: Any
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    register: Callable[[str, Any], None]
+    unregister: Callable[[str], None]
+
+
+def replaceable_world() -> ReplaceableWorld | None:
+    """The process groups of this process, where they can be replaced; None, noted in :data:`missing`, elsewhere."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    lost = "the laws of ranks run on real processes alone, which takes seconds and not microseconds"
+    cls, _ = _find(c10d, "_World", lost), _find(c10d, "_world", lost)
+    register = _find(torch, "_C._distributed_c10d._register_process_group", lost)
+    unregister = _find(torch, "_C._distributed_c10d._unregister_process_group", lost)
+    if not (cls and hasattr(c10d, "_world") and register and unregister):
+        return None
+    return ReplaceableWorld(
+        cls, lambda: c10d._world, lambda world: setattr(c10d, "_world", world), register, unregister
+    )
+
+
+def drop_groups_of_mesh(mesh: Any) -> None:
+    """Let a mesh of kept States let go of its process groups, which are destroyed."""
+    groups: Any = getattr(mesh, "_pg_registry", None)
+    if groups is not None:
+        groups.clear()
+
+
+def drop_groups_of_fsdp(module: Any) -> None:
+    """Let a module of fully_shard let go of its process groups, which the graph of a kept State would hold.
+
+    Where a name is missing, ranks that wait for this one do so until their timeout is over.
+    """
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    parameters = getattr(state, "_fsdp_param_group", None)
+    if state is None:
+        missing["torch.distributed.fsdp.FSDPModule._get_fsdp_state"] = (
+            "after a fault, sharded ranks that wait for the rank that failed do so until their timeout is over"
+        )
+    mesh, shared = (getattr(parameters, name, None) for name in ("mesh_info", "comm_ctx"))
+    for owner, name, empty in (
+        (mesh, "shard_process_group", None),
+        (mesh, "replicate_process_group", None),
+        (parameters, "_all_gather_result", None),
+        (shared, "all_gather_state", None),
+        (shared, "reduce_scatter_states", []),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, empty)
+
+
+def fill_buckets(reducer: Any) -> bool:
+    """Fill the buckets of DistributedDataParallel in the order of its parameters; False: this torch can't be told."""
+    push: Any = getattr(reducer, "_push_all_rebuilt_params", None)
+    if push is None:
+        missing["torch.distributed.Reducer._push_all_rebuilt_params"] = "a backward of nothing before the first batch"
+        return False
+    push()
+    return True
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which takes seconds, at the end from which `torch.optim` enters it, too.
+
+    Two threads that enter a cycle of imports at two ends wait for each other.
+    """
+    try:
+        import torch._dynamo  # noqa: F401
+    except ImportError:
+        missing["torch._dynamo"] = "the first compiling in one thread may wait for an import of torch.optim in another"

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._arguments import check_flag, check_integer
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.event import Event
+from pure_loop.ranges import AtLeast, Flag, checked
 from pure_loop.state import State
 
-__all__ = ["BlurConv2d", "BlurMaxPool2d", "apply_blurpool", "blur", "blurpool"]
+__all__ = ["apply_blurpool", "blurpool"]
+
+SERVES = "images"
 
 
 def blur(images: Tensor, stride: tuple[int, int], filtered: tuple[int, int] | None = None) -> Tensor:
@@ -77,13 +79,14 @@ class BlurMaxPool2d(nn.MaxPool2d):
         return blur(dense, _pair(self.stride))
 
 
+@checked
 def apply_blurpool(
     module: nn.Module,
     *,
     replace_convs: bool = True,
     replace_maxpools: bool = True,
     blur_first: bool = True,
-    min_channels: int = 16,
+    min_channels: Annotated[int, AtLeast(1)] = 16,
 ) -> nn.Module:
     """A copy of a module in which strided convolutions and max pools are anti-aliased; the module stays as it was.
 
@@ -106,14 +109,14 @@ def apply_blurpool(
     >>> apply_blurpool(nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)))[1]
     BlurMaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)
     """
-    _check(replace_convs, replace_maxpools, blur_first, min_channels)
+    _refuse_neither(replace_convs, replace_maxpools)
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"apply_blurpool: {module!r} of type {type(module).__name__} is not a torch.nn.Module.")
     new = copy.deepcopy(module)
     replaced = False
     for layer in list(new.modules()):
         if replace_maxpools and _is_pool(layer):
-            # Of another class, with all it had: names of parameters, hooks, modes and who shares it stay.
+            # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
             layer.__class__ = BlurMaxPool2d
             replaced = True
         elif replace_convs and _is_conv(layer) and cast("nn.Conv2d", layer).in_channels >= min_channels:
@@ -124,21 +127,22 @@ def apply_blurpool(
                 conv.stride, conv.blur_stride = (1, 1), conv.filtered
             replaced = True
     if not replaced:
-        found = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
+        result = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
         raise ModelError(
-            f"blurpool finds nothing to replace in {type(module).__name__}: {found}. It serves nn.Conv2d and "
+            f"blurpool finds nothing to replace in {type(module).__name__}: {result}. It serves nn.Conv2d and "
             f"nn.MaxPool2d with a stride above 1, convolutions from min_channels={min_channels} input channels on: "
             "lower min_channels, or leave blurpool out."
         )
     return new
 
 
+@checked
 def blurpool(
     *,
-    replace_convs: bool = True,
-    replace_maxpools: bool = True,
+    replace_convs: Annotated[bool, Flag(typical=())] = True,
+    replace_maxpools: Annotated[bool, Flag(typical=())] = True,
     blur_first: bool = True,
-    min_channels: int = 16,
+    min_channels: Annotated[int, AtLeast(1, typical=(1, 1))] = 16,
     name: str = "blurpool",
 ) -> Algorithm:
     """Anti-aliasing filters in strided convolutions and max pools, put into the model at INIT.
@@ -170,7 +174,7 @@ def blurpool(
         "blur_first": blur_first,
         "min_channels": min_channels,
     }
-    _check(**settings)
+    _refuse_neither(replace_convs, replace_maxpools)
 
     def operate(state: State) -> State:
         return state.with_module(apply_blurpool(state.module(), **settings))
@@ -178,11 +182,8 @@ def blurpool(
     return Algorithm(name, {Event.INIT: operate})
 
 
-def _check(replace_convs: bool, replace_maxpools: bool, blur_first: bool, min_channels: int) -> None:
-    check_flag("blurpool", "blur_first", blur_first)
-    check_integer("blurpool", "min_channels", min_channels, "blurpool(min_channels=16)", least=1)
-    convs = check_flag("blurpool", "replace_convs", replace_convs)
-    if not check_flag("blurpool", "replace_maxpools", replace_maxpools) and not convs:
+def _refuse_neither(replace_convs: bool, replace_maxpools: bool) -> None:
+    if not (replace_convs or replace_maxpools):
         raise ArgumentError("blurpool: replace_convs and replace_maxpools are both False, so it would do nothing.")
 
 

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights: evaluated is the average, trained are the weights.
+"""Exponential moving average: evaluates with the average of the weights, trains with the weights.
 
 With the weights ``w`` after an update interval and the average ``a``, which starts as the first weights::
 
@@ -13,26 +13,27 @@ https://doi.org/10.1137/0330046 (averaging in stochastic approximation), https:/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pure_loop._parts import on_parts
+from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._arguments import check_fraction, check_time
 from pure_loop.cadence import every
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.ranges import Between, Duration, checked
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
 __all__ = ["averaged", "ema", "moving_average"]
 
-# All counts are remembered, so that a half life may change its unit when training goes on.
+# All counts are kept, so that a half life may change its unit when training resumes.
 _COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
 _SLOW = (TimeUnit.EPOCH, TimeUnit.ITERATION)
+_TYPICAL_HALF_LIVES = (*(f"{count}{unit}" for count in (1, 2, 4, 8) for unit in ("ba", "sp", "tok")), "1ep", "2ep")
 _UPDATED_AT = {
     TimeUnit.EPOCH: (Event.EPOCH_END,),
     TimeUnit.ITERATION: (Event.ITERATION_END,),
@@ -52,8 +53,8 @@ def moving_average(
         tensors: what joins the average; names that the average lacks are left out.
         smoothing: how much of the average stays.
 
-    >>> moving_average({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])}, 0.75)
-    FrozenDict({'w': tensor([0.2500])})
+    >>> moving_average({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])}, 0.75)["w"]
+    tensor([0.2500])
     """
     # Frozen parameters, and those of a step that was left out, are the very tensors they were.
     names = [name for name, old in average.items() if old is not tensors[name]]
@@ -63,8 +64,8 @@ def moving_average(
     def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_lerp(list(map(_wide, before)), list(map(_wide, now)), 1.0 - smoothing))
 
-    found = on_parts(lerp, [average[name] for name in names], [tensors[name] for name in names])
-    changed = dict(zip(names, found, strict=True))
+    results = map_local(lerp, [average[name] for name in names], [tensors[name] for name in names])
+    changed = dict(zip(names, results, strict=True))
     return FrozenDict((name, changed.get(name, old)) for name, old in average.items())
 
 
@@ -87,7 +88,7 @@ def _begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapp
 def _is_of(average: Tensor, tensor: Tensor) -> bool:
     """Whether an average is of tensors of this shape and dtype."""
     widened = (torch.float16, torch.bfloat16)
-    dtypes = [torch.float32 if each.dtype in widened else each.dtype for each in (average, tensor)]
+    dtypes = [torch.float32 if item.dtype in widened else item.dtype for item in (average, tensor)]
     return average.shape == tensor.shape and dtypes[0] is dtypes[1]
 
 
@@ -110,7 +111,7 @@ def averaged(state: State, name: str = "ema") -> State:
     memory = state.algorithm_state.get(name)
     if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
         raise ArgumentError(
-            f"this State has no average named {name!r}: its algorithms' memory is of {sorted(state.algorithm_state)}. "
+            f"this State has no average named {name!r}: it has algorithm state of {sorted(state.algorithm_state)}. "
             f"Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)]; a module, or a State from "
             "before FIT_START, has no average yet."
         )
@@ -135,10 +136,16 @@ def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> Froze
     )
 
 
+@checked
 def ema(
-    half_life: str | int | Time | None = None,
-    smoothing: float | None = None,
-    interval: str | int | Time | None = None,
+    half_life: Annotated[
+        str | int | Time | None,
+        Duration(typical=_TYPICAL_HALF_LIVES, one_of="decay", example='ema(half_life="100ba")'),
+    ] = None,
+    smoothing: Annotated[
+        float | None, Between(0, 1, typical=(0.0, 0.99), one_of="decay", example="ema(smoothing=0.99)")
+    ] = None,
+    interval: Annotated[str | int | Time | None, Duration()] = None,
     *,
     name: str = "ema",
 ) -> Algorithm:
@@ -147,7 +154,7 @@ def ema(
     The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters and
     buffers are averaged, complex ones too, and not those of integers; a buffer that appears later, or takes another
     shape or dtype, begins its average there. Nothing in training reads the average, so training is what it would be
-    without. :func:`averaged` gives a State with the average in place of the weights, to export or go on from.
+    without. :func:`averaged` gives a State with the average in place of the weights, to export or resume from.
     ``evaluate`` and ``predict`` use the average that their State holds: give them ``algorithms=[ema(...)]`` too.
 
     Args:
@@ -171,19 +178,11 @@ def ema(
     >>> bool(again.metrics["eval"]["loss"] == state.metrics["eval"]["loss"])
     True
     """
-    if (half_life is None) == (smoothing is None):
-        given = "neither" if half_life is None else "both"
-        raise ArgumentError(
-            f"ema: give one of half_life and smoothing, got {given}; write "
-            'ema(half_life="100ba") or ema(smoothing=0.99).'
-        )
-    if smoothing is not None:
-        check_fraction("ema", "smoothing", smoothing, "ema(smoothing=0.99)")
-    life = None if half_life is None else _counted(check_time("ema", "half_life", half_life), "half_life")
+    life = None if half_life is None else Time.parse(half_life)
     # Epochs and iterations are counted at their ends, so nothing passes between batches.
     slow = life is not None and life.unit in _SLOW
     chosen = interval if interval is not None else f"1{life.unit.value}" if life is not None and slow else "1ba"
-    period = _counted(check_time("ema", "interval", chosen), "interval")
+    period = Time.parse(chosen)
     if life is not None:
         _refuse_inside(life, life.unit, period, period.unit)
     cadence = every(period)
@@ -238,7 +237,7 @@ def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_uni
     """Refuse a half life in epochs (or iterations) where updates come more often than these are counted."""
     if unit in _SLOW and interval_unit in (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN):
         raise ArgumentError(
-            f"ema: half_life={str(half_life)!r} goes by {unit.name.lower()}s, which are counted at their ends, and "
+            f"ema: half_life={str(half_life)!r} counts {unit.name.lower()}s, which are counted at their ends, and "
             f"interval={str(interval)!r} updates inside them. Write half_life in batches or samples, or "
             f'interval="1{unit.value}".'
         )
@@ -264,7 +263,7 @@ def _count(timestamp: Timestamp, unit: TimeUnit) -> float:
 def _counted(time: Time, name: str) -> Time:
     if time.unit is TimeUnit.SECOND:
         raise ArgumentError(
-            f"ema: {name}={str(time)!r} goes by the clock, so the average would be another one in every run; count "
+            f"ema: {name}={str(time)!r} is measured by the clock, so the average would differ in every run; count "
             'batches, samples, tokens or epochs: "100ba".'
         )
     return time

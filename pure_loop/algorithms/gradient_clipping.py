@@ -11,13 +11,13 @@ The arithmetic is in :mod:`pure_loop.gradients`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pure_loop import gradients
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._arguments import check_positive
-from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
+from pure_loop.ranges import Above, OneOf, checked
+from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
 __all__ = ["gradient_clipping"]
@@ -25,7 +25,13 @@ __all__ = ["gradient_clipping"]
 Kind = Literal["norm", "value", "adaptive"]
 
 
-def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_clipping") -> Algorithm:
+@checked
+def gradient_clipping(
+    kind: Annotated[Kind, OneOf("norm", "value", "adaptive", example='gradient_clipping("norm", 1.0)')],
+    threshold: Annotated[Strength, Above(0, typical=(0.01, 8.0), example='gradient_clipping("norm", 1.0)')],
+    *,
+    name: str = "gradient_clipping",
+) -> Algorithm:
     """Clip the gradients of each batch, at AFTER_TRAIN_BATCH.
 
     Algorithms apply in reverse there: in ``[gradient_clipping(...), sam()]`` what SAM found is clipped, in
@@ -38,7 +44,7 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
         kind: ``"norm"`` scales all gradients so that their global norm is at most the threshold; ``"value"``
             clamps each element; ``"adaptive"`` scales each output unit's gradient (row of a matrix, filter of a
             convolution) to at most the threshold times the norm of its weights.
-        threshold: above 0. Usual are 1.0 for the norm, and 0.01 for adaptive clipping.
+        threshold: above 0; a number, or a schedule. Usual are 1.0 for the norm, and 0.01 for adaptive clipping.
         name: another one, if there are several.
 
     Raises:
@@ -51,16 +57,11 @@ def gradient_clipping(kind: Kind, threshold: float, *, name: str = "gradient_cli
     >>> gradient_clipping("norm", 1.0)(state).grads["weight"].T
     tensor([[0.6000, 0.8000]])
     """
-    where = "gradient_clipping"
-    if kind not in ("norm", "value", "adaptive"):
-        raise ArgumentError(
-            f'{where}: kind is "norm", "value" or "adaptive", got {kind!r}; write {where}("norm", 1.0).'
-        )
-    limit = check_positive(where, "threshold", threshold, f'{where}("{kind}", {0.01 if kind == "adaptive" else 1.0})')
 
     def clip(state: State) -> State:
         grads = state.grads
         assert grads is not None
+        limit = strength_at(threshold, state.timestamp)
         if kind == "norm":
             norm = gradients.global_norm(grads)
             before = norm if state.grad_norm is None else state.grad_norm  # clipped by fit already, or by another

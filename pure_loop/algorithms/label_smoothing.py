@@ -1,4 +1,4 @@
-"""Label smoothing: targets that are not quite sure.
+"""Label smoothing: soft targets for the loss.
 
 With C classes and the one-hot (or any other) distribution ``y`` of a sample's target::
 
@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._arguments import check_fraction
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.ranges import Between, Index, Number, checked
+from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
 __all__ = ["label_smoothing", "smooth_labels"]
 
+SERVES = "classes"
+
 IGNORED = -100
 
 
-def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, ignore_index: int = IGNORED) -> Tensor:
+@checked
+def smooth_labels(
+    outputs: Tensor,
+    targets: Tensor,
+    smoothing: Annotated[float, Between(0, 1, example="smooth_labels(outputs, targets, 0.1)")] = 0.1,
+    *,
+    ignore_index: int = IGNORED,
+) -> Tensor:
     """Targets as smoothed probabilities, as ``torch.nn.functional.cross_entropy`` takes them.
 
     Args:
@@ -51,7 +61,11 @@ def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, i
     tensor([[0.0500, 0.8500, 0.0500, 0.0500],
             [0.0500, 0.0500, 0.0500, 0.8500]])
     """
-    smoothing = check_fraction("smooth_labels", "smoothing", smoothing, "smooth_labels(outputs, targets, 0.1)")
+    return _smoothed(outputs, targets, smoothing, ignore_index)
+
+
+def _smoothed(outputs: Tensor, targets: Tensor, smoothing: float, ignore_index: int) -> Tensor:
+    """:func:`smooth_labels`, for a smoothing in range, which may be the stand-in for a number of a compiled step."""
     for name, value in (("outputs", outputs), ("targets", targets)):
         if not isinstance(value, Tensor):
             raise ArgumentTypeError(
@@ -79,17 +93,20 @@ def smooth_labels(outputs: Tensor, targets: Tensor, smoothing: float = 0.1, *, i
     present = targets != ignore_index
     # Without a branch on the data, so that a GPU is not waited for. The scale is exactly 1 if nothing is ignored.
     scale = present.numel() / present.sum(dtype=dtype)
-    spread = torch.full(outputs.shape, smoothing / classes, dtype=dtype, device=outputs.device)
+    # As tensors, which the stand-in for a number becomes beside one.
+    zero = torch.zeros((), dtype=dtype, device=outputs.device)
+    spread, target = zero + smoothing / classes, zero + (1.0 - smoothing + smoothing / classes)
     index = targets.long().masked_fill(~present, 0).unsqueeze(axis)
-    target = 1.0 - smoothing + smoothing / classes
-    return spread.scatter(axis, index, target) * (present * scale).unsqueeze(axis)
+    smoothed = spread.expand(outputs.shape).scatter(axis, index, target.expand(index.shape))
+    return smoothed * (present * scale).unsqueeze(axis)
 
 
+@checked
 def label_smoothing(
-    smoothing: float = 0.1,
+    smoothing: Annotated[Strength, Between(0, 1, typical=(0.0, 0.5))] = 0.1,
     *,
-    target_key: int | str = 1,
-    ignore_index: int = IGNORED,
+    target_key: Annotated[int | str, Index()] = 1,
+    ignore_index: Annotated[int, Number(typical=())] = IGNORED,
     name: str = "label_smoothing",
 ) -> Algorithm:
     """Label smoothing: the loss sees smoothed targets; nothing else does, and evaluation does not.
@@ -101,7 +118,7 @@ def label_smoothing(
     ranks, class weights of a loss of torch are refused.
 
     Args:
-        smoothing: the part of the probability that is spread over all classes, in [0, 1).
+        smoothing: the part of the probability that is spread over all classes, in [0, 1); a number, or a schedule.
         target_key: where in a batch its targets are: an index, or a key where batches are mappings.
         ignore_index: the class index of positions without a target, which stay without (:func:`smooth_labels`).
         name: another one, if there are several.
@@ -121,16 +138,11 @@ def label_smoothing(
     tensor([0.8000, 0.1000, 0.1000])
     tensor(0)
     """
-    where = "label_smoothing"
-    check_fraction(where, "smoothing", smoothing, "label_smoothing(0.1)")
-    if isinstance(target_key, bool) or not isinstance(target_key, int | str):
-        raise ArgumentTypeError(f"{where}: target_key is an index or a key, such as 1 or 'labels', not {target_key!r}.")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ArgumentTypeError(f"{where}: ignore_index is a whole number, such as -100, not {ignore_index!r}.")
 
     def smooth(state: State) -> State:
         targets = _get(state.microbatch, target_key)
-        smoothed = smooth_labels(state.outputs, targets, smoothing, ignore_index=ignore_index)
+        spread = strength_at(smoothing, state.timestamp)
+        smoothed = _smoothed(state.outputs, targets, spread, ignore_index)
         return state.replace(microbatch=_put(state.microbatch, target_key, smoothed)).remember(name, targets)
 
     def put_back(state: State) -> State:

@@ -12,21 +12,24 @@ The norm is over all parameters. The step needs the gradient a second time, at `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pure_loop._parts import on_parts
+from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._arguments import check_flag, check_integer, check_positive
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import global_norm, in_dtypes_of
-from pure_loop.loop import LoopStages
+from pure_loop.loop.training import LoopStages
+from pure_loop.ranges import Above, AtLeast, checked
+from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
 __all__ = ["perturb", "sam"]
+
+CLAIMS = frozenset({"replaces gradient"})
 
 
 @torch.no_grad()
@@ -58,7 +61,7 @@ def perturb(
     weights: list[Tensor] = [params[name] for name in names]
     directions: Any = [grads[name] for name in names]
     if adaptive:
-        directions = on_parts(_sized, directions, weights)
+        directions = map_local(_sized, directions, weights)
     norm = global_norm(dict(zip(names, directions, strict=True)))
     # In float32 at least: epsilon is 0 in float16.
     scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
@@ -67,7 +70,7 @@ def perturb(
         steps = in_dtypes_of(directions, torch._foreach_mul(directions, scale))
         return list(torch._foreach_add(weights, _sized(steps, weights) if adaptive else steps))
 
-    moved = dict(zip(names, on_parts(move, weights, directions), strict=True))
+    moved = dict(zip(names, map_local(move, weights, directions), strict=True))
     return FrozenDict((name, moved.get(name, tensor)) for name, tensor in params.items())
 
 
@@ -75,10 +78,11 @@ def _sized(tensors: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, torch._foreach_abs(weights)))
 
 
+@checked
 def sam(
-    rho: float = 0.05,
-    epsilon: float = 1e-12,
-    interval: int = 1,
+    rho: Annotated[Strength, Above(0, typical=(0.01, 1.0))] = 0.05,
+    epsilon: Annotated[float, Above(0, typical=())] = 1e-12,
+    interval: Annotated[int, AtLeast(1, example="sam(interval=2) for every second batch")] = 1,
     adaptive: bool = False,
     *,
     name: str = "sam",
@@ -87,11 +91,11 @@ def sam(
 
     At AFTER_TRAIN_BATCH it takes the gradient of the batch again, at perturbed parameters, computed as the loop
     computes it: the same microbatches, dropout masks and precision, and the other algorithms from BEFORE_FORWARD
-    to AFTER_BACKWARD. Only the gradient is kept: loss, outputs, BatchNorm's statistics and the other algorithms' memory
+    to AFTER_BACKWARD. Only the gradient is kept: loss, outputs, BatchNorm's statistics and the other algorithms' state
     are those at the parameters themselves. A batch with SAM takes twice as long.
 
     Args:
-        rho: how far away, above 0.
+        rho: how far away, above 0; a number, or a schedule.
         epsilon: added to the gradient's norm, above 0.
         interval: use it for every ``interval``-th batch of the run, the first one included.
         adaptive: measure the distance in the size of each weight (ASAM); a good rho is then 10 times larger.
@@ -108,18 +112,15 @@ def sam(
     >>> pl.run(stream).timestamp.batch
     6
     """
-    rho = check_positive("sam", "rho", rho, "sam(rho=0.05)")
-    epsilon = check_positive("sam", "epsilon", epsilon, "sam(epsilon=1e-12)")
-    check_integer("sam", "interval", interval, "sam(interval=2) for every second batch", least=1)
-    check_flag("sam", "adaptive", adaptive)
 
     def sharpen(state: State, stages: LoopStages) -> State:
         if state.timestamp.batch % interval:
             return state
         grads = state.grads
         assert grads is not None
-        nearby = state.replace(params=perturb(state.params, grads, rho, epsilon, adaptive))
-        found = stages.gradients(nearby)
-        return state.replace(grads=found.grads, grad_norm=found.grad_norm)
+        distance = strength_at(rho, state.timestamp)
+        nearby = state.replace(params=perturb(state.params, grads, distance, epsilon, adaptive))
+        result = stages.gradients(nearby)
+        return state.replace(grads=result.grads, grad_norm=result.grad_norm)
 
-    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen})
+    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen}, claims=CLAIMS)

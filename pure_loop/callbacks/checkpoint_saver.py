@@ -1,4 +1,4 @@
-"""Saving checkpoints while training goes on."""
+"""Saves checkpoints at intervals and where training ends."""
 
 from __future__ import annotations
 
@@ -8,34 +8,41 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pure_loop._values import read_flag
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
-from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.document import write_document
-from pure_loop.checkpoint.files import SUFFIX, in_parts, write_state
-from pure_loop.checkpoint.keeping import Names, Saved, is_name
-from pure_loop.checkpoint.places import PathLike, place
+from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
+from pure_loop.checkpoint.retention import Names, Saved, check_links
 from pure_loop.checkpoint.run_folder import RunFolder
 from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
-from pure_loop.donation import protect
+from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
+from pure_loop.donation.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, reached
-from pure_loop.metrics import DEFAULT_NAMES, Metric
+from pure_loop.metrics import Metric
+from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
+from pure_loop.time import TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop.checkpoint.meeting import Meeting, Vote
+    from pure_loop.algorithms._monitored import Mode
+    from pure_loop.checkpoint.coordination import Coordinator, StopConsensus
 
 __all__ = ["CheckpointSaver"]
 
+EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint events, and refuse it"}
+
 _log = logging.getLogger("pure_loop.checkpoint")
 
+_AT_LEAST_ONE = "a whole number of at least 1, or None: at least one checkpoint has to stay to resume from"
 
+
+@checked
 class CheckpointSaver(Callback):
     """Saves States to a folder at intervals and where training ends, beside training.
 
@@ -54,9 +61,12 @@ class CheckpointSaver(Callback):
         keep_last: how many of the newest stay; None: all, or with ``keep_best`` one.
         keep_best: how many stay of those at which ``metric`` was measured and best.
         metric: label of an evaluator and name, ``"val/accuracy"``.
-        mode: whether the best is the largest, ``"max"``, or the smallest, ``"min"``.
+        mode: whether the best is the largest, ``"max"``, or the smallest, ``"min"``. None: known from the metric's
+            name, such as ``loss``, ``accuracy`` or ``f1``.
         latest: the name of a link to the newest file; None: no link. A remote folder has none.
-        background: write beside training, or before it goes on.
+        best: with ``keep_best``, the name of a link to the best file; None: no link. Where there are no links, as in a
+            remote folder, it is a text file that holds the name. :func:`pure_loop.best` needs neither.
+        background: write in a thread while training continues, or before it does.
         signals: on these the State of the next boundary is saved, and then the signal acts: Ctrl-C raises
             KeyboardInterrupt, SIGTERM ends the program. While a batch is loaded, and in an evaluation, the State of the
             last boundary is saved instead of waiting for the next one. A second signal acts at once, unless it follows
@@ -74,63 +84,95 @@ class CheckpointSaver(Callback):
     # The others hold signals back as well, or they would be gone before the first one has saved.
     all_ranks = True
 
-    resumes: bool = False
-    """Whether ``autoresume`` of the same call reads this folder."""
-
     def __init__(
         self,
         folder: PathLike,
         *,
         interval: CadenceLike = "1ep",
         filename: str = f"ep{{epoch}}-ba{{batch}}{SUFFIX}",
-        keep_last: int | None = None,
-        keep_best: int | None = None,
+        keep_last: Annotated[int | None, AtLeast(1, wanted=_AT_LEAST_ONE)] = None,
+        keep_best: Annotated[int | None, AtLeast(1, wanted=_AT_LEAST_ONE)] = None,
         metric: str | None = None,
         mode: Literal["min", "max"] | None = None,
         latest: str | None = "latest",
+        best: str | None = "best",
         background: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
-        place(folder)
+        storage_of(folder)
         self.folder = os.fspath(folder)
         due = as_predicate(interval, "interval")
         if due is None:
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
         self.interval = due
         names = Names(filename, SUFFIX)
-        last, best = _count(keep_last, "keep_last"), _count(keep_best, "keep_best")
-        self._metric = _read_metric(keep_best, metric, mode)
-        if latest is not None and (not isinstance(latest, str) or not is_name(latest)):
-            raise ArgumentError(f'latest={latest!r}: the name of a link in the folder, such as "latest", or None.')
-        if latest is not None and latest.endswith(SUFFIX):
-            raise ArgumentError(f"latest={latest!r}: names that end with {SUFFIX!r} are those of checkpoints.")
+        self._metric, mode = _read_metric(keep_best, metric, mode)
+        check_links(SUFFIX, SHARDED, latest=latest, best=best)
         self._label, _, self._measure = str(self._metric).partition("/")
-        self._folder = RunFolder(self.folder, names, last=last, best=best, largest=mode == "max", link=latest)
-        self._background = read_flag("background", background)
+        self._mode = mode
+        keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": mode == "max"}
+        self._folder = RunFolder(self.folder, names, **keeping, newest_link=latest, best_link=best)
+        self._background = background
         self._held = HeldSignals(signals)
         self._writer = Background()
         # At which batch the metric was measured.
         self._measured: int | None = None
         # Where each rank holds a part of the State.
-        self._meeting: Meeting | None = None
-        self._vote: Vote | None = None
-        self._fit: Fit | None = None
+        self._coordinator: Coordinator | None = None
+        self._vote: StopConsensus | None = None
+        # The call of fit that it was bound to last, and the one whose stream it serves; None: a script of one's own.
+        self._bound: Run | None = None
+        self._run: Run | None = None
+        # Whether ``autoresume`` of that call reads this folder.
+        self._is_resumed = False
         self._began = 0
         # The State that was saved last, by its batch and its event, and where.
         self._saved: tuple[int, Event | None, str] | None = None
         self._said = ""
 
-    def serve(self, fit: Fit) -> None:
-        """Before the stream begins: save the State of the last boundary of this call of ``fit``, too."""
-        self._fit = self._held.fit = fit
+    def bind(self, run: Run) -> None:
+        """
+        Raises:
+            ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names.
+        """
+        self._bound = run if run.function == "fit" else None
+        self._is_resumed = run.autoresume is not None and self.saves_to(run.autoresume)
+        if run.function in ("evaluate", "predict"):
+            raise ArgumentError(
+                f"{run.function} has no checkpoint events, so CheckpointSaver would never save: leave it out, or save "
+                "the last State yourself, pl.save(state, path)."
+            )
+        if run.function == "drive":
+            return
+        if run.order == "2021":
+            raise ArgumentError(
+                "order='2021' has no checkpoint events, so CheckpointSaver would never save: take the current order, "
+                "or save in the loop's body, pl.save(state, path), at BATCH_END or EPOCH_END."
+            )
+        due = self.interval
+        if isinstance(due, Cadence) and due.interval.unit is TimeUnit.ITERATION and run.iteration_length is None:
+            raise ArgumentError(
+                f"CheckpointSaver(interval={str(due.interval)!r}) counts iterations, and iteration_length is not "
+                "given, so it would never save."
+            )
+        self._refuse_unmeasured(run.metrics)
+        others = [callback for callback in run.callbacks if isinstance(callback, CheckpointSaver)]
+        others.remove(self)  # once: the same saver may stand in the list twice
+        for other in others:
+            self._refuse_same_files(other)
+        run.at_end.append(self._closed)
+
+    def saves_to(self, folder: PathLike) -> bool:
+        return same_place(self.folder, folder)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        self._run = self._held.run = self._bound
         together = in_parts(state)
         if together:
-            from pure_loop.checkpoint.meeting import Meeting, Vote  # with it comes torch.distributed
+            from pure_loop.checkpoint.coordination import Coordinator, StopConsensus  # with it comes torch.distributed
 
-            self._vote = Vote()
-            self._meeting = Meeting()
+            self._vote = StopConsensus()
+            self._coordinator = Coordinator()
         if self.rank == 0:
             write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
             self._folder.open(state, self._metric)
@@ -142,7 +184,7 @@ class CheckpointSaver(Callback):
 
     def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
         # Ranks with parts of a State save it together, at a boundary alone.
-        boundary = None if self._fit is None else self._fit.boundary.state
+        boundary = self._last_boundary()
         if boundary is None or self._held.caught is None or self._vote is not None or self.rank:
             return
         self._stop(boundary, measured=False)
@@ -152,7 +194,7 @@ class CheckpointSaver(Callback):
             self._measured = state.timestamp.batch
             self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in state.metrics[self._label]])
 
-    def refuse_unmeasured(self, evaluators: Mapping[str, Sequence[Metric] | None]) -> None:
+    def _refuse_unmeasured(self, evaluators: Mapping[str, Sequence[Metric] | None]) -> None:
         """Refuse a metric that is sure not to be measured.
 
         Args:
@@ -172,7 +214,7 @@ class CheckpointSaver(Callback):
         names = DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics]
         self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in names])
 
-    def refuse_same_files(self, other: CheckpointSaver) -> None:
+    def _refuse_same_files(self, other: CheckpointSaver) -> None:
         """
         Raises:
             ArgumentError: both would save to files of the same names, and remove each other's.
@@ -182,19 +224,24 @@ class CheckpointSaver(Callback):
                 f"two CheckpointSavers save to {self.folder} under the same names: give each a folder, or a filename "
                 f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
             )
+        if self._folder.has_best_link_of(other._folder):
+            raise ArgumentError(
+                f"two CheckpointSavers link to their best in {self.folder} under one name: give each its own, "
+                'best="best-accuracy", or best=None for no link.'
+            )
 
     def _refuse_metric(self, metric: str, measured: Sequence[str]) -> None:
         if metric not in measured:
             raise ArgumentError(f"metric={metric!r} is not measured; there are {', '.join(measured)}.")
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
-        self._at(state, Event.BATCH_END)
+        self._at(state, Event.BATCH_END, logger)
 
     def epoch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
-        self._at(state, Event.EPOCH_END)
+        self._at(state, Event.EPOCH_END, logger)
 
     def iteration_checkpoint(self, state: State, logger: LoggerGroup) -> None:
-        self._at(state, Event.ITERATION_END)
+        self._at(state, Event.ITERATION_END, logger)
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         self._writer.wait()
@@ -203,7 +250,7 @@ class CheckpointSaver(Callback):
 
     def close(self) -> None:
         why = sys.exception()
-        came = self._held.came or any_came(self._fit)
+        came = self._held.came or any_came(self._run)
         try:
             try:
                 self._rescue(why, came)
@@ -213,35 +260,37 @@ class CheckpointSaver(Callback):
             if came is not None:
                 _log.error("%s: not saved: %s", signal.Signals(came).name, error)
             # What ended training on this rank, or on another, ended what was being saved as well.
-            if self._meeting is None or why is None or isinstance(why, GeneratorExit):
+            if self._coordinator is None or why is None or isinstance(why, GeneratorExit):
                 raise
             why.add_note(str(error))
         finally:
-            for group in (self._meeting, self._vote):
+            for group in (self._coordinator, self._vote):
                 if group is not None:
                     group.close()
-            self._meeting = self._vote = None
-            if self._fit is None:
+            self._coordinator = self._vote = None
+            if self._run is None:
                 self._held.act()
 
-    def closed(self) -> None:
+    def _closed(self) -> None:
         """After all else of the stream is closed: let the signal act that was held back, if one was."""
-        self._fit = self._held.fit = None
+        if self._bound is self._run:
+            self._bound = None
+        self._run = self._held.run = None
         self._held.act()
 
     def _rescue(self, why: BaseException | None, came: int | None) -> None:
         """Where a stream ends early: save the State of the last boundary, if no step has written to it since."""
-        state = None if self._fit is None else self._fit.boundary.state
+        state = self._last_boundary()
         if why is None and came is not None and self._saved is not None:
             self._writer.wait()
             self._say(signal.Signals(came).name, *self._saved)
-        if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._meeting is None):
+        if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._coordinator is None):
             return
         if why is self._writer.failed:
             return  # what ended the stream is that a State can't be saved
         # Without a signal the loop's body may be left wherever it likes; and not all ranks need come here.
         if came is None and (
-            isinstance(why, GeneratorExit) or self._meeting is not None or state.timestamp.batch == self._began
+            isinstance(why, GeneratorExit) or self._coordinator is not None or state.timestamp.batch == self._began
         ):
             return
         name = f"{type(why).__name__}: {why}" if came is None else signal.Signals(came).name
@@ -265,39 +314,46 @@ class CheckpointSaver(Callback):
         if path == self._said:
             return
         self._said = path
-        how = "the same command resumes from it" if self.resumes else "resume it with fit(..., load_path=...)"
+        how = "the same command resumes from it" if self._is_resumed else "resume it with fit(..., load_path=...)"
         _log.warning("%s: the State of batch %d is saved in %s: %s", why, batch, path, how)
 
     def _note(self, state: State) -> None:
         """Remember the State of a boundary until the next batch is loaded."""
-        if self._fit is not None:
-            self._fit.boundary.state = state
+        if self._run is not None and self._run.boundary is not None:
+            self._run.boundary.state = state
 
-    def _at(self, state: State, counted: Event) -> None:
+    def _last_boundary(self) -> State | None:
+        return None if self._run is None or self._run.boundary is None else self._run.boundary.state
+
+    def _at(self, state: State, counted: Event, logger: LoggerGroup) -> None:
         self._note(state)
         self._writer.check()
         if self._vote is not None:
             # All have to save the same State.
             stop = self._vote.cast(self._held.caught)
             self._held.caught = self._held.caught or stop
-            asked = stop is not None
+            requested = stop is not None
         else:
-            asked = self._held.caught is not None
+            requested = self._held.caught is not None
         due = self.interval
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
-        saves = self.rank == 0 or self._meeting is not None
+        saves = self.rank == 0 or self._coordinator is not None
         measured = self._measured == state.timestamp.batch
-        if saves and asked:
+        if not saves or not (requested or now or state.has_ended()):
+            return
+        # A run that resumes from this State does not record again what was recorded before it.
+        logger.flush()
+        if requested:
             self._stop(state, measured=measured)
-        elif saves and (now or reached(state)):
+        else:
             self._save(state, measured=measured)
 
     def _save(self, state: State, *, measured: bool) -> None:
-        meeting, folder = self._meeting, self._folder
-        name = folder.name_of(state, parts=meeting is not None)
+        coordinator, folder = self._coordinator, self._folder
+        name = folder.name_of(state, parts=coordinator is not None)
         path = folder.path_of(name)
         self._saved = state.timestamp.batch, state.event, path
-        # Taken out of it by the job, so that the State is nobody's as soon as it is copied.
+        # Taken out of it by the job, so that the State is unaliased as soon as it is copied.
         waiting = [(state, protect(state))]
         streams = streams_of(state)
 
@@ -314,13 +370,14 @@ class CheckpointSaver(Callback):
                     if measured:
                         score = float(state.metrics[self._label][self._measure])
                         # NaN and infinity are never the best, and JSON doesn't have them.
-                        notes = {"metric": self._metric, "score": score if math.isfinite(score) else None}
-                    if meeting is None:
+                        score_or_none = score if math.isfinite(score) else None
+                        notes = {"metric": self._metric, "mode": self._mode, "score": score_or_none}
+                    if coordinator is None:
                         write_state(state, path, notes)
                     else:
                         from pure_loop.checkpoint.sharded import write
 
-                        write(meeting, state, path, notes)
+                        write(coordinator, state, path, notes)
                 if self.rank == 0:
                     folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
             except Exception as error:
@@ -334,25 +391,19 @@ class CheckpointSaver(Callback):
             self._writer.wait()
 
 
-def _count(given: Any, name: str) -> int | None:
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise ArgumentTypeError(f"{name}={given!r}: give a whole number, or None.")
-    if given < 1:
-        raise ArgumentError(f"{name}={given}: at least one checkpoint has to stay, or there is nothing to go on from.")
-    return given
-
-
-def _read_metric(best: int | None, metric: Any, mode: Any) -> str | None:
+def _read_metric(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:
     if best is None:
         if metric is not None or mode is not None:
             raise ArgumentError(f"metric={metric!r} and mode={mode!r} say which are best: keep_best=1 keeps the best.")
-        return None
+        return None, None
     if not isinstance(metric, str) or not all(metric.partition("/")):
         raise ArgumentError(
             f'metric={metric!r}: for keep_best give the label of an evaluator and the name of a metric, "val/accuracy".'
         )
+    if mode is None:
+        from pure_loop.algorithms._monitored import known_mode  # autoresume= saves without a metric
+
+        mode = known_mode(metric.partition("/")[2])
     if mode not in ("min", "max"):
         raise ArgumentError(f'mode={mode!r}: is the best {metric} the largest, mode="max", or the smallest, "min"?')
-    return metric
+    return metric, mode

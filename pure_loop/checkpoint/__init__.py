@@ -3,9 +3,18 @@
 >>> import pure_loop as pl
 >>> pl.save is pl.checkpoint.save
 True
+
+May import ``state``, ``model`` and what is below, and ``distributed``. Begin with ``files.py`` (save, load, latest);
+``container.py`` is the file format, ``document.py`` the description of a State in it, ``storage.py`` writes and reads
+local and remote files.
 """
 
 from pure_loop.checkpoint.files import describe, latest, load, save
+from pure_loop.checkpoint.ranking import best
 from pure_loop.checkpoint.registry import register
 
-__all__ = ["describe", "latest", "load", "register", "save"]
+__all__ = ["best", "describe", "latest", "load", "register", "save"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

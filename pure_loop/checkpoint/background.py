@@ -1,4 +1,4 @@
-"""Jobs that run beside training, in order, a few at most; what they raise is raised to whoever asks next."""
+"""Jobs that run beside training, in order, a few at most; their exceptions are raised by the next call."""
 
 from __future__ import annotations
 

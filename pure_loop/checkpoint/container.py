@@ -108,13 +108,15 @@ class Header:
     size: int
 
 
-def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, digested: bool = True) -> str:
     """Write tensors and texts, and give the digest in hexadecimal.
 
     Args:
         file: where to; written once from front to back.
         tensors: contiguous, of a dtype in :data:`CODES`; those on a device are copied from it one at a time.
         metadata: texts by name.
+        digested: whether the digest is written as well; a tensor more, which a file of weights for other libraries
+            must not have.
 
     Raises:
         CheckpointError: the names and texts alone are longer than a header may be.
@@ -131,7 +133,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
             "data_offsets": [offset, stop],
         }
         offset = stop
-    header[DIGEST] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
+    if digested:
+        header[DIGEST] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
     written = json.dumps(header, ensure_ascii=False, separators=(",", ":"))
     text = written.encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % 8)
@@ -146,9 +149,10 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     for _, tensor in ordered:
         here = tensor.detach().cpu()
         _put(file, digest, bytes_of(here))
-    found = digest.digest()
-    _put(file, digest, memoryview(found))
-    return found.hex()
+    result = digest.digest()
+    if digested:
+        _put(file, digest, memoryview(result))
+    return result.hex()
 
 
 def _put(file: BinaryIO, digest: Any, data: memoryview) -> None:
@@ -252,11 +256,11 @@ def read_some(
     Raises:
         CheckpointError: it is not whole, or damaged; what was given of it until then may be wrong.
     """
-    found = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
+    result = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
     for entry in header.entries:
         if entry.name not in names:
             for piece in _pieces(entry.stop - entry.start):
-                found.update(_exactly(file, piece, path))
+                result.update(_exactly(file, piece, path))
             continue
         try:
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -268,14 +272,14 @@ def read_some(
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
             _fill(file, part, path)
-            found.update(part)
+            result.update(part)
         # Any other number in a bool is undefined behaviour wherever it is used.
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             _refuse(path, f"tensor {_short(entry.name)} of dtype bool holds other numbers than 0 and 1")
         yield entry.name, tensor
         del tensor, view
-    _hold_against(file, header, found, path)
-    if digest is not None and (not header.digested or found.hexdigest() != digest):
+    _hold_against(file, header, result, path)
+    if digest is not None and (not header.digested or result.hexdigest() != digest):
         _refuse(path, "it is whole, and another file than the one that belongs here")
 
 
@@ -321,7 +325,7 @@ def _entry(name: str, value: Any, path: object) -> Entry:
 def are_counts(values: Any) -> bool:
     """Whether JSON is a list of whole numbers that torch can count with."""
     # Not isinstance: a bool is an int.
-    return isinstance(values, list) and all(type(each) is int and 0 <= each <= LARGEST for each in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= LARGEST for value in values)
 
 
 def is_shape(values: Any) -> bool:
@@ -339,14 +343,14 @@ _BRIEF.maxstring = 60
 
 
 def _exactly(file: BinaryIO, size: int, path: object) -> bytes:
-    found = bytearray()
+    result = bytearray()
     # Piece by piece: what the file doesn't have is not allocated.
-    while len(found) < size:
-        piece = file.read(min(size - len(found), _CHUNK))
+    while len(result) < size:
+        piece = file.read(min(size - len(result), _CHUNK))
         if not piece:
             _refuse(path, "it ends before its last tensor: it was cut off")
-        found += piece
-    return bytes(found)
+        result += piece
+    return bytes(result)
 
 
 def _fill(file: Any, view: memoryview, path: object) -> None:
@@ -360,9 +364,9 @@ def _fill(file: Any, view: memoryview, path: object) -> None:
 def _kind_of(first: bytes) -> str | None:
     """What a file that is no checkpoint looks like."""
     if first[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        return "it is a pickle, which could run anybody's code: it isn't opened"
+        return "it is a pickle, which could run any code: it isn't opened"
     if first[:4] == b"PK\x03\x04":
-        return "it is a zip file with a pickle in it, of torch.save, which could run anybody's code: it isn't opened"
+        return "it is a zip file with a pickle in it, of torch.save, which could run any code: it isn't opened"
     return None
 
 

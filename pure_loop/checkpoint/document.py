@@ -9,7 +9,7 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 * ``fields``: the State's durable fields, as :mod:`pure_loop.checkpoint.tree` writes values.
 * ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
   (``"tensor"``, ``"reshaped"``, ``"none"`` or ``"deleted"``) and whether it is persistent, ``["tensor", true]``.
-* ``notes``: what the writer wants to remember of it.
+* ``notes``: JSON of the writer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._buffers import UNALTERED, Altered, read_altered, refuse_misplaced
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model import ModelDef
+from pure_loop.model.buffers import UNALTERED, Altered, read_altered, refuse_misplaced
+from pure_loop.model.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
@@ -76,7 +76,7 @@ class Shaped(Protocol):
 
 
 class _Named(dict[str, Tensor]):
-    """Tensors by name that remembers for which of them it was asked."""
+    """Tensors by name, with a record of the names that were read."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(tensors)
@@ -157,11 +157,11 @@ class Document:
             ResumeError: the model has no place for one.
         """
         try:
-            refuse_misplaced(self.altered, model._skeleton)
+            refuse_misplaced(self.altered, model.skeleton)
         except LookupError as error:
             raise ResumeError(
                 f"{path} was saved with a {self.model.rpartition('.')[2]} that had registered buffers in its forward, "
-                f"and doesn't fit the {type(model._skeleton).__name__} given: {error.args[0]}. Build the model as it "
+                f"and doesn't fit the {type(model.skeleton).__name__} given: {error.args[0]}. Build the model as it "
                 "was built then."
             ) from error
         return model.with_altered(self.altered)
@@ -185,7 +185,7 @@ class Document:
         self._values(named, meta, path)
         unnamed = [name for name in named if name not in named.asked]
         if complete and unnamed:
-            raise CheckpointError(f"{path} can't be read: it has tensors that are nobody's: {first_names(unnamed)}.")
+            raise CheckpointError(f"{path} can't be read: no field refers to its tensors {first_names(unnamed)}.")
 
     def _values(
         self, tensors: Mapping[str, Tensor], device: torch.device, path: object
@@ -241,21 +241,21 @@ def write_document(
     """The document of a State as text, and its tensors by name.
 
     Args:
-        notes: JSON to remember with it.
+        notes: JSON to store with it.
         parts: whether some of the tensors may be in parts.
 
     Raises:
         ArgumentTypeError: it holds a value that a checkpoint can't hold; names its place.
     """
     _refuse_no_notes(notes)
-    from pure_loop import __version__
+    from pure_loop._internal.version import __version__
 
     cls = type(state)
     kind = registered(cls)
     assert kind is not None
     writer = Writer(state.device, parts=parts)
     fields = {name: writer.write(getattr(state, name), (name,)) for name in durable_fields(cls)}
-    module = type(state.model._skeleton)
+    module = type(state.model.skeleton)
     document = {
         "format": FORMAT,
         "made_by": {"pure_loop": __version__, "torch": str(torch.__version__)},
@@ -351,6 +351,7 @@ def _refuse_nonsense(values: Mapping[str, Any], path: object) -> None:
                 raise CheckpointError(f"{path} can't be read: {name}[{shortened(key)}] is a {type(tensor).__name__}.")
     for name in ("timestamp", "previous_timestamp"):
         _refuse_no_time(name, values[name], path)
+    _refuse_no_stop(values, path)
     scale = values["loss_scale"]
     scalars = {"skipped": (values["skipped"], torch.int64), "nonfinite": (values["nonfinite"], torch.int64)}
     if scale is not None:
@@ -375,6 +376,16 @@ def _refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: o
             raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
 
 
+def _refuse_no_stop(values: Mapping[str, Any], path: object) -> None:
+    """Refuse another kind of ``stop`` or ``lr_scale``; a file that is older than they are has neither."""
+    if type(values.get("stop", False)) is not bool:
+        raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
+    scale = values.get("lr_scale")
+    if scale is not None and not (isinstance(scale, Tensor) and scale.shape == () and scale.is_floating_point()):
+        kind = _kind(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
+        raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has () float64 there.")
+
+
 def _refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
     for field in attrs.fields(Timestamp):
         value = getattr(timestamp, field.name)
@@ -395,11 +406,11 @@ _LARGEST = sys.float_info.max
 _LARGEST_COUNT = (1 << 63) - 1
 
 
-def _is_time(given: Time) -> bool:
-    if type(given.value) not in (int, float) or not abs(given.value) <= _LARGEST:
+def _is_time(argument: Time) -> bool:
+    if type(argument.value) not in (int, float) or not abs(argument.value) <= _LARGEST:
         return False
     try:
-        return Time(given.value, given.unit) == given
+        return Time(argument.value, argument.unit) == argument
     except (ArgumentError, ArgumentTypeError):
         return False
 
@@ -429,15 +440,15 @@ def refuse_another_model(
     Raises:
         ResumeError: names the leaf, what the model has and what the file has.
     """
-    given = type(model._skeleton)
-    whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {given.__name__} given"
+    value = type(model.skeleton)
+    whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
     advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
-    for kind, names, wanted, found in (
-        ("params", model.parameter_names, dict(model._skeleton.named_parameters()), params),
+    for kind, names, wanted, result in (
+        ("params", model.parameter_names, dict(model.skeleton.named_parameters()), params),
         ("buffers", model.buffer_names, model.fixed_buffers(), buffers),
     ):
-        missing = [name for name in names if name not in found]
-        unknown = [name for name in found if name not in names]
+        missing = [name for name in names if name not in result]
+        unknown = [name for name in result if name not in names]
         if missing or unknown:
             says = (("the file lacks", missing), ("the model lacks", unknown))
             raise ResumeError(
@@ -446,9 +457,9 @@ def refuse_another_model(
                 + f". {advice}"
             )
         for name, tensor in wanted.items():
-            if tensor.shape != found[name].shape or tensor.dtype != found[name].dtype:
+            if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
                 raise ResumeError(
-                    f"{whose}: {kind}[{name!r}] is {_kind(found[name])} in the file and {_kind(tensor)} in the model. "
+                    f"{whose}: {kind}[{name!r}] is {_kind(result[name])} in the file and {_kind(tensor)} in the model. "
                     f"{advice}"
                 )
 

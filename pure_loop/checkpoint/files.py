@@ -9,36 +9,38 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pure_loop._calls import teaching
-from pure_loop._parts import is_part
-from pure_loop._start import read_device
-from pure_loop._values import read_flag
+from pure_loop._internal.arguments import check_flag
+from pure_loop._internal.devices import read_device
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.suggestions import teaching
 from pure_loop.checkpoint import container
+from pure_loop.checkpoint.checkpoint import NOT_STRICT, Checkpoint
 from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
-from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded
-from pure_loop.checkpoint.places import LEFTOVER, PathLike, join, not_read, place, size_of
+from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
+from pure_loop.checkpoint.storage import LEFTOVER, PathLike, join, not_read, size_of, storage_of
 from pure_loop.checkpoint.tree import UnknownClassError
-from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.event import Event
-from pure_loop.model import ModelDef
 from pure_loop.state import State
 
 __all__ = [
     "SHARDED",
     "SUFFIX",
-    "Checkpoint",
     "Found",
     "describe",
+    "first_whole",
     "found_at",
     "found_in",
     "in_parts",
     "latest",
     "load",
     "newest",
+    "read_checkpoint",
+    "refuse_file",
     "save",
+    "verified",
     "write_state",
 ]
 
@@ -50,32 +52,30 @@ SUFFIX = ".safetensors"
 SHARDED = ".sharded"
 """How the names of those end that are folders, because every rank held a part of the State."""
 
-_NOT_STRICT = "strict=False is for weights alone: a run goes on exactly or not at all; weights_only=True."
-
 _log = logging.getLogger("pure_loop.checkpoint")
 
 
 @teaching
 def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None) -> None:
-    """Write a State to a file, from which :func:`load` and ``fit(load_path=...)`` go on exactly.
+    """Write a State to a file, from which :func:`load` and ``fit(load_path=...)`` resume exactly.
 
-    What is of the batch under way (``batch``, ``outputs``, ``loss``, ``grads``) is not saved. The file is in the
-    safetensors format: parameters are in it as ``params.<name>``, for any tool that reads these. It appears whole or
-    not at all, and what was at the path before is there until then.
+    The fields of the current batch (``batch``, ``outputs``, ``loss``, ``grads``) are not saved. The file is in the
+    safetensors format: parameters are in it as ``params.<name>``, for any tool that reads the format. Writing is
+    atomic: until the file is complete, the path has the old file, if there was one.
 
-    A State in parts (of training with ``parallel="shard"``) is saved by all ranks, which call this together, to a
-    folder that they share: each writes its own part, and when the last one has, an index completes it.
+    A sharded State (of training with ``parallel="shard"``) is saved by all ranks, which call this together, to a
+    folder that they share: each writes its shards, and after the last one an index completes the folder.
 
     Args:
-        state: kept anywhere; training goes on from one of a boundary.
-        path: of the file, by custom ``*.safetensors``, or of the folder, ``*.sharded``; folders that are missing are
-            made. A URL such as ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
-        notes: JSON to remember with it.
+        state: of any event; training resumes from States of boundaries.
+        path: of the file, by convention ``*.safetensors``, or of the folder, ``*.sharded``; missing folders are made.
+            A URL such as ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
+        notes: JSON to store in the file.
 
     Raises:
         ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
         CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
-        DistributedError: another rank couldn't write its part, or is gone; names it.
+        DistributedError: another rank couldn't write its shards, or has died; names it.
 
     >>> import tempfile, torch, pure_loop as pl
     >>> folder = tempfile.TemporaryDirectory()
@@ -87,30 +87,30 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
     """
     if not isinstance(state, State):
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
-    where = place(path)
+    where = storage_of(path)
     if in_parts(state):
-        from pure_loop.checkpoint.meeting import Meeting  # with it comes torch.distributed
+        from pure_loop.checkpoint.coordination import Coordinator  # with it comes torch.distributed
         from pure_loop.checkpoint.sharded import write
 
-        meeting = Meeting()
+        coordinator = Coordinator()
         try:
-            write(meeting, state, where.path, notes)
+            write(coordinator, state, where.path, notes)
         finally:
-            meeting.close()
+            coordinator.close()
         return
     write_state(state, where.path, notes)
 
 
 def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
-    """What :func:`save` does with a State of whole tensors."""
+    """:func:`save` for a State that is not sharded."""
     text, tensors = write_document(state, notes)
-    with place(path).writing() as file:
+    with storage_of(path).writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
 
 
 def in_parts(state: State) -> bool:
-    """Whether several ranks hold parts of the State, and have to save it together."""
-    return any(map(is_part, state.params.values()))
+    """Whether the State is sharded, so that ranks have to save it together."""
+    return any(map(is_sharded, state.params.values()))
 
 
 @teaching
@@ -124,46 +124,46 @@ def load(
 ) -> State:
     """Read a State that :func:`save` wrote, or the weights of a plain safetensors file into a fresh State.
 
-    No file can run code: there is no pickle on this way, classes are only those that the program has registered, and
-    what is damaged, cut off or somebody else's is refused.
+    No file can run code: pickle is not used, only classes that the program has registered are constructed, and a file
+    that is damaged, truncated or of another program is refused.
 
     Args:
-        path: of the file, or of the folder of a State that was saved in parts, which becomes a whole one here; ``fit``
-            splits it again, over any number of ranks. A URL is opened by fsspec.
-        model: the module whose structure the State has; its numbers don't matter (with ``weights_only`` and ``strict``
-            off, those that the file lacks stay).
-        device: where the tensors go; None: where the model is.
-        weights_only: take parameters and buffers alone, into a State that has not been trained.
+        path: of the file, or of the folder of a sharded State, which is unsharded here; ``fit`` shards it again, over
+            any number of ranks. A URL is opened by fsspec.
+        model: the module whose structure the State has; its values don't matter (with ``weights_only=True`` and
+            ``strict=False``, values that the file lacks are kept).
+        device: the device of the tensors; None: that of the model.
+        weights_only: read parameters and buffers alone, into a State that has not been trained.
             ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files, with
             the names of ``model.state_dict()``, have nothing else.
-        strict: with weights alone, refuse names that only one of the file and the model has.
+        strict: with weights alone, refuse names that only the file or only the model has.
 
     Raises:
-        ArgumentTypeError: no module is given, or something else.
+        ArgumentTypeError: ``model`` is no module.
         CheckpointNotFoundError: (a FileNotFoundError) there is no such file.
-        CheckpointError: (a ValueError) it is no checkpoint, damaged, cut off or of a newer format.
-        ResumeError: it is another model's; names the leaf, and what it is on either side.
+        CheckpointError: (a ValueError) it is no checkpoint, damaged, truncated or of a newer format.
+        ResumeError: it is of another model; names the leaf, and its value in the file and in the model.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             f"load(path, model=...) was given a {type(model).__name__}: give the module that was trained, built as it "
             "was then; a checkpoint holds its numbers and not its code."
         )
-    weights_only, strict = read_flag("weights_only", weights_only), read_flag("strict", strict)
-    if not strict and not weights_only and place(path).is_folder():
-        raise ArgumentError(_NOT_STRICT)
-    return Checkpoint.read(path).state(model, read_device(device), weights_only=weights_only, strict=strict)
+    weights_only, strict = check_flag("weights_only", weights_only), check_flag("strict", strict)
+    if not strict and not weights_only and storage_of(path).is_folder():
+        raise ArgumentError(NOT_STRICT)
+    return read_checkpoint(path).state(model, read_device(device), weights_only=weights_only, strict=strict)
 
 
 def describe(path: PathLike) -> dict[str, Any]:
-    """What a checkpoint says of itself, without reading its tensors.
+    """The description of a checkpoint, without reading its tensors.
 
     Returns:
-        ``made_by``: versions by package; ``saved_at``: seconds since 1970; ``epoch``, ``batch``, ``event``,
-        ``seed``: where the run was; ``model``: the class of the module; ``notes``: what :func:`save` was given.
+        ``made_by``: versions by package; ``saved_at``: seconds since 1970; ``epoch``, ``batch``, ``event``, ``seed``:
+        the position of the run; ``model``: the class of the module; ``notes``: the argument of :func:`save`.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: there is none, or none that can be read.
+        CheckpointNotFoundError, CheckpointError: there is no file, or none that can be read.
 
     >>> import tempfile, torch, pure_loop as pl
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ def describe(path: PathLike) -> dict[str, Any]:
     >>> said["seed"], said["batch"], said["notes"]
     (3, 0, {'why': 'a test'})
     """
-    where = place(path)
+    where = storage_of(path)
     document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path)
     if document is None:
         raise CheckpointError(f"{where.path} has weights alone: load_file of the safetensors package lists them.")
@@ -189,7 +189,7 @@ def describe(path: PathLike) -> dict[str, Any]:
 
 
 def _document_of(path: str) -> Document | None:
-    with place(path).open() as file:
+    with storage_of(path).open() as file:
         header = container.read_header(file, size_of(file), path)
     document = None if is_index(header.metadata) else read_document(header.metadata, path)
     _refuse_no_digest(header, document, path)
@@ -198,84 +198,39 @@ def _document_of(path: str) -> Document | None:
     return document
 
 
-@attrs.frozen(eq=False)
-class Checkpoint:
-    """A checkpoint read whole, before there is a model to fit it to."""
+def read_checkpoint(path: PathLike) -> Checkpoint:
+    """A checkpoint, read whole, or as far as it is read before its model is known.
 
-    path: str
-    document: Document | None
-    tensors: dict[str, Tensor]
+    Raises:
+        CheckpointNotFoundError, CheckpointError: there is none, or none that is whole.
+    """
+    where = storage_of(path)
+    if where.is_folder():
+        if is_sharded_folder(where.path):
+            from pure_loop.checkpoint.sharded import ShardedCheckpoint  # with it comes torch.distributed
 
-    @property
-    def name(self) -> str:
-        """What ranks compare: whether they have read the same one."""
-        return f"{self.path}, saved at {0 if self.document is None else self.document.saved_at}"
-
-    @classmethod
-    def read(cls, path: PathLike) -> Checkpoint:
-        """
-        Raises:
-            CheckpointNotFoundError, CheckpointError: there is none, or none that is whole.
-        """
-        where = place(path)
-        if where.is_folder():
-            if is_sharded(where.path):
-                from pure_loop.checkpoint.sharded import ShardedCheckpoint  # with it comes torch.distributed
-
-                return ShardedCheckpoint.read(where.path)
-            raise CheckpointError(
-                f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest. (It "
-                f"has no {INDEX}: if it was to be a sharded one, that was not completed.)"
-            )
-        try:
-            with where.open() as file:
-                header, tensors = container.read(file, size_of(file), where.path)
-        except CheckpointNotFoundError:
-            raise
-        except OSError as error:
-            raise not_read(where.path, error) from error
-        document = read_document(header.metadata, where.path)
-        if is_index(header.metadata):
-            raise CheckpointError(f"{where.path} is a piece of a sharded checkpoint: give the folder that it lies in.")
-        _refuse_no_digest(header, document, where.path)
-        return cls(where.path, document, tensors)
-
-    def state(
-        self, model: nn.Module, device: torch.device | str | None, *, weights_only: bool = False, strict: bool = True
-    ) -> State:
-        """The State, of this model's structure."""
-        fresh = State.create(model, device=device)
-        if self.document is None or weights_only:
-            return self.weights_into(fresh, strict=strict)
-        if not strict:
-            raise ArgumentError(_NOT_STRICT)
-        return self.into(fresh)
-
-    def into(self, state: State) -> State:
-        """The saved State, with the model and on the device of this one."""
-        if self.document is None:
-            return self.weights_into(state)
-        return self.document.state(state.model, self.tensors, state.device, self.path)
-
-    def weights_into(self, state: State, *, strict: bool = True) -> State:
-        """The State with the weights that were saved."""
-        if self.document is not None:
-            state = with_buffers_of(self.document, state, self.tensors, self.path)
-        return with_weights(state, saved_weights(self.document, self.tensors, self.path), self.path, strict=strict)
-
-    def fitted(self, model: ModelDef) -> State:
-        """The saved State, with this model, in the memory of the computer.
-
-        Raises:
-            ResumeError: it was saved with another model; names the leaf.
-        """
-        assert self.document is not None
-        return self.document.state(model, self.tensors, torch.device("cpu"), self.path)
+            return ShardedCheckpoint.read(where.path)
+        raise CheckpointError(
+            f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest. (It "
+            f"has no {INDEX}: if it was to be a sharded one, that was not completed.)"
+        )
+    try:
+        with where.open() as file:
+            header, tensors = container.read(file, size_of(file), where.path)
+    except CheckpointNotFoundError:
+        raise
+    except OSError as error:
+        raise not_read(where.path, error) from error
+    document = read_document(header.metadata, where.path)
+    if is_index(header.metadata):
+        raise CheckpointError(f"{where.path} is one file of a sharded checkpoint: pass the folder that it is in.")
+    _refuse_no_digest(header, document, where.path)
+    return Checkpoint(where.path, document, tensors)
 
 
 def _refuse_no_digest(header: container.Header, document: Document | None, path: str) -> None:
     if document is not None and not header.digested:
-        raise CheckpointError(f"{path} can't be read: it has no digest, so nobody can tell whether it is whole.")
+        raise CheckpointError(f"{path} can't be read: it has no digest, which would show whether it is intact.")
 
 
 @attrs.frozen
@@ -288,7 +243,9 @@ class Found:
         batch: how many batches were finished.
         event: where the State was kept.
         progress: how far the run was; of two States of a run the later one has the larger.
-        score: what the metric was there that was asked for; None if it wasn't measured there.
+        metric: whose score it has, ``"val/loss"``; None: of none.
+        mode: whether the best score is the largest, ``"max"``, or the smallest, ``"min"``; None: that isn't known.
+        score: what the metric was there; None if it wasn't measured there, or was no finite number.
     """
 
     path: str
@@ -296,50 +253,54 @@ class Found:
     batch: int
     event: Event | None
     progress: tuple[int, ...]
+    metric: str | None
+    mode: str | None
     score: float | None
 
     @classmethod
-    def of(cls, path: str, document: Document, metric: str | None) -> Found:
-        score = document.notes.get("score") if metric is not None and document.notes.get("metric") == metric else None
+    def of(cls, path: str, document: Document) -> Found:
+        metric, mode, score = map(document.notes.get, ("metric", "mode", "score"))
         return cls(
             path=path,
             seed=document.seed,
             batch=document.batch,
             event=document.event,
             progress=document.progress,
-            score=score if isinstance(score, float) else None,
+            metric=metric if isinstance(metric, str) else None,
+            mode=mode if mode in ("min", "max") else None,
+            score=score if isinstance(metric, str) and isinstance(score, float) else None,
         )
 
 
-def found_at(path: str, metric: str | None = None) -> Found | None:
+def found_at(path: str) -> Found | None:
     """A checkpoint by its header; None for a file of weights alone.
 
     Raises:
         CheckpointError, OSError: it can't be read.
     """
     document = Index.read(path)[1] if path.endswith(SHARDED) else _document_of(path)
-    return None if document is None else Found.of(path, document, metric)
+    return None if document is None else Found.of(path, document)
 
 
-def found_in(folder: PathLike, metric: str | None = None) -> list[Found]:
+def found_in(folder: PathLike) -> list[Found]:
     """The checkpoints in a folder whose headers can be read, the furthest on first; of equal ones by their names.
 
     Their descriptions are read one at a time, and not kept: a folder may hold many, and large ones.
     """
-    where = place(folder)
-    found = []
+    where = storage_of(folder)
+    result = []
     for name in where.names():
         if name.endswith(LEFTOVER) or not name.endswith((SUFFIX, SHARDED)):
             continue
         path = join(folder, name)
         try:
-            one = found_at(path, metric)
+            one = found_at(path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
         if one is not None:
-            found.append(one)
-    return sorted(found, key=lambda each: (each.progress, each.path), reverse=True)
+            result.append(one)
+    return sorted(result, key=lambda item: (item.progress, item.path), reverse=True)
 
 
 @teaching
@@ -358,8 +319,8 @@ def latest(folder: PathLike) -> str | None:
     >>> latest("a/folder/that/is/not/there") is None
     True
     """
-    _refuse_file(folder)
-    return _first_whole(found_in(folder), _verified, [])
+    refuse_file(folder)
+    return first_whole(found_in(folder), verified, [])
 
 
 def newest(
@@ -376,19 +337,19 @@ def newest(
     Raises:
         UnknownClassError: of those that are whole each holds a class that this program doesn't know.
     """
-    _refuse_file(folder)
-    found = []
+    refuse_file(folder)
+    result = []
     for each in found_in(folder):
         if goes_on(each.event):
-            found.append(each)
+            result.append(each)
         else:
             _log.warning("%s is passed over: it is from %s, where training can't be resumed", each.path, each.event)
-    mine = [each for each in found if is_of_run(each)]
-    for each in found if mine else []:
+    mine = [item for item in result if is_of_run(item)]
+    for each in result if mine else []:
         if each not in mine and each.progress > mine[0].progress:
             _log.warning("%s is passed over: it is of another run, with seed %s", each.path, each.seed)
     unknown: list[UnknownClassError] = []
-    checkpoint = _first_whole(mine or found, _read_whole, unknown)
+    checkpoint = first_whole(mine or result, _read_whole, unknown)
     if checkpoint is None and unknown:
         raise unknown[0]
     if checkpoint is not None and checkpoint.document is not None:
@@ -396,18 +357,24 @@ def newest(
     return checkpoint
 
 
-def _first_whole(found: Iterable[Found], read: Callable[[str], T], unknown: list[UnknownClassError]) -> T | None:
-    for each in found:
+def first_whole(result: Iterable[Found], read: Callable[[str], T], unknown: list[UnknownClassError]) -> T | None:
+    """What ``read`` returns for the first one that it can read; errors of classes that are unknown are added."""
+    for item in result:
         try:
-            return read(each.path)
+            return read(item.path)
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is passed over: %s", each.path, error)
+            _log.warning("%s is passed over: %s", item.path, error)
             if isinstance(error, UnknownClassError):
                 unknown.append(error)
     return None
 
 
-def _verified(path: str) -> str:
+def verified(path: str) -> str:
+    """The path of a checkpoint that is whole.
+
+    Raises:
+        CheckpointError, OSError: it isn't.
+    """
     # A class that is unknown here may be known to the program that loads the file.
     with contextlib.suppress(UnknownClassError):
         if path.endswith(SHARDED):
@@ -415,7 +382,7 @@ def _verified(path: str) -> str:
             index.verify(path)
             document.refuse_contradiction(index.tensors, path, complete=True)
         else:
-            with place(path).open() as file:
+            with storage_of(path).open() as file:
                 header = container.verify(file, size_of(file), path)
             described = read_document(header.metadata, path)
             if described is not None:  # it may have become a file of weights since its header was read
@@ -429,16 +396,21 @@ def _read_whole(path: str) -> Checkpoint:
         index, document = Index.read(path)
         index.verify(path)
         document.refuse_contradiction(index.tensors, path, complete=True)
-        return Checkpoint.read(path)
-    checkpoint = Checkpoint.read(path)
+        return read_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     if checkpoint.document is not None:
         checkpoint.document.refuse_contradiction(checkpoint.tensors, path)
     return checkpoint
 
 
-def _refuse_file(folder: PathLike) -> None:
-    where = place(folder)
+def refuse_file(folder: PathLike) -> None:
+    """
+    Raises:
+        ArgumentTypeError: it is no path.
+        ArgumentError: it is a file.
+    """
+    where = storage_of(folder)
     if where.exists() and not where.is_folder():
         raise ArgumentError(
-            f"{where.path} is a file: give the folder that it lies in; to start from this very file, load_path=."
+            f"{where.path} is a file: pass the folder that it is in; to start from this file, load_path=."
         )

@@ -26,11 +26,22 @@ from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape
 from pure_loop.checkpoint.document import Document, read_document
 from pure_loop.checkpoint.parsing import parse
-from pure_loop.checkpoint.places import join, place, size_of
+from pure_loop.checkpoint.storage import join, size_of, storage_of
 from pure_loop.checkpoint.tree import shortened
 from pure_loop.errors import CheckpointError
 
-__all__ = ["INDEX", "INDEX_KEY", "PART_KEY", "Chunk", "File", "Index", "Stored", "is_index", "is_sharded", "remove"]
+__all__ = [
+    "INDEX",
+    "INDEX_KEY",
+    "PART_KEY",
+    "Chunk",
+    "File",
+    "Index",
+    "Stored",
+    "is_index",
+    "is_sharded_folder",
+    "remove",
+]
 
 INDEX = "index.safetensors"
 """The name of the file that makes a folder a checkpoint."""
@@ -89,10 +100,15 @@ class Index:
 
     def as_text(self) -> str:
         """As JSON."""
-        files = [[each.name, each.size, each.digest] for each in self.files]
+        files = [[item.name, item.size, item.digest] for item in self.files]
         tensors = {
-            name: [CODES[each.dtype], each.shape, each.part, [[c.file, c.offsets, c.sizes] for c in each.chunks]]
-            for name, each in self.tensors.items()
+            name: [
+                CODES[stored.dtype],
+                stored.shape,
+                stored.part,
+                [[c.file, c.offsets, c.sizes] for c in stored.chunks],
+            ]
+            for name, stored in self.tensors.items()
         }
         return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
 
@@ -103,14 +119,14 @@ class Index:
             CheckpointError: it is no index, or says what can't be.
         """
         try:
-            given = parse(text)
-            files = tuple(_file(path, *each) for each in given["files"])
-            tensors = {name: _stored(path, name, *each) for name, each in given["tensors"].items()}
+            value = parse(text)
+            files = tuple(_file(path, *item) for item in value["files"])
+            tensors = {name: _stored(path, name, *stored) for name, stored in value["tensors"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path} can't be read: its index is none: {repr(error)[:300]}.") from error
-        if len({each.name for each in files}) != len(files):
+        if len({item.name for item in files}) != len(files):
             _refuse(path, "its index names a file twice")
         _refuse_unpaid(files, tensors, path)
         return cls(files, tensors)
@@ -123,7 +139,7 @@ class Index:
             CheckpointNotFoundError: there is none: it is no checkpoint.
             CheckpointError: it is damaged, or a file of it is missing, cut off or outside the folder.
         """
-        where = place(join(folder, INDEX))
+        where = storage_of(join(folder, INDEX))
         with where.open() as file:
             header = container.verify(file, size_of(file), where.path)
         text, document = header.metadata.get(INDEX_KEY), read_document(header.metadata, where.path)
@@ -134,17 +150,17 @@ class Index:
         return index, document
 
     def _look(self, folder: str) -> None:
-        for each in self.files:
-            where = place(join(folder, each.name))
+        for file in self.files:
+            where = storage_of(join(folder, file.name))
             if not where.exists():
                 raise CheckpointError(
                     f"{where.path} is missing, a part of a sharded checkpoint: {folder} was copied without it, or it "
                     "was deleted. Go on from another one: pl.latest(folder) finds the newest one that is whole."
                 )
-            if place(folder).leads_out(each.name):
+            if storage_of(folder).leads_out(file.name):
                 _refuse(where.path, "it is a link to outside of its folder")
-            if where.is_folder() or where.size() != each.size:
-                _refuse(where.path, f"it was written with {each.size:,} bytes, and is another by now: it was cut off")
+            if where.is_folder() or where.size() != file.size:
+                _refuse(where.path, f"it was written with {file.size:,} bytes, and is another by now: it was cut off")
 
     def verify(self, folder: str) -> None:
         """Read all files through, and hold them against their digests.
@@ -152,10 +168,10 @@ class Index:
         Raises:
             CheckpointError: one is damaged.
         """
-        for each in self.files:
-            where = place(join(folder, each.name))
+        for item in self.files:
+            where = storage_of(join(folder, item.name))
             with where.open() as file:
-                container.verify(file, each.size, where.path, each.digest)
+                container.verify(file, item.size, where.path, item.digest)
 
 
 def chunk_name(tensor: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
@@ -163,9 +179,9 @@ def chunk_name(tensor: str, offsets: Sequence[int], sizes: Sequence[int]) -> str
     return f"{tensor}[{ranges}]"
 
 
-def is_sharded(path: str) -> bool:
+def is_sharded_folder(path: str) -> bool:
     """Whether the folder is a sharded checkpoint, whole or not."""
-    return place(join(path, INDEX)).exists()
+    return storage_of(join(path, INDEX)).exists()
 
 
 def is_index(metadata: Mapping[str, str]) -> bool:
@@ -175,15 +191,15 @@ def is_index(metadata: Mapping[str, str]) -> bool:
 
 def remove(path: str) -> None:
     """Remove a checkpoint, of one file or a folder; of a folder the index first, so that it is never half a one."""
-    where = place(path)
+    where = storage_of(path)
     if where.is_folder():
-        place(join(path, INDEX)).remove()
+        storage_of(join(path, INDEX)).remove()
     where.remove()
 
 
 def leftovers(names: Iterable[str], index: Index) -> list[str]:
     """The files of a folder that are of earlier saves, and that no index names any more."""
-    current = {each.name for each in index.files}
+    current = {file.name for file in index.files}
     return [name for name in names if name not in current and _FILES.fullmatch(name)]
 
 
@@ -206,7 +222,7 @@ def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: A
             path,
             f"its index says of tensor {name[:80]!r} that it has dtype {shortened(code)} and shape {shortened(shape)}",
         )
-    boxes = tuple(_chunk(path, name, tuple(shape), *each) for each in chunks)
+    boxes = tuple(_chunk(path, name, tuple(shape), *chunk) for chunk in chunks)
     _refuse_holes(name, tuple(shape), boxes, path)
     return Stored(dtype, tuple(shape), part, boxes)
 
@@ -222,7 +238,7 @@ def _chunk(path: object, name: str, shape: tuple[int, ...], file: Any, offsets: 
 
 def _refuse_holes(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...], path: object) -> None:
     """Refuse chunks that are not each number of the tensor once: the others would be whatever was in memory."""
-    if sum(math.prod(each.sizes) for each in chunks) != math.prod(shape) or _overlap(shape, chunks):
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or _overlap(shape, chunks):
         _refuse(path, f"in its index the chunks of tensor {name[:80]!r} are not all of it, once")
 
 
@@ -231,24 +247,24 @@ def _overlap(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
 
     Two different boxes of such a grid differ along some dimension, and there they are apart.
     """
-    if not all(math.prod(each.sizes) for each in chunks):
+    if not all(math.prod(chunk.sizes) for chunk in chunks):
         return True
     # Sorted and not hashed: hashes of tuples can be made equal.
     for dim in range(len(shape)):
-        spans = sorted((each.offsets[dim], each.sizes[dim]) for each in chunks)
+        spans = sorted((chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks)
         if any(one != other and one[0] + one[1] > other[0] for one, other in pairwise(spans)):
             return True
-    return any(one == other for one, other in pairwise(sorted(each.offsets for each in chunks)))
+    return any(one == other for one, other in pairwise(sorted(chunk.offsets for chunk in chunks)))
 
 
 def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: object) -> None:
     """Refuse tensors and chunks for which there are not as many bytes, before memory is asked for."""
     claimed = [0] * len(files)
-    for name, each in tensors.items():
-        for chunk in each.chunks:
+    for name, stored in tensors.items():
+        for chunk in stored.chunks:
             if chunk.file >= len(files):
                 _refuse(path, f"its index has tensor {name[:80]!r} in file {chunk.file}, and names {len(files)}")
-            claimed[chunk.file] += math.prod(chunk.sizes) * each.dtype.itemsize + _SHORTEST_ENTRY
+            claimed[chunk.file] += math.prod(chunk.sizes) * stored.dtype.itemsize + _SHORTEST_ENTRY
     for file, size in zip(files, claimed, strict=True):
         if size > file.size:
             _refuse(path, f"its index has {size:,} bytes of tensors in {file.name}, which has {file.size:,}")

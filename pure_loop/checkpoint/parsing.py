@@ -90,10 +90,10 @@ def refuse_collisions(keys: Collection[Hashable]) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name stands twice in it")
-    return found
+    return result
 
 
 def _finite(text: str) -> float:

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from pure_loop._parts import part_of
+from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.index import File, Index, Stored
-from pure_loop.checkpoint.places import join, place
+from pure_loop.checkpoint.storage import join, storage_of
 from pure_loop.errors import CheckpointError
 
-__all__ = ["Plan", "box_of", "fill"]
+__all__ = ["Plan", "box_of", "fill", "split_like"]
 
 
 class Plan:
@@ -55,12 +55,12 @@ class Plan:
 
     def chunks(self, plan: SavePlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
         """Name, offsets, sizes and numbers of each chunk to write."""
-        found = []
+        result = []
         for item in self._planner.finish_plan(plan).items:
             tensor: Any = self._planner.resolve_data(item)
             data: Any = item.tensor_data
-            found.append((item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tensor.contiguous()))
-        return found
+            result.append((item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tensor.contiguous()))
+        return result
 
 
 def _sizes(item: Any) -> Sequence[int]:
@@ -85,13 +85,13 @@ def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
     for file, items in zip(index.files, wanted, strict=True):
         if items:
             filled += _fill_from(file, items, planner, folder)
-    needed = sum(part_of(each).numel() for each in templates.values())
+    needed = sum(local_tensor(template).numel() for template in templates.values())
     if filled != needed:
         raise CheckpointError(f"{folder} can't be read: it has {filled:,} of {needed:,} numbers that are needed.")
 
 
 def _fill_from(file: File, items: dict[str, list[Any]], planner: DefaultLoadPlanner, folder: str) -> int:
-    where, filled = place(join(folder, file.name)), 0
+    where, filled = storage_of(join(folder, file.name)), 0
     with where.open() as opened, torch.no_grad():
         header = container.read_header(opened, file.size, where.path)
         there = {entry.name: entry for entry in header.entries}
@@ -113,11 +113,11 @@ def _metadata(tensors: Mapping[str, Stored]) -> Metadata:
     return Metadata(
         {
             name: TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype),
-                torch.Size(each.shape),
-                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in each.chunks],
+                TensorProperties(dtype=stored.dtype),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
             )
-            for name, each in tensors.items()
+            for name, stored in tensors.items()
         }
     )
 
@@ -128,3 +128,9 @@ def box_of(whole: Tensor, like: Any) -> Tensor:
     for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
     return whole
+
+
+def split_like(whole: Tensor, like: Any) -> Any:
+    """A whole tensor in parts, as ``like`` is; every rank has to have it."""
+    part = box_of(whole, like).to(local_tensor(like), copy=True, memory_format=torch.contiguous_format)
+    return from_local(like, part)

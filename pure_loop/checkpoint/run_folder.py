@@ -1,15 +1,15 @@
-"""The folder that a run saves to: what in it is the run's, the link to the newest, and what is removed."""
+"""The folder that a run saves to: what in it is the run's, links to the newest and the best, and what is removed."""
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_at, found_in
-from pure_loop.checkpoint.index import INDEX, is_sharded, remove
-from pure_loop.checkpoint.keeping import Names, Saved, superfluous
-from pure_loop.checkpoint.places import join, leftover, place, same_place
-from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
+from pure_loop.checkpoint.index import INDEX, is_sharded_folder, remove
+from pure_loop.checkpoint.pointer import Pointer
+from pure_loop.checkpoint.retention import Names, Saved, expired, ranked
+from pure_loop.checkpoint.storage import join, leftover, same_place, storage_of, try_folder
+from pure_loop.errors import CheckpointError
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -24,18 +24,28 @@ class RunFolder:
     Args:
         path: a folder or a URL.
         names: the names of checkpoints in it.
-        last, best, largest: which stay: see :func:`pure_loop.checkpoint.keeping.superfluous`.
-        link: the name of a link to the newest; None: no link.
+        last, best, largest: which stay: see :func:`pure_loop.checkpoint.retention.expired`.
+        newest_link: the name of a link to the newest; None: no link.
+        best_link: the name of a link to the best; None: no link.
     """
 
     def __init__(
-        self, path: str, names: Names, *, last: int | None, best: int | None, largest: bool, link: str | None
+        self,
+        path: str,
+        names: Names,
+        *,
+        last: int | None,
+        best: int | None,
+        largest: bool,
+        newest_link: str | None,
+        best_link: str | None,
     ) -> None:
         self.path = path
         self._names = names
-        self._superfluous = partial(superfluous, last=last, best=best, largest=largest)
-        self._link = link
-        self._links = False
+        self._last, self._best, self._largest = last, best, largest
+        self._best_link = None if best is None else best_link
+        self._to_newest = self._pointer(newest_link, "latest", is_file=False)
+        self._to_best = self._pointer(self._best_link, "best", is_file=True)
         self._saved: list[Saved] = []
         self._stamps: dict[str, object] = {}
         self._seed = 0
@@ -45,6 +55,11 @@ class RunFolder:
         now = Timestamp()
         matches = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
         return matches and same_place(self.path, other.path)
+
+    def has_best_link_of(self, other: RunFolder) -> bool:
+        """Whether one link leads to the best of both."""
+        name = self._best_link
+        return name is not None and name == other._best_link and same_place(self.path, other.path)
 
     def name_of(self, state: State, *, parts: bool) -> str:
         """The name of a checkpoint of this State: of a file, or of a folder with the parts of each rank."""
@@ -60,31 +75,32 @@ class RunFolder:
 
         Raises:
             CheckpointWriteError: it can't be written to.
-            ArgumentError: in the place of the link there is something else.
+            ArgumentError: in the place of a link there is something else.
         """
-        where = place(self.path)
-        probe = place(self.path_of(leftover("probe")))
-        with probe.writing() as file:
-            file.write(b"?")
-        probe.remove()
+        where = storage_of(self.path)
+        try_folder(self.path)
         where.sweep()
-        self._links = self._link is not None and self._can_link(self._link)
+        for pointer in (self._to_newest, self._to_best):
+            if pointer is not None:
+                pointer.open(self.path_of(leftover("link")))
         for name in where.names():
             # It may be of a run that was killed in a save, of one that is saving now, or a copy under way.
-            if name.endswith(SHARDED) and self._names.match(_as_file(name)) and not is_sharded(self.path_of(name)):
+            if (
+                name.endswith(SHARDED)
+                and self._names.match(_as_file(name))
+                and not is_sharded_folder(self.path_of(name))
+            ):
                 _log.warning(
                     "%s has no index, so it is no checkpoint; it stays until this run saves in its place. Remove it if "
                     "nothing is writing to it.",
                     self.path_of(name),
                 )
         # To be deleted are only files of this pattern, and of the run that is resumed here.
-        known = [
-            each for each in reversed(found_in(self.path, metric)) if self._names.match(_as_file(_name_of(each.path)))
-        ]
+        known = [item for item in reversed(found_in(self.path)) if self._names.match(_as_file(_name_of(item.path)))]
         mine = [
-            Saved(_name_of(each.path), each.batch, each.score)
-            for each in known
-            if each.seed == state.seed and each.batch <= state.timestamp.batch
+            Saved(_name_of(item.path), item.batch, item.score if item.metric == metric else None)
+            for item in known
+            if item.seed == state.seed and item.batch <= state.timestamp.batch
         ]
         if len(mine) < len(known):
             _log.warning(
@@ -93,22 +109,27 @@ class RunFolder:
                 self.path,
             )
         self._saved, self._seed = mine, state.seed
-        self._stamps = {each.name: self._stamp(each.name) for each in mine}
+        self._stamps = {item.name: self._stamp(item.name) for item in mine}
 
     def add(self, saved: Saved) -> None:
         """After a checkpoint is complete: link to it, and remove those that needn't be kept any more."""
-        self._saved = [*(each for each in self._saved if each.name != saved.name), saved]
+        self._saved = [*(item for item in self._saved if item.name != saved.name), saved]
         self._stamps[saved.name] = self._stamp(saved.name)
-        if self._link is not None and self._links:
-            place(self.path_of(self._link)).link_to(saved.name)
-        for each in self._superfluous(self._saved):
-            if self._is_mine(each):
-                remove(self.path_of(each.name))
-            self._saved.remove(each)
+        if self._to_newest is not None:
+            self._to_newest.lead_to(saved.name)
+        best = ranked(self._saved, largest=self._largest)[:1] if self._to_best is not None else []
+        # Before the one that was the best is removed.
+        for file in best:
+            assert self._to_best is not None
+            self._to_best.lead_to(file.name)
+        for file in expired(self._saved, last=self._last, best=self._best, largest=self._largest):
+            if self._is_mine(file):
+                remove(self.path_of(file.name))
+            self._saved.remove(file)
 
     def _stamp(self, name: str) -> object:
         path = self.path_of(name)
-        return place(join(path, INDEX) if name.endswith(SHARDED) else path).stamp()
+        return storage_of(join(path, INDEX) if name.endswith(SHARDED) else path).stamp()
 
     def _is_mine(self, saved: Saved) -> bool:
         """Whether the checkpoint is still that of this run, and not one that another run saved in its place."""
@@ -116,31 +137,19 @@ class RunFolder:
         if stamp is not None and stamp == self._stamps[saved.name]:
             return True
         try:
-            found = found_at(path)
+            result = found_at(path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s isn't removed: %s", path, error)
             return False
-        if found is not None and (found.seed, found.batch) == (self._seed, saved.batch):
+        if result is not None and (result.seed, result.batch) == (self._seed, saved.batch):
             return True
         _log.warning("%s isn't removed: another run has saved in its place", path)
         return False
 
-    def _can_link(self, name: str) -> bool:
-        link = place(self.path_of(name))
-        if link.exists() and not link.is_link():
-            raise ArgumentError(
-                f"latest={name!r}: {link.path} is no link, and stays as it is; give another name, or None for no link."
-            )
-        try:
-            probe = place(self.path_of(leftover("link")))
-            probe.link_to(name)
-            probe.remove()
-        except CheckpointWriteError as error:
-            _log.warning(
-                "there is no link to the newest checkpoint in %s, for it can't have links: %s", self.path, error
-            )
-            return False
-        return True
+    def _pointer(self, name: str | None, argument: str, *, is_file: bool) -> Pointer | None:
+        if name is None:
+            return None
+        return Pointer(self.path_of(name), argument, lambda name: self._names.match(_as_file(name)), is_file=is_file)
 
 
 def _name_of(path: str) -> str:

@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import empty as empty_in_parts
 
-from pure_loop._parts import is_part, part_of, with_part
+from pure_loop._internal.dtensor import is_sharded
 from pure_loop.checkpoint import container
+from pure_loop.checkpoint.checkpoint import Checkpoint
+from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
-from pure_loop.checkpoint.files import Checkpoint
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
-from pure_loop.checkpoint.meeting import Meeting
-from pure_loop.checkpoint.places import join, place
-from pure_loop.checkpoint.resharding import Plan, box_of, fill
+from pure_loop.checkpoint.resharding import Plan, fill
+from pure_loop.checkpoint.storage import join, storage_of
 from pure_loop.errors import ArgumentError, CheckpointWriteError
-from pure_loop.model import ModelDef
+from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["ShardedCheckpoint", "split_like", "write"]
+__all__ = ["ShardedCheckpoint", "write"]
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class _Written:
     chunks: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
-def write(meeting: Meeting, state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
+def write(coordinator: Coordinator, state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
     """Save a State in parts to a folder; all ranks call it. When it returns, on any of them, all of it is there.
 
     Raises:
@@ -62,44 +62,44 @@ def write(meeting: Meeting, state: State, path: str, notes: Mapping[str, Any] | 
     def propose() -> _Proposal:
         nonlocal text, tensors, planned
         text, tensors = write_document(state, notes, parts=True)
-        planned = Plan(tensors, first=meeting.rank == 0)
+        planned = Plan(tensors, first=coordinator.rank == 0)
         return _Proposal(_digests(text, tensors), planned.local())
 
     def assign(proposals: Sequence[_Proposal]) -> list[tuple[str, SavePlan]]:
-        _refuse_different([each.same for each in proposals])
+        _refuse_different([proposal.same for proposal in proposals])
         assert planned is not None
         save = secrets.token_hex(8)
-        return [(save, each) for each in planned.of_all([each.plan for each in proposals])]
+        return [(save, item) for item in planned.of_all([proposal.plan for proposal in proposals])]
 
     def store() -> list[_Written]:
         assert planned is not None
-        mine, everybodys = f"{save}-{meeting.rank}-of-{meeting.ranks}.safetensors", f"{save}-whole.safetensors"
-        # Apart, or each rank would have to read the parts of others for what is nobody's part.
-        chunks: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]] = {mine: []}
+        own, shared = f"{save}-{coordinator.rank}-of-{coordinator.ranks}.safetensors", f"{save}-whole.safetensors"
+        # Apart, or each rank would have to read the shards of others for values that are not sharded.
+        chunks: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]] = {own: []}
         for chunk in planned.chunks(plan):
-            chunks.setdefault(mine if is_part(tensors[chunk[0]]) else everybodys, []).append(chunk)
+            chunks.setdefault(own if is_sharded(tensors[chunk[0]]) else shared, []).append(chunk)
         return [_write_file(path, name, some) for name, some in chunks.items()]
 
-    def complete(everybody: Sequence[list[_Written]]) -> list[None]:
-        for rank, theirs in enumerate(everybody):
-            _refuse_unseen(rank, [each.file for each in theirs], path)
-        index = _index(tensors, [each for theirs in everybody for each in theirs])
-        place(path).flush()
-        with place(join(path, INDEX)).writing() as file:
+    def complete(by_rank: Sequence[list[_Written]]) -> list[None]:
+        for rank, theirs in enumerate(by_rank):
+            _refuse_unseen(rank, [item.file for item in theirs], path)
+        index = _index(tensors, [item for theirs in by_rank for item in theirs])
+        storage_of(path).flush()
+        with storage_of(join(path, INDEX)).writing() as file:
             container.write(file, {}, {METADATA_KEY: text, INDEX_KEY: index.as_text(), "format": "pt"})
-        for name in leftovers(place(path).names(), index):
-            place(join(path, name)).remove()
-        place(path).sweep()
-        return [None] * len(everybody)
+        for name in leftovers(storage_of(path).names(), index):
+            storage_of(join(path, name)).remove()
+        storage_of(path).sweep()
+        return [None] * len(by_rank)
 
-    save, plan = meeting.round(path, propose, assign)
-    meeting.round(path, store, complete)
+    save, plan = coordinator.round(path, propose, assign)
+    coordinator.round(path, store, complete)
 
 
 def _write_file(
     path: str, name: str, chunks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 ) -> _Written:
-    where = place(join(path, name))
+    where = storage_of(join(path, name))
     numbers = {chunk_name(fqn, offsets, sizes): tensor for fqn, offsets, sizes, tensor in chunks}
     with where.writing() as file:
         digest = container.write(file, numbers, {PART_KEY: name, "format": "pt"})
@@ -112,9 +112,9 @@ def _index(tensors: Mapping[str, Tensor], written: Sequence[_Written]) -> Index:
         for name, offsets, sizes in each.chunks:
             chunks[name].append(Chunk(offsets, sizes, number))
     return Index(
-        tuple(each.file for each in written),
+        tuple(item.file for item in written),
         {
-            name: Stored(tensor.dtype, tuple(tensor.shape), is_part(tensor), tuple(chunks[name]))
+            name: Stored(tensor.dtype, tuple(tensor.shape), is_sharded(tensor), tuple(chunks[name]))
             for name, tensor in tensors.items()
         },
     )
@@ -126,29 +126,29 @@ def _digests(text: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     def of(data: Any) -> str:
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
-    found = {name: of(json.dumps(value).encode()) for name, value in json.loads(text)["fields"].items()}
+    result = {name: of(json.dumps(value).encode()) for name, value in json.loads(text)["fields"].items()}
     for name, tensor in tensors.items():
         kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-        numbers = "in parts" if is_part(tensor) else of(container.bytes_of(tensor.cpu()))
-        found[name] = f"{found.get(name)} {kind} {numbers}"
-    return found
+        numbers = "in parts" if is_sharded(tensor) else of(container.bytes_of(tensor.cpu()))
+        result[name] = f"{result.get(name)} {kind} {numbers}"
+    return result
 
 
-def _refuse_different(everybody: Sequence[dict[str, str]]) -> None:
-    for rank, theirs in enumerate(everybody):
-        for name in {**everybody[0], **theirs}:
-            if everybody[0].get(name) != theirs.get(name):
+def _refuse_different(by_rank: Sequence[dict[str, str]]) -> None:
+    for rank, theirs in enumerate(by_rank):
+        for name in {**by_rank[0], **theirs}:
+            if by_rank[0].get(name) != theirs.get(name):
                 raise ArgumentError(
-                    f"state.{name} is another on rank {rank} than on rank 0, and a State may differ between ranks only "
-                    "in parts of one tensor (DTensors), or training could not go on from it: keep what belongs to one "
-                    "rank outside of the State, or agree on it (torch.distributed.all_reduce) before it goes in."
+                    f"state.{name} differs between rank {rank} and rank 0, and training could not resume from it: only "
+                    "the shards of DTensors may differ between ranks. Keep values of one rank outside of the State, or "
+                    "make them equal (torch.distributed.all_reduce) first."
                 )
 
 
 def _refuse_unseen(rank: int, files: Sequence[File], path: str) -> None:
     """Refuse to complete a folder that ranks don't share."""
     for file in files:
-        where = place(join(path, file.name))
+        where = storage_of(join(path, file.name))
         if not where.exists() or where.size() != file.size:
             raise CheckpointWriteError(
                 errno.ENOENT,
@@ -177,7 +177,7 @@ class ShardedCheckpoint(Checkpoint):
         """The saved State, with the model and on the device of this one, and in parts if this one is."""
         self.fitted(state.model)
         assert self.document is not None
-        like = next((tensor for tensor in state.params.values() if is_part(tensor)), None)
+        like = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
         tensors = {name: _template(stored, like) for name, stored in self.index.tensors.items()}
         fill(tensors, self.index, self.path)
         return self.document.state(state.model, tensors, state.device, self.path)
@@ -210,9 +210,3 @@ def _template(stored: Stored, like: Any) -> Any:
     if like is None or not stored.part:
         return torch.empty(stored.shape, dtype=stored.dtype)
     return empty_in_parts(*stored.shape, dtype=stored.dtype, device_mesh=like.device_mesh, placements=like.placements)
-
-
-def split_like(whole: Tensor, like: Any) -> Any:
-    """A whole tensor in parts, as ``like`` is; every rank has to have it."""
-    part = box_of(whole, like).to(part_of(like), copy=True, memory_format=torch.contiguous_format)
-    return with_part(like, part)

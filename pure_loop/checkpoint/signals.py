@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+from pure_loop.callback import Run
+from pure_loop.data.source import ITERATOR_MADE, is_loading
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.loop import Fit
-from pure_loop.sources import ITERATOR_MADE, is_loading
 
 __all__ = ["HeldSignals", "any_came"]
 
@@ -39,7 +39,7 @@ class HeldSignals:
     Attributes:
         caught: the signal that is held back; None: none.
         came: the first signal that came while it listened, also after it acted; None: none.
-        fit: the call of ``fit`` that it listens for; None: a script of the user's own.
+        run: the call of ``fit`` that it listens for; None: a script of the user's own.
 
     Raises:
         ArgumentTypeError: these are no numbers of signals.
@@ -48,14 +48,14 @@ class HeldSignals:
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._numbers = tuple(numbers) if isinstance(numbers, Iterable) else ()
-        if not isinstance(numbers, Iterable) or not all(isinstance(each, int) for each in self._numbers):
+        if not isinstance(numbers, Iterable) or not all(isinstance(item, int) for item in self._numbers):
             raise ArgumentTypeError(f"signals={numbers!r}: write a list, such as [signal.SIGTERM], or [] for none.")
         self._before: dict[int, Any] = {}
         self._over = False
         self._since = 0.0
         self.caught: int | None = None
         self.came: int | None = None
-        self.fit: Fit | None = None
+        self.run: Run | None = None
         for number in self._numbers:
             if number not in signal.valid_signals() or number in _NEVER:
                 raise ArgumentError(
@@ -74,7 +74,7 @@ class HeldSignals:
         _defer_child_errors()
         for number in self._numbers:
             handler = signal.getsignal(number)
-            # None: not Python's, so it couldn't be put back. Who ignores a signal goes on to do so.
+            # None: not Python's, so it couldn't be put back. An ignored signal stays ignored.
             if number not in self._before and handler not in (None, signal.SIG_IGN):
                 self._before[number] = handler
                 signal.signal(number, self._hold)
@@ -129,7 +129,7 @@ class HeldSignals:
         if signal.getsignal(number) is signal.SIG_DFL:
             raise SystemExit(128 + number)
         signal.raise_signal(number)
-        self.came = None  # the program's own handler has it, and training goes on
+        self.came = None  # the program's own handler has it, and training resumes
 
     def stop(self) -> None:
         """Where the State is saved: end the stream, or let the program's own handler act.
@@ -168,18 +168,18 @@ class HeldSignals:
 
     def _is_loading(self, frame: FrameType | None) -> bool:
         """Whether this stream loads a batch, which can be ended there: the State is at hand, and no rank waits."""
-        fit = self.fit
-        if fit is None or fit.boundary.state is None or fit.stages.engine.ranks > 1:
+        run = self.run
+        if run is None or run.boundary is None or run.boundary.state is None or run.ranks > 1:
             return False
-        return is_loading(frame, [fit.source, *(evaluator.source for evaluator in fit.evaluators)])
+        return is_loading(frame, run.sources)
 
     def _ending(self, number: int) -> BaseException | None:
         """What the signal raises, if it ends this stream; None: the program or a stream around this one handles it."""
-        if self.fit is None:
+        if self.run is None:
             return None
         handler = self._before.get(number)
         below = getattr(handler, "__self__", None)
-        while isinstance(below, HeldSignals) and below.fit is self.fit:  # another saver of the same stream
+        while isinstance(below, HeldSignals) and below.run is self.run:  # another saver of the same stream
             handler = below._before.get(number)
             below = getattr(handler, "__self__", None)
         if handler is signal.SIG_DFL:
@@ -187,9 +187,9 @@ class HeldSignals:
         return KeyboardInterrupt() if handler is signal.default_int_handler else None
 
 
-def any_came(fit: Fit | None) -> int | None:
+def any_came(run: Run | None) -> int | None:
     """The signal that came while a saver of this stream listened; None: none did."""
-    return next((held.came for held in _LISTENING if held.fit is fit and held.came is not None), None)
+    return next((held.came for held in _LISTENING if held.run is run and held.came is not None), None)
 
 
 def _tell(text: str) -> None:
@@ -287,7 +287,7 @@ class _Fork(threading.local):
     Until its handlers are put back signals wait, for Python forgets those that come to a process that is not ready.
 
     A worker of the stream's own loader gets a process group to itself: Ctrl-C and a signal to the whole group then come
-    to this process alone, which goes on to the next boundary with its workers alive. It ends them as always.
+    to this process alone, which continues to the next boundary with its workers alive. It ends them as always.
     """
 
     mask: set[int] | None = None

@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.state import State, outside_batch
 
 __all__ = ["snapshot", "streams_of"]
@@ -24,7 +24,7 @@ def snapshot(state: State) -> State:
     of the State, is done before the update, which then writes in place as at every other step. On an accelerator, where
     memory is scarce, and of tensors in parts nothing is copied.
     """
-    if state.device.type != "cpu" or any(map(is_part, state.params.values())):
+    if state.device.type != "cpu" or any(map(is_sharded, state.params.values())):
         return state
     # A tensor that stands in two places is one in the copy, too.
     copies: dict[int, Tensor] = {}
@@ -37,8 +37,8 @@ def snapshot(state: State) -> State:
         return copies[id(leaf)]
 
     durable: Any = outside_batch(state).replace(event=state.event)
-    found: Any = optree.tree_map(copied, durable, namespace=NAMESPACE)
-    return found  # type: ignore[no-any-return]
+    result: Any = optree.tree_map(copied, durable, namespace=NAMESPACE)
+    return result  # type: ignore[no-any-return]
 
 
 def streams_of(state: State) -> AbstractContextManager[None]:

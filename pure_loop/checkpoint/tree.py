@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part, part_of
+from pure_loop._internal.dtensor import is_sharded, local_tensor
 from pure_loop.checkpoint.container import CODES, are_counts, raw
 from pure_loop.checkpoint.parsing import MOST_DIGITS, refuse_collisions
 from pure_loop.checkpoint.registry import named, registered
@@ -88,29 +88,29 @@ class Writer:
             _refuse(value, path)
         if isinstance(value, enum.Enum):
             return {"enum": [kind.name, value.name]}
-        fields = {name: self.write(each, (*path, name)) for name, each in kind.take_apart(value).items()}
+        fields = {name: self.write(item, (*path, name)) for name, item in kind.take_apart(value).items()}
         return {"record": kind.name, "fields": fields}
 
     def all(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
-        return [self.write(each, (*path, str(index))) for index, each in enumerate(values)]
+        return [self.write(item, (*path, str(index))) for index, item in enumerate(values)]
 
     def mapping(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
         if all(type(key) is str for key in values):
-            return {key: self.write(each, (*path, key)) for key, each in values.items()}
-        return [[self.write(key, (*path, "key")), self.write(each, (*path, str(key)))] for key, each in values.items()]
+            return {key: self.write(item, (*path, key)) for key, item in values.items()}
+        return [[self.write(key, (*path, "key")), self.write(item, (*path, str(key)))] for key, item in values.items()]
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
-        found = self._names.get(id(tensor))
-        if found is not None:
-            return found
+        result = self._names.get(id(tensor))
+        if result is not None:
+            return result
         where = f"state.{'.'.join(path)}"
-        if self._parts and is_part(tensor):
+        if self._parts and is_sharded(tensor):
             return self._part(tensor, path)
         # Its type, because what may be written is its own memory, and subclasses keep other things there.
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             advice = (
                 "save it on all ranks, with the others"
-                if is_part(tensor)
+                if is_sharded(tensor)
                 else "keep a plain tensor, .to_dense() or .dequantize(), in its place"
             )
             kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
@@ -137,7 +137,7 @@ class Writer:
     def _part(self, tensor: Any, path: tuple[str, ...]) -> Any:
         name = self._free_name(path)
         described: dict[str, Any] = {"tensor": name}
-        part, shape = part_of(tensor).detach().resolve_conj().resolve_neg().contiguous(), list(tensor.shape)
+        part, shape = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous(), list(tensor.shape)
         if part.dtype not in CODES:
             described |= {"dtype": str(part.dtype).removeprefix("torch."), "shape": shape}
             part = raw(part)
@@ -173,10 +173,9 @@ class Writer:
 
 def _with_part(like: Any, part: Tensor, shape: list[int]) -> Any:
     """A tensor of this shape, in parts as ``like`` is, of which this rank holds ``part``."""
-    spec = like._spec
     stride = torch.empty(shape, device="meta").stride()
     return type(like).from_local(
-        part, spec.mesh, spec.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -191,7 +190,7 @@ _OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
 def _refuse(value: Any, path: tuple[str, ...]) -> NoReturn:
     kind = type(value)
     known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
-    if isinstance(value, enum.Enum) or any(hasattr(kind, each) for each in _OF_RECORDS):
+    if isinstance(value, enum.Enum) or any(hasattr(kind, item) for item in _OF_RECORDS):
         advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
     else:
         advice = f"keep {known} in its place"
@@ -219,7 +218,7 @@ _WRITERS: dict[type, Write] = {
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
-    return sorted(values, key=lambda each: (type(each).__name__, repr(each)))
+    return sorted(values, key=lambda item: (type(item).__name__, repr(item)))
 
 
 class UnknownClassError(CheckpointError):
@@ -275,52 +274,52 @@ class Reader:
 
     def elements(self, values: Any) -> list[Any]:
         """What a set is made of."""
-        found = self.items(values)
-        refuse_collisions(found)
-        if len(set(found)) != len(found):
+        result = self.items(values)
+        refuse_collisions(result)
+        if len(set(result)) != len(result):
             raise ValueError("an element stands twice in it")
-        return found
+        return result
 
     def mapping(self, values: Any) -> dict[Any, Any]:
         if isinstance(values, dict):
             return {key: self.read(value) for key, value in values.items()}
         pairs = [(self.read(key), value) for key, value in _list(values)]
         refuse_collisions([key for key, _ in pairs])
-        found = {key: self.read(value) for key, value in pairs}
-        if len(found) != len(pairs):
+        result = {key: self.read(value) for key, value in pairs}
+        if len(result) != len(pairs):
             raise ValueError("a key stands twice in it")
-        return found
+        return result
 
     def tensor(self, described: dict[str, Any]) -> Tensor:
         name = described["tensor"]
-        known, made = self._made.get(name, (described, None))
+        known, result = self._made.get(name, (described, None))
         if known != described:
             raise ValueError(f"tensor {shortened(name)} is described in two ways")
-        if made is None:
-            made = self._tensors[name]
-            if is_part(made):
+        if result is None:
+            result = self._tensors[name]
+            if is_sharded(result):
                 if "dtype" in described:
-                    part, shape = part_of(made), _counts(described["shape"])
+                    part, shape = local_tensor(result), _counts(described["shape"])
                     plain = part.flatten().view(_dtype(described["dtype"])).reshape(part.shape[:-1])
-                    made = _with_part(made, plain, shape)
-                self._made[name] = described, made
-                return made
+                    result = _with_part(result, plain, shape)
+                self._made[name] = described, result
+                return result
             if "dtype" in described:
-                made = made.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
+                result = result.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
             if "stride" in described:
                 shape, stride = _counts(described["shape"]), _counts(described["stride"])
                 # as_strided refuses what reaches out of the memory that there is, and numbers that share a place, or
                 # leave one empty, are none that a writer writes.
-                there = torch.empty(made.numel(), dtype=made.dtype, device=made.device).as_strided(shape, stride)
+                there = torch.empty(result.numel(), dtype=result.dtype, device=result.device).as_strided(shape, stride)
                 if not _is_dense(there):
                     raise ValueError(f"strides {shortened(stride)} of shape {shortened(shape)} overlap or have holes")
-                made = there.copy_(made.view(shape))
+                result = there.copy_(result.view(shape))
             if "device" not in described:
-                made = made.to(self._device)
+                result = result.to(self._device)
             elif self._device.type == described["device"]:
-                made = made.to(described["device"])
-            self._made[name] = described, made
-        return made
+                result = result.to(described["device"])
+            self._made[name] = described, result
+        return result
 
     def array(self, described: dict[str, Any]) -> Any:
         import numpy
@@ -341,7 +340,7 @@ class Reader:
                 "the module that defines it before you load; a class that is no State is made known there by "
                 "pl.checkpoint.register(cls)."
             )
-        return kind.put_together({name: self.read(each) for name, each in described["fields"].items()})
+        return kind.put_together({name: self.read(item) for name, item in described["fields"].items()})
 
     def member(self, described: dict[str, Any]) -> Any:
         name, member = described["enum"]
@@ -388,17 +387,17 @@ def _counts(values: Any) -> list[int]:
     return values  # type: ignore[no-any-return]
 
 
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DTYPES = {str(var).removeprefix("torch."): var for var in vars(torch).values() if isinstance(var, torch.dtype)}
 
 # Their bytes are not numbers by themselves: a bool has to be 0 or 1, and a quantized tensor needs its quantizer.
 _NEVER_RAW = frozenset({"bool", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = _DTYPES.get(name)
-    if found is None:
+    result = _DTYPES.get(name)
+    if result is None:
         raise ValueError(f"{shortened(name)} is no dtype of this version of torch")
-    return found
+    return result
 
 
 def _raw_dtype(name: Any) -> torch.dtype:

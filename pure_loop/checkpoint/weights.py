@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._parts import is_part
+from pure_loop._internal.dtensor import is_sharded
 from pure_loop.checkpoint.container import raw
 from pure_loop.checkpoint.document import Document, apart, first_names
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import CheckpointError, ResumeError
-from pure_loop.model import ModelDef
+from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
 __all__ = ["saved_weights", "with_buffers_of", "with_weights"]
@@ -29,13 +29,13 @@ def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path
     if document is None:
         return dict(tensors)
     reader = Reader(tensors, _CPU, path)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for field in ("params", "buffers"):
         read = reader.read(document.fields.get(field))
-        if not isinstance(read, dict) or not all(isinstance(each, Tensor) for each in read.values()):
+        if not isinstance(read, dict) or not all(isinstance(item, Tensor) for item in read.values()):
             raise CheckpointError(f"{path} can't be read: its {field} are no tensors.")
-        found |= read
-    return found
+        result |= read
+    return result
 
 
 def with_buffers_of(document: Document, state: State, tensors: Mapping[str, Tensor], path: object) -> State:
@@ -45,7 +45,7 @@ def with_buffers_of(document: Document, state: State, tensors: Mapping[str, Tens
         return state
     saved = saved_weights(document, tensors, path)
     changed = {name for name, slot in model.altered.items() if slot.kind in ("tensor", "reshaped")}
-    buffers = {
+    buffers: dict[str, Any] = {
         name: saved[name].to(state.device) if name in changed and name in saved else state.buffers.get(name)
         for name in model.buffer_names
     }
@@ -64,7 +64,7 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
     Raises:
         ResumeError: they don't fit the model; names the leaf.
     """
-    model = state.model._skeleton
+    model = state.model.skeleton
     names: dict[str, str] = {name: name for name in state.model.buffer_names}
     for kind in (model.named_parameters, model.named_buffers):
         first: dict[int, str] = {}
@@ -73,21 +73,21 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
                 names[name] = first.setdefault(id(tensor), name)
     optional = _not_in_state_dict(state.model)
     unknown = [name for name in weights if name not in names]
-    given: dict[str, tuple[str, Tensor]] = {}
+    value: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
         if name in names:
-            first_name, same = given.setdefault(names[name], (name, tensor))
+            first_name, same = value.setdefault(names[name], (name, tensor))
             _refuse_untied(type(model).__name__, first_name, same, name, tensor, path)
     wanted = {**state.params, **state.buffers}
-    missing = [name for name in wanted if name not in given and name not in optional]
-    if not given or (strict and (missing or unknown)):
+    missing = [name for name in wanted if name not in value and name not in optional]
+    if not value or (strict and (missing or unknown)):
         says = (("the file lacks", missing), ("the model lacks", unknown))
         raise ResumeError(
             f"{path} has other weights than {type(model).__name__}: "
             + "; ".join(f"{what} {first_names(some)}" for what, some in says if some)
             + ". To take those that there are, pl.load(path, model=..., weights_only=True, strict=False)."
         )
-    for name, (theirs, tensor) in given.items():
+    for name, (theirs, tensor) in value.items():
         if tensor.shape != wanted[name].shape:
             raise ResumeError(
                 f"{path}: {theirs!r} has shape {tuple(tensor.shape)} in the file and {tuple(wanted[name].shape)} in "
@@ -103,7 +103,7 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
         _log.warning("%s: %s", path, "; ".join(f"{what} {names}" for what, names in says if names))
     # Not copy_: a State's tensors are never written to.
     seen: set[int] = set()
-    new = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in given.items()}
+    new = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in value.items()}
     return state.replace(
         params={name: new.get(name, old) for name, old in state.params.items()},
         buffers={name: new.get(name, old) for name, old in state.buffers.items()},
@@ -128,9 +128,9 @@ def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: T
 
 
 def _as(like: Tensor, tensor: Tensor) -> Tensor:
-    if not is_part(like):
+    if not is_sharded(like):
         return tensor.to(like)
-    from pure_loop.checkpoint.sharded import split_like  # with it comes torch.distributed
+    from pure_loop.checkpoint.resharding import split_like  # with it comes torch.distributed
 
     return split_like(tensor, like)  # type: ignore[no-any-return]
 
@@ -141,7 +141,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _not_in_state_dict(model: ModelDef) -> set[str]:
-    kept = set(model._skeleton.state_dict(keep_vars=True))
+    kept = set(model.skeleton.state_dict(keep_vars=True))
     persistent = {name: name in kept for name in model.buffer_names}
     persistent |= {name: slot.persistent for name, slot in model.altered.items()}
     return {name for name in model.buffer_names if not persistent[name]}

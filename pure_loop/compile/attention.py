@@ -26,9 +26,9 @@ class DrawnApart(TorchFunctionMode):
         if function is scaled_dot_product_attention:
             drops_out = bool(_dropout_p(*args, **kwargs))
         elif function is multi_head_attention_forward:  # and what that calls is not asked for again
-            given = _SIGNATURE.bind(*args, **kwargs)
-            given.apply_defaults()
-            drops_out = bool(given.arguments["dropout_p"]) and given.arguments["training"]
+            value = _SIGNATURE.bind(*args, **kwargs)
+            value.apply_defaults()
+            drops_out = bool(value.arguments["dropout_p"]) and value.arguments["training"]
         else:
             drops_out = False
         if not drops_out:

@@ -15,15 +15,15 @@ class Compilation:
     """One graph that was made.
 
     Attributes:
-        stretch: what it does: ``"step"``, ``"gradients"``, ``"microbatch"``, ``"update"``, ``"evaluation"``, ...
-        number: how many graphs of this stretch there are now.
+        segment: what it does: ``"step"``, ``"gradients"``, ``"microbatch"``, ``"update"``, ``"evaluation"``, ...
+        number: how many graphs of this segment there are now.
         reason: why the others don't serve.
         operations: how many operations it has.
         kernels: optimizers' kernels that it calls as they are, because they walk through many tensors.
         seconds: how long it took.
     """
 
-    stretch: str
+    segment: str
     number: int
     reason: str
     operations: int
@@ -32,7 +32,7 @@ class Compilation:
 
     def __str__(self) -> str:
         return (
-            f"graph {self.number} of {self.stretch!r} ({self.reason}): {self.operations} operations, "
+            f"graph {self.number} of {self.segment!r} ({self.reason}): {self.operations} operations, "
             + "".join(f"of which one is {kernel}, " for kernel in self.kernels)
             + f"compiled in {self.seconds:.1f} s"
         )
@@ -57,10 +57,10 @@ def record() -> Iterator[list[Compilation]]:
     >>> made
     []
     """
-    made: list[Compilation] = []
-    _listening.append(made)
+    result: list[Compilation] = []
+    _listening.append(result)
     try:
-        yield made
+        yield result
     finally:
         # By identity: two lists of the same compilations are equal.
-        _listening[:] = [each for each in _listening if each is not made]
+        _listening[:] = [item for item in _listening if item is not result]

@@ -1,29 +1,30 @@
-"""The compiled batch: a script that yields the events that somebody attends to, and calls graphs in between."""
+"""The compiled batch: a script that yields the observed events, and calls graphs in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
 import attrs
 
-from pure_loop._batches import train_batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
-from pure_loop.compile.microbatch import INSIDE, Piece, microbatch
+from pure_loop.compile.microbatch import INSIDE, MicrobatchSegment, microbatch
 from pure_loop.compile.numbers import Env
-from pure_loop.compile.program import Ended, Flight, at, put_in
+from pure_loop.compile.program import Ended, PerBatch, at, put_in
 from pure_loop.compile.replay import Recorders
+from pure_loop.compile.segment import Own, Program, Run, Segment, Traced
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
-from pure_loop.compile.stretch import Own, Program, Run, Stretch, Traced
-from pure_loop.donation import ABOUT_TO_WRITE, Owned
-from pure_loop.driver import run_silently
+from pure_loop.data.source import END
+from pure_loop.donation.owned import Owned
+from pure_loop.donation.request import Request
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop import Fit, LoopStages, Script, gradients
-from pure_loop.sources import END
-from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of, holding
+from pure_loop.loop.batches import train_batch
+from pure_loop.loop.driver import run_silently
+from pure_loop.loop.training import Fit, LoopStages, Script, gradients
+from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
@@ -34,10 +35,10 @@ _OF_MICROBATCHES = _AROUND_MICROBATCH | INSIDE
 _OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})
 _AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
-_IN_FLIGHT = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
-_OF_GRADIENTS = _IN_FLIGHT[1:]
+_PER_BATCH_FIELDS = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
+_OF_GRADIENTS = _PER_BATCH_FIELDS[1:]
 
-# The stretches that end with an update.
+# The segments that end with an update.
 _UPDATING = frozenset({"step", "gradients and update", "update"})
 _BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
 
@@ -52,8 +53,8 @@ def _calling_stages(stages: LoopStages) -> frozenset[Event]:
 def _counted(fit: Fit) -> bool:
     """Whether it is known beforehand, from counts alone, after which batches something is due."""
     return all(
-        isinstance(each.interval, Cadence) and each.interval.interval.unit is not TimeUnit.SECOND
-        for each in fit.evaluators
+        isinstance(evaluator.interval, Cadence) and evaluator.interval.interval.unit is not TimeUnit.SECOND
+        for evaluator in fit.evaluators
     )
 
 
@@ -79,24 +80,24 @@ class Pushback:
 class Compiler:
     """What a call of ``fit`` compiles, and the scripts that call it.
 
-    A batch is one graph where nobody attends to anything inside it. Where somebody does, it falls into graphs between
+    A batch is one graph where no event inside it is observed. Else it is divided into graphs between
     these events: the gradient of the batch (or of each microbatch), and the update.
 
     Args:
         stages: the loop's.
-        attended: events that somebody outside the graphs sees: the user, callbacks, loggers.
+        observed: events that are observed outside the graphs: by the consumer, callbacks, loggers.
         where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
         steps: how many batches are loaded at a time; 1: the loop takes each.
         with_loss: whether evaluators measure the loss.
         own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
-            same list, where nobody else can see them, or copies. None: copies, always.
+            same list, where they are not aliased, or copies. None: copies, always.
         shown: whether ``own`` would copy.
     """
 
     def __init__(
         self,
         stages: LoopStages,
-        attended: frozenset[Event],
+        observed: frozenset[Event],
         *,
         where_possible: bool = False,
         steps: int = 1,
@@ -107,14 +108,14 @@ class Compiler:
         self.stages = stages
         # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
         together = stages.engine.ranks > 1
-        self.attended = attended | _AROUND_EXCHANGES | _calling_stages(stages) if together else attended
-        self.alone = attrs.evolve(stages, engine=stages.engine.alone()) if together else stages
+        self.observed = observed | _AROUND_EXCHANGES | _calling_stages(stages) if together else observed
+        self.alone = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
         self.eager: set[str] = set()
         if stages.engine.in_parts:
             # What works on parts runs eagerly: the optimizer, whose kernels are as fast, and algorithms, which may need
             # more than this rank's.
             self.eager.add("update")
-            self.attended |= frozenset(stages.handlers)
+            self.observed |= frozenset(stages.handlers)
         self.where_possible = where_possible
         self.steps = steps
         self.own = own
@@ -123,18 +124,18 @@ class Compiler:
         self.evaluating = CompiledEvaluation.of(
             stages, self.recorders, with_loss=with_loss, where_possible=where_possible
         )
-        self.pieces: dict[Any, Piece] = {}
-        self._stretches: dict[Any, Stretch] = {}
+        self.microbatch_segments: dict[Any, MicrobatchSegment] = {}
+        self._segments: dict[Any, Segment] = {}
 
-    def stretch(self, name: str, program: Program, *, connected: bool = False) -> Stretch:
-        """The stretch of this name, as far as the events attended to now let it reach."""
-        key = name, self.attended
-        found = self._stretches.get(key)
-        if found is None:
+    def segment(self, name: str, program: Program, *, connected: bool = False) -> Segment:
+        """The segment of this name, as far as the events observed now let it reach."""
+        key = name, self.observed
+        result = self._segments.get(key)
+        if result is None:
             brief = name not in _UPDATING
-            # Who has a State is counted once an update, and others write to little of it.
+            # References to a State are counted once an update; other graphs write to little of it.
             own = None if brief else self.own
-            found = self._stretches[key] = Stretch(
+            result = self._segments[key] = Segment(
                 name,
                 program,
                 self.alone,
@@ -145,21 +146,22 @@ class Compiler:
                 brief=brief,
                 connected=connected,
             )
-        return found
+        return result
 
     def close(self) -> None:
         """Let go of what was compiled, which refers to this in turn, and on a GPU holds the memory of recordings."""
-        self._stretches.clear()
-        self.pieces.clear()
+        self._segments.clear()
+        self.microbatch_segments.clear()
 
     def leave_out(self, error: Untraceable) -> None:
         """From here on, run this part eagerly; or raise the error."""
         kind, event = error.part
-        if not self.where_possible or event in self.attended or kind in self.eager:
+        left_out = self.where_possible or error.runs_eagerly
+        if not left_out or event in self.observed or kind in self.eager:
             raise error.for_users() from error.__cause__
         error.let_go()
         if event is not None:
-            self.attended |= {event}
+            self.observed |= {event}
         else:
             self.eager.add(kind)
 
@@ -169,50 +171,52 @@ class Compiler:
         program: Program,
         state: State,
         timestamps: tuple[Timestamp, ...],
-        flight: Flight,
+        per_batch: PerBatch,
         index: int = 0,
         *,
         connected: bool = False,
     ) -> Run | None:
-        """Call the stretch of this name; None: a part of it can't be traced, and is left out from here on."""
+        """Call the segment of this name; None: a part of it can't be traced, and is left out from here on."""
         try:
-            return self.stretch(name, program, connected=connected)(state, timestamps, flight, index)
+            return self.segment(name, program, connected=connected)(state, timestamps, per_batch, index)
         except Untraceable as error:
             self.leave_out(error)
             return None
 
-    def batch(self, owned: Owned, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
-        """One batch, as :func:`pure_loop.loop.fit` does it."""
+    def batch(
+        self, owned: Owned[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
+    ) -> Generator[tuple[Event | Request, State], State, State]:
+        """One batch, as :func:`pure_loop.loop.training.fit` does it."""
         state = owned.take()
         engine, before = self.stages.engine, state.timestamp
-        # An input of the graphs, so that it is known before them; a batch's seconds go on the next one's account.
+        # An input of the graphs, so that it is known before them; a batch's seconds are counted with the next batch.
         # Several ranks know what they have when they have exchanged it.
         now = before.next_batch(*engine.counts(samples, tokens, seconds)) if engine.ranks == 1 else before
         timestamps = (state.previous_timestamp, before, now)
-        asks = self.own is not None and Event.BATCH_END in self.attended
-        while not (self.attended & _OF_A_BATCH or self.eager):
+        asks = self.own is not None and Event.BATCH_END in self.observed
+        while not (self.observed & _OF_A_BATCH or self.eager):
             if asks:
-                state = yield ABOUT_TO_WRITE, state
+                state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("step", self._step, state, timestamps, (state.batch,))
             if run is not None:
                 return (yield from self._end(state, run, now))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
-        while not (self.attended & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
+        while not (self.observed & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
             if asks:
-                state = yield ABOUT_TO_WRITE, state
+                state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
             if run is not None:
                 return (yield from self._end(state, run, now))
         buffers, model = state.buffers, state.model
         state = yield from self._gradients(state, timestamps[:2])
         if engine.ranks > 1:
-            state = engine.agree(state, buffers)
+            state = engine.sync_buffers(state, buffers)
             now = before.next_batch(*engine.counts(samples, tokens, seconds))
             timestamps = (*timestamps[:2], now)
         shown = False
         while True:
-            if not shown and (Event.AFTER_TRAIN_BATCH in self.attended or "update" in self.eager):
+            if not shown and (Event.AFTER_TRAIN_BATCH in self.observed or "update" in self.eager):
                 state = yield Event.AFTER_TRAIN_BATCH, state
                 shown = True
             if "update" in self.eager:
@@ -221,22 +225,22 @@ class Compiler:
                 )
                 return (yield Event.BATCH_END, state)
             if asks:
-                state = yield ABOUT_TO_WRITE, state
-            # What nobody in the graph looks at goes around it: a batch of another size needs no other update.
-            looked_at = self.stages.handlers.keys() & (_OF_UPDATES - self.attended)
-            around = {} if looked_at else {name: getattr(state, name) for name in _IN_FLIGHT[:3]}
-            flight = (buffers, *[None if name in around else getattr(state, name) for name in _IN_FLIGHT])
-            run = self.attempt("update", self._update, state, timestamps, flight)
+                state = yield Request.COUNT_REFERENCES, state
+            # Values that the graph does not read go around it: a batch of another size needs no other update.
+            looked_at = self.stages.handlers.keys() & (_OF_UPDATES - self.observed)
+            around = {} if looked_at else {name: getattr(state, name) for name in _PER_BATCH_FIELDS[:3]}
+            per_batch = (buffers, *[None if name in around else getattr(state, name) for name in _PER_BATCH_FIELDS])
+            run = self.attempt("update", self._update, state, timestamps, per_batch)
             if run is not None:
                 return (yield from self._end(state, run, now, around))
 
     def _end(self, state: State, run: Run, now: Timestamp, around: dict[str, Any] | None = None) -> Script:
         """The State of BATCH_END, from what a graph gave, and what went around it."""
         ended = self._ended(state, run, now)
-        if Event.BATCH_END not in self.attended:
+        if Event.BATCH_END not in self.observed:
             return ended
-        fields = dict(zip(_IN_FLIGHT, run.flight, strict=True)) | (around or {})
-        return (yield Event.BATCH_END, holding(ended, **fields))
+        fields = dict(zip(_PER_BATCH_FIELDS, run.per_batch, strict=True)) | (around or {})
+        return (yield Event.BATCH_END, with_fields(ended, **fields))
 
     def feed(self, batches: Any) -> Any:
         """Batches as :meth:`several` takes them."""
@@ -247,7 +251,7 @@ class Compiler:
         events = {*_OF_A_BATCH, *_BETWEEN, Event.BATCH_END}
         return bool(
             self.steps > 1
-            and not self.attended & events
+            and not self.observed & events
             and not self.eager
             and self.stages.engine.ranks == 1
             and not self.stages.handlers.keys() & _BETWEEN
@@ -264,13 +268,13 @@ class Compiler:
         """
         if not self.goes_on(fit):
             return state
-        stretch = self.stretch("step", self._step)
+        segment = self.segment("step", self._step)
         end = state.timestamp.max_duration
         assert end is not None
         ahead = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
-        while stretch.repeats(state):
+        while segment.repeats(state):
             before, now = state.previous_timestamp, state.timestamp
-            calls: list[tuple[Env, Flight]] = []
+            calls: list[tuple[Env, PerBatch]] = []
             env: Env | None = None
             failed: Exception | None = None
             while len(calls) < ahead:
@@ -287,7 +291,7 @@ class Compiler:
                 after = now.next_batch(samples, tokens, seconds)
                 due_now = _loop_is_due(now, after, end, fit)
                 try:
-                    env = None if due_now else stretch.fits((before, now, after), (batch,), env)
+                    env = None if due_now else segment.fits((before, now, after), (batch,), env)
                 except Exception:
                     env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
@@ -296,7 +300,7 @@ class Compiler:
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after
-            state, stopped = stretch.again(state, calls)
+            state, stopped = segment.again(state, calls)
             if stopped is not None:
                 number, report = stopped
                 before, now, _ = calls[number][0].timestamps
@@ -309,7 +313,7 @@ class Compiler:
         return state
 
     def _ended(self, state: State, run: Run, now: Timestamp) -> State:
-        """The State after a batch at whose end nobody looks, outside of it."""
+        """The State after a batch whose end is not observed, outside of it."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report))
         draft = fresh_draft_of(state)
@@ -323,7 +327,7 @@ class Compiler:
 
     def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
         """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
-        while not (self.attended & _OF_MICROBATCHES or "forward" in self.eager):
+        while not (self.observed & _OF_MICROBATCHES or "forward" in self.eager):
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
                 return put_in(state, run, _OF_GRADIENTS)
@@ -331,32 +335,36 @@ class Compiler:
             return (yield from gradients(state, self.stages))
         return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))
 
-    def _step(self, state: State, flight: Flight, traced: Traced) -> Ended:
-        (batch,) = flight
-        state = at(Event.BATCH_START, holding(state, batch=batch), traced)
+    def _step(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
+        (batch,) = per_batch
+        state = at(Event.BATCH_START, with_fields(state, batch=batch), traced)
         state = at(Event.BEFORE_TRAIN_BATCH, state, traced)
         return self._rest(state, (state.batch,), traced)
 
-    def _rest(self, state: State, flight: Flight, traced: Traced) -> Ended:
+    def _rest(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_silently(gradients(holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+        state = run_silently(
+            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
+        )
         return self._finish(state, buffers, traced)
 
-    def _gradients_alone(self, state: State, flight: Flight, traced: Traced) -> Ended:
-        state = run_silently(gradients(holding(state, batch=flight[0]), traced.stages), traced.handlers, traced.stages)
+    def _gradients_alone(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
+        state = run_silently(
+            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
+        )
         return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
-    def _update(self, state: State, flight: Flight, traced: Traced) -> Ended:
-        buffers, *rest = flight
-        return self._finish(holding(state, **dict(zip(_IN_FLIGHT, rest, strict=True))), buffers, traced)
+    def _update(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
+        buffers, *rest = per_batch
+        return self._finish(with_fields(state, **dict(zip(_PER_BATCH_FIELDS, rest, strict=True))), buffers, traced)
 
     def _finish(self, state: State, buffers: Any, traced: Traced) -> Ended:
         before, now = traced.timestamps[1:3]
-        if Event.AFTER_TRAIN_BATCH not in self.attended:
+        if Event.AFTER_TRAIN_BATCH not in self.observed:
             state = at(Event.AFTER_TRAIN_BATCH, state, traced)
         state, report = update(traced.stages, state, buffers, timestamp=now, previous_timestamp=before)
-        if Event.BATCH_END in self.attended:
-            return state, report, tuple(getattr(state, name) for name in _IN_FLIGHT)
+        if Event.BATCH_END in self.observed:
+            return state, report, tuple(getattr(state, name) for name in _PER_BATCH_FIELDS)
         return at(Event.BATCH_END, state, traced), report, ()
 
 
@@ -365,8 +373,8 @@ def _loop_is_due(now: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:
     if after.get(end.unit) >= end.value:
         return True
     return bool(fit.evaluators) and any(
-        due(each.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
-        for each in fit.evaluators
+        due(item.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
+        for item in fit.evaluators
     )
 
 

@@ -1,6 +1,6 @@
-"""A graph that autograd goes on through: its backward is compiled too, and runs when whoever came after asks for it.
+"""A graph that autograd continues through: its backward is compiled too, and runs when autograd reaches it.
 
-What somebody is shown between a forward and its backward has a graph of autograd. So the forward is traced together
+A value that is observed between a forward and its backward has a graph of autograd. So the forward is traced together
 with its backward, cut in two by torch's partitioner, which says what the first half keeps for the second, and handed to
 autograd as one function.
 """
@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from pure_loop._autograd import GradMode, graph_of, refuse_strangers
-from pure_loop.compile.private import private_to_torch
+from pure_loop._internal.autograd import GradMode, graph_of, refuse_strangers
+from pure_loop.compile._torch import partition
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
 
 if TYPE_CHECKING:
     from pure_loop.compile.trace import Tracing
-
-with private_to_torch():
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 __all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
 
@@ -65,8 +62,8 @@ def differentiate(
     tangents = list(map(tracing.tangent, outputs.values()))
     # In this thread, also on a GPU: autograd's own knows nothing of the tracing.
     with torch.autograd.set_multithreading_enabled(False):
-        found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), tangents, allow_unused=True)
-    reached = [(place, gradient) for place, gradient in zip(inputs, found, strict=True) if gradient is not None]
+        result = torch.autograd.grad(list(outputs.values()), list(inputs.values()), tangents, allow_unused=True)
+    reached = [(place, gradient) for place, gradient in zip(inputs, result, strict=True) if gradient is not None]
     results += [gradient for _, gradient in reached]
     place_of = {id(tensor): place for place, tensor in inputs.items()}
     leads = [
@@ -86,8 +83,11 @@ def _variable(node: Any) -> Any:
     return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
 
 
-# (graph, whether it is a backward's) -> what calls it, and the strides of what it gives where they are known.
-Lower = Callable[[GraphModule, bool], tuple[Callable[[list[Tensor]], Sequence[Any]], "Sequence[Any] | None"]]
+# (graph, whether it is a backward's, how many of its outputs keep their strides; None: all) -> what calls it, and the
+# strides of what it gives where they are known.
+Lower = Callable[
+    [GraphModule, bool, "int | None"], tuple[Callable[[list[Tensor]], Sequence[Any]], "Sequence[Any] | None"]
+]
 
 
 @attrs.frozen
@@ -123,9 +123,9 @@ class _Halves:
         kept: which inputs are kept.
         numbers: which inputs are numbers of the step.
         tangents: which gradients by outputs the backward takes, with the layout that it takes for granted.
+        relaid: which gradients by inputs the backward gives in another layout than that of eager steps, and that one.
         inputs: for each input, which gradient of the backward's is its own; None where there is none.
         reached: for each result that is differentiated, the inputs that its graph leads to.
-        held: what the machine code calls: it lasts as long as a graph of autograd that somebody has kept.
     """
 
     forward: Callable[[list[Tensor]], Sequence[Any]]
@@ -135,29 +135,29 @@ class _Halves:
     kept: tuple[int, ...]
     numbers: frozenset[int]
     tangents: tuple[tuple[int, _Layout], ...]
+    relaid: tuple[tuple[int, _Layout], ...]
     inputs: tuple[int | None, ...]
     reached: dict[int, frozenset[int]]
-    held: Sequence[Any]
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
-        given = tuple(tensors)
+        value = tuple(tensors)
         tensors.clear()
         with GradMode(True):
-            found: Sequence[Any] = _Function.apply(self, *given)  # type: ignore[no-untyped-call]
-        return found
+            result: Sequence[Any] = _Function.apply(self, *value)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, halves: _Halves, *given: Tensor) -> tuple[Tensor, ...]:
-        found = halves.forward(list(given))
-        results = _apart(found[: halves.results], given)
+    def forward(ctx: Any, halves: _Halves, *value: Tensor) -> tuple[Tensor, ...]:
+        result = halves.forward(list(value))
+        results = _apart(result[: halves.results], value)
         ctx.halves = halves
         # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
         ctx.set_materialize_grads(False)
         # Numbers of the step are written anew for the next one.
-        kept = [given[i].clone() if i in halves.numbers else given[i] for i in halves.kept]
-        ctx.save_for_backward(*kept, *found[halves.results :])
+        kept = [value[i].clone() if i in halves.numbers else value[i] for i in halves.kept]
+        ctx.save_for_backward(*kept, *result[halves.results :])
         ctx.mark_non_differentiable(*[results[i] for i in halves.plain])
         return results
 
@@ -166,34 +166,36 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise CompileError(
                 "the gradient of a compiled forward was taken with create_graph=True, and machine code has no second "
-                "derivative. An algorithm at an event that nobody looks at is part of the graph, and may: leave its "
+                "derivative. An algorithm at an event that is not observed is part of the graph, and may: leave its "
                 "event out of watch=, or leave compile out."
             )
         halves = ctx.halves
-        given = [*ctx.saved_tensors, *[like.of(tangents[place]) for place, like in halves.tangents]]
-        found = halves.backward(given)
+        value = [*ctx.saved_tensors, *[like.of(tangents[place]) for place, like in halves.tangents]]
+        result = list(halves.backward(value))
+        for place, layout in halves.relaid:
+            result[place] = layout.of(result[place])
         inputs = halves.inputs
         absent = {place for place in halves.reached if tangents[place] is None}
         if absent:
             there = frozenset[int]().union(*[halves.reached[place] for place in halves.reached.keys() - absent])
             inputs = tuple(place if number in there else None for number, place in enumerate(inputs))
-        return None, *[None if place is None else found[place] for place in inputs]
+        return None, *[None if place is None else result[place] for place in inputs]
 
 
-def _apart(found: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apart(result: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results, each an object of its own, also where a compiler makes one of two, or gives an input.
 
     Autograd notes by the object which of them are differentiated.
     """
-    known, results = set(map(id, given)), []
-    for tensor in found:
+    known, results = set(map(id, value)), []
+    for tensor in result:
         results.append(tensor.clone() if id(tensor) in known else tensor)
         known.add(id(tensor))
     return tuple(results)
 
 
 def connect(
-    joint: GraphModule, connection: Connection, numbers: range, lower: Lower, held: Sequence[Any]
+    joint: GraphModule, connection: Connection, numbers: range, lower: Lower
 ) -> tuple[Callable[[list[Tensor]], Sequence[Any]], list[int], int]:
     """Cut a graph of forward and backward in two, and compile both.
 
@@ -203,7 +205,6 @@ def connect(
         connection: which of these are which.
         numbers: which inputs are numbers of the step.
         lower: compiles a graph.
-        held: what the graph calls.
 
     Returns:
         What calls the forward and keeps the backward, the inputs that it takes, and the number of operations.
@@ -215,14 +216,14 @@ def connect(
     first.recompile()
     before = {position: place for place, position in enumerate(taken)}
     forward_takes = [before[names.index(node.name)] for node in _inputs(first)]
-    forward, strides = lower(first, False)
+    forward, strides = lower(first, False, connection.results)
 
     # The order of what the second half takes is its partitioner's; ours is that of `save_for_backward`.
     wanted = _inputs(second)
     if strides is not None:
-        laid_out = dict(zip(order[len(kept) :], strides[connection.results :], strict=True))
+        with_layout = dict(zip(order[len(kept) :], strides[connection.results :], strict=True))
         for node in wanted:
-            stride, value = laid_out.get(node.name), node.meta["val"]
+            stride, value = with_layout.get(node.name), node.meta["val"]
             if stride is not None and tuple(map(int, stride)) != value.stride():
                 node.meta["val"] = _restrided(value, tuple(map(int, stride)))
     takes: list[int] = []
@@ -233,7 +234,15 @@ def connect(
             tangents.append((connection.outputs[int(node.name.removeprefix("tangents_"))], _Layout.of_node(node)))
         else:
             takes.append(order.index(node.name))
-    backward, _ = lower(second, True)
+    layouts = [_Layout.of_node(node) if isinstance(node, Node) else None for node in _outputs(second)]
+    backward, strides = lower(second, True, None)
+    # What is kept with its channels last gives gradients that lie so, too.
+    strides = [None] * len(layouts) if strides is None else strides
+    relaid = tuple(
+        (place, layout)
+        for place, (layout, stride) in enumerate(zip(layouts, strides, strict=True))
+        if layout is not None and stride is not None and tuple(map(int, stride)) != layout.stride
+    )
     gradients = {place: number for number, place in enumerate(connection.inputs)}
     halves = _Halves(
         forward=choosing(forward, forward_takes),
@@ -243,12 +252,12 @@ def connect(
         kept=tuple(before[place] for place in kept),
         numbers=frozenset(before[place] for place in taken if place in numbers),
         tangents=tuple(tangents),
+        relaid=relaid,
         inputs=tuple(gradients.get(place) for place in taken),
         reached={
-            output: frozenset(before[place] for place in found if place in before)
-            for output, found in zip(connection.outputs, connection.reached, strict=True)
+            output: frozenset(before[place] for place in result if place in before)
+            for output, result in zip(connection.outputs, connection.reached, strict=True)
         },
-        held=held,
     )
     operations = sum(node.op == "call_function" for half in (first, second) for node in half.graph.nodes)
     return halves, taken, operations
@@ -267,12 +276,15 @@ def halved(joint: GraphModule, count: int, results: int) -> tuple[GraphModule, G
         The forward, which gives the results, and what it computes for the backward; the backward; which inputs that
         takes; and the names of these, and of what is computed for it, in this order.
     """
+    named = Graph()
+    copies: dict[Node, Node] = {}
     for position, node in enumerate(_inputs(joint)):
         # By their names the partitioner knows them.
         name = f"primals_{position}" if position < count else f"tangents_{position - count}"
-        node.target = name
-        node._rename(name)
-    first, second = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=results)
+        copies[node] = named.placeholder(name)
+        copies[node].meta = dict(node.meta)
+    named.output(named.graph_copy(joint.graph, copies))
+    first, second = partition(GraphModule(joint, named), results)
     output = next(iter(reversed(first.graph.nodes)))
     kept = list(output.args[0])[results:]
     from_inputs = [node for node in kept if node.op == "placeholder"]
@@ -280,6 +292,11 @@ def halved(joint: GraphModule, count: int, results: int) -> tuple[GraphModule, G
     output.args = ([*list(output.args[0])[:results], *computed],)
     positions = [int(node.name.removeprefix("primals_")) for node in from_inputs]
     return first, second, positions, [node.name for node in (*from_inputs, *computed)]
+
+
+def _outputs(graph: GraphModule) -> list[Any]:
+    outputs: Any = next(iter(reversed(graph.graph.nodes))).args[0]
+    return list(outputs)
 
 
 def _inputs(graph: GraphModule) -> list[Node]:
@@ -305,8 +322,8 @@ def choosing(
         return first
 
     def chosen(tensors: list[Tensor]) -> Sequence[Any]:
-        given = [tensors[i] for i in places]
+        value = [tensors[i] for i in places]
         tensors.clear()
-        return call(given)
+        return call(value)
 
     return chosen

@@ -8,7 +8,7 @@ same numbers, bit for bit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from pure_loop.compile._torch import schema_of
 from pure_loop.compile.mutation import written
 from pure_loop.compile.numbers import Env
 from pure_loop.random import derive, seeded
@@ -59,11 +60,11 @@ def is_draw(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     # Attention may drop out, and mostly doesn't.
-    names = [argument.name for argument in target._schema.arguments]
-    if "dropout_p" not in names:
+    schema = schema_of(target)
+    if schema is None or "dropout_p" not in schema.names:
         return True
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(given.get("dropout_p", 0.0))
+    value = dict(zip(schema.names, node.args, strict=False)) | node.kwargs
+    return bool(value.get("dropout_p", 0.0))
 
 
 @attrs.frozen
@@ -129,37 +130,42 @@ class RecordedDraw:
     sample: Callable[[], Tensor] | None
 
     @classmethod
-    def of(cls, group: Group, node: torch.fx.Node, root: torch.nn.Module) -> RecordedDraw | None:
+    def of(
+        cls, group: Group, node: torch.fx.Node, root: torch.nn.Module, inputs: Collection[torch.fx.Node]
+    ) -> RecordedDraw | None:
         """
         Args:
             root: holds what is constant in the graph.
+            inputs: operations in the place of inputs of the graph.
 
         Returns:
             None if it depends on what the graph is given.
         """
         if node.target in _DRAWS:
             return cls(group, node, None)
-        sample = _sample(node, root) if node.target in _SAMPLING else None
+        sample = _sample(node, root, inputs) if node.target in _SAMPLING else None
         return None if sample is None else cls(group, node, sample)
 
 
-def _sample(draw: torch.fx.Node, root: torch.nn.Module) -> torch.fx.GraphModule | None:
+def _sample(
+    draw: torch.fx.Node, root: torch.nn.Module, inputs: Collection[torch.fx.Node]
+) -> torch.fx.GraphModule | None:
     """This draw as a function without inputs, with what computes the tensors that it is given, if they are constant."""
     before = list(takewhile(lambda node: node is not draw, draw.graph.nodes))
     writers = [(node, set(written([node]))) for node in before]
-    found: set[torch.fx.Node] = set()
+    result: set[torch.fx.Node] = set()
     ahead = list(draw.all_input_nodes)
     while ahead:
         node = ahead.pop()
-        if node.op == "placeholder" or is_draw(node):
+        if node.op == "placeholder" or node in inputs or is_draw(node):
             return None
-        if node not in found:
-            found.add(node)
+        if node not in result:
+            result.add(node)
             ahead += node.all_input_nodes
             ahead += [writer for writer, targets in writers if node in targets]
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in [*filter(found.__contains__, before), draw]:
+    for node in [*filter(result.__contains__, before), draw]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[draw])
     return torch.fx.GraphModule(root, graph)
@@ -226,9 +232,9 @@ def draw_all(draws: Sequence[Draw], call: SeedContext) -> list[Tensor]:
     groups: defaultdict[Group, list[int]] = defaultdict(list)
     for position, draw in enumerate(draws):
         groups[draw.group].append(position)
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     for group, positions in groups.items():
         with seeded(group.seed(call), group.device):
             for position in positions:
-                found[position] = draws[position].make()
-    return [found[position] for position in range(len(draws))]
+                result[position] = draws[position].make()
+    return [result[position] for position in range(len(draws))]

@@ -8,12 +8,13 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from pure_loop._losses import detached
 from pure_loop.compile.replay import Recorders
+from pure_loop.compile.segment import Segment, Traced
 from pure_loop.compile.stages import Untraceable
-from pure_loop.compile.stretch import Stretch, Traced
-from pure_loop.loop import LoopStages
+from pure_loop.loop.training import LoopStages
+from pure_loop.stages.loss import detached
 from pure_loop.state import State, fresh_draft_of
+from pure_loop.task import Task
 
 __all__ = ["CompiledEvaluation"]
 
@@ -35,14 +36,18 @@ class CompiledEvaluation(LoopStages):
         with_loss: whether some metric is of the loss, which is computed with the outputs then.
         where_possible: whether a forward that can't be traced runs eagerly; else it is an error.
         alone: the stages of this rank alone.
-        stretches: what is compiled, by whether it may differentiate.
+        segments: what is compiled, by whether it may differentiate.
+        recorders: what records its graphs on a device.
+        others: the same of other tasks, by the ids of these.
     """
 
     with_loss: bool
     where_possible: bool
     alone: LoopStages
-    stretches: dict[bool, Stretch]
+    segments: dict[bool, Segment]
     last: _Last
+    recorders: Recorders
+    others: dict[int, CompiledEvaluation] = attrs.field(factory=dict, repr=False, eq=False)
 
     @classmethod
     def of(
@@ -51,49 +56,66 @@ class CompiledEvaluation(LoopStages):
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
 
         def program(
-            gradients: bool, state: State, flight: tuple[Any, ...], traced: Traced
+            gradients: bool, state: State, per_batch: tuple[Any, ...], traced: Traced
         ) -> tuple[State, None, tuple[Any, ...]]:
             draft = fresh_draft_of(state)
-            (draft.microbatch,) = flight
+            (draft.microbatch,) = per_batch
             draft.__class__ = state.__class__
             state = traced.stages.validate(draft, label="", batch=0, gradients=gradients)
             loss = traced.stages.validation_loss(state, gradients=gradients) if with_loss else None
             return state, None, (detached(state.outputs) if gradients else state.outputs, loss)
 
-        alone = attrs.evolve(stages, engine=stages.engine.alone())
+        alone = attrs.evolve(stages, engine=stages.engine.single_rank())
         name = "evaluation" if with_loss else "prediction"
         in_parts = stages.engine.in_parts
-        stretches = {
-            gradients: Stretch(
+        segments = {
+            gradients: Segment(
                 name, partial(program, gradients), alone, recorders, left_out=in_parts, brief=bool(in_parts)
             )
             for gradients in (False, True)
         }
         return cls(
-            **fields, with_loss=with_loss, where_possible=where_possible, alone=alone, stretches=stretches, last=_Last()
+            **fields,
+            with_loss=with_loss,
+            where_possible=where_possible,
+            alone=alone,
+            segments=segments,
+            last=_Last(),
+            recorders=recorders,
         )
+
+    def with_task(self, task: Task) -> CompiledEvaluation:
+        if id(task) not in self.others:
+            fields = {field.name: getattr(self, field.name) for field in attrs.fields(LoopStages) if field.init}
+            self.others[id(task)] = CompiledEvaluation.of(
+                LoopStages(**{**fields, "task": task}),
+                self.recorders,
+                with_loss=self.with_loss,
+                where_possible=self.where_possible,
+            )
+        return self.others[id(task)]
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         last = self.last
-        whole = self.engine.gathered(state)
+        whole = self.engine.unsharded(state)
         draft = fresh_draft_of(state)
         if not last.eager:
             try:
                 timestamps = state.previous_timestamp, state.timestamp
-                run = self.stretches[gradients](whole, timestamps, (state.microbatch,))
+                run = self.segments[gradients](whole, timestamps, (state.microbatch,))
             except Untraceable as error:
-                if not self.where_possible:
+                if not (self.where_possible or error.runs_eagerly):
                     raise error.for_users() from error.__cause__  # not twice the same text
                 error.let_go()
                 last.eager = True
         if last.eager:
-            found = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
-            draft.outputs, draft.buffers, draft.model = found.outputs, found.buffers, found.model
+            result = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
+            draft.outputs, draft.buffers, draft.model = result.outputs, result.buffers, result.model
         else:
             for name, value in zip(run.names, run.durable, strict=True):
                 setattr(draft, name, value)
             draft.params = state.params
-            draft.outputs, last.loss = run.flight
+            draft.outputs, last.loss = run.per_batch
             last.outputs = draft.outputs
             if self.donation is not None:
                 self.donation.seen = True
@@ -105,5 +127,5 @@ class CompiledEvaluation(LoopStages):
         if state.outputs is self.last.outputs and self.last.loss is not None:
             return self.last.loss
         # Where a module has a loss of its own, that may be of its parameters.
-        whole = self.engine.gathered(state) if self.task.loss is None else state
+        whole = self.engine.unsharded(state) if self.task.loss is None else state
         return self.alone.validation_loss(whole, gradients=gradients)

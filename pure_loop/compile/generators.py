@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pure_loop.compile.draws import Group
-from pure_loop.compile.numbers import Host, Number, Seed
-from pure_loop.random import tracer
+from pure_loop.compile.numbers import Number, Seed, TraceContext
+from pure_loop.random.seeds import tracer
 
 __all__ = ["DrawnFromDataError", "StrayGeneratorError", "TracedGenerator", "traced_generators"]
 
@@ -46,9 +46,9 @@ class TracedGenerator(torch.Generator):
 
 
 @contextmanager
-def traced_generators(host: Host, drawing: Drawing) -> Iterator[None]:
-    """Inside, on this thread, generators are those of a trace, whose numbers are those of ``host``."""
-    trace = _Tracer(host, drawing)
+def traced_generators(context: TraceContext, drawing: Drawing) -> Iterator[None]:
+    """Inside, on this thread, generators are those of a trace, whose numbers are those of ``context``."""
+    trace = _Tracer(context, drawing)
     token = tracer.set(trace)
     try:
         with _TakenFromCalls(trace):
@@ -60,17 +60,17 @@ def traced_generators(host: Host, drawing: Drawing) -> Iterator[None]:
 class _Tracer:
     """What :mod:`pure_loop.random` asks for generators."""
 
-    def __init__(self, host: Host, drawing: Drawing) -> None:
-        self._host = host
+    def __init__(self, context: TraceContext, drawing: Drawing) -> None:
+        self._context = context
         self.drawing = drawing
 
-    def computed(self, function: Callable[..., int], *given: Any) -> int:
-        return Seed.of(self._host, function, *given)  # type: ignore[return-value]
+    def computed(self, function: Callable[..., int], *value: Any) -> int:
+        return Seed.of(self._context, function, *value)  # type: ignore[return-value]
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
-        made = TracedGenerator(device)
-        made.group, made.trace = _group(seed, torch.device(device)), self
-        return made
+        result = TracedGenerator(device)
+        result.group, result.trace = _group(seed, torch.device(device)), self
+        return result
 
     def seeded(self, seed: int, device: Any) -> AbstractContextManager[None]:
         return self.drawing(_group(seed, torch.device("cpu" if device is None else device)))
@@ -92,7 +92,7 @@ class _TakenFromCalls(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+        generator = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)), None)
         if kwargs.get("generator", self) in (None, generator):
             del kwargs["generator"]  # None would be one, too: another overload
         if generator is None:
@@ -100,4 +100,4 @@ class _TakenFromCalls(TorchFunctionMode):
         if not isinstance(generator, TracedGenerator) or generator.trace is not self._trace:
             raise StrayGeneratorError
         with self._trace.drawing(generator.group):
-            return function(*(None if each is generator else each for each in args), **kwargs)
+            return function(*(None if item is generator else item for item in args), **kwargs)

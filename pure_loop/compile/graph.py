@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, NextState, plan
@@ -19,11 +19,18 @@ from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimest
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import WHERE_POSSIBLE, TracedStages, Untraceable, naming, traced_handlers
 from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
-from pure_loop.compile.trees import Durable, Unread, UnreadFieldError, durable_fields, is_number, rebuild, tensors_of
-from pure_loop.data import _leaves
+from pure_loop.compile.trees import (
+    DurableFields,
+    LazyField,
+    UnreadFieldError,
+    durable_fields,
+    is_number,
+    rebuild,
+    tensors_of,
+)
+from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
-from pure_loop.loop import LoopStages
-from pure_loop.model import Instance
+from pure_loop.loop.training import LoopStages
 from pure_loop.state import State, fresh_draft_of, outside_batch
 
 __all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
@@ -42,7 +49,7 @@ class Traced:
     timestamps: tuple[Any, ...]
 
 
-# (state, what is in flight, what to trace with) -> (state, report, what is in flight then)
+# (state, per-batch values, what to trace with) -> (state, report, per-batch values after it)
 Program: TypeAlias = Callable[[State, tuple[Any, ...], Traced], tuple[State, "Tensor | None", tuple[Any, ...]]]
 
 
@@ -64,7 +71,7 @@ class Graph:
         moving: those of them that may come out otherwise in the next call.
         next: how the State after it is built.
         start: which durable leaves it takes.
-        tensors: which tensors in flight it takes after these.
+        tensors: which per-batch tensors it takes after these.
         same: whether the durable fields are what they were, but for what is in memory.
         same_shape: whether it can be called with what it gave.
         steady: whether a call changes nothing but memory and numbers, and reports.
@@ -93,9 +100,9 @@ def make_graph(
     stages: LoopStages,
     state: State,
     names: tuple[str, ...],
-    durable: Durable,
+    durable: DurableFields,
     env: Env,
-    flight: tuple[Any, ...],
+    per_batch: tuple[Any, ...],
     *,
     recorders: Recorders,
     connected: bool = False,
@@ -103,35 +110,35 @@ def make_graph(
     """Trace a program on what it is called with, and compile it.
 
     Args:
-        name: of the stretch, for errors.
+        name: of the segment, for errors.
         program: what is traced.
         stages: the loop's.
         state: what it is called with, of which ``durable`` are the fields called ``names``.
         env: the numbers of this call.
-        flight: what is in flight.
+        per_batch: the per-batch values: what the program takes besides the durable fields.
         recorders: what records the graph on a device.
-        connected: whether autograd goes on through it, from the parameters and what is in flight.
+        connected: whether autograd continues through it, from the parameters and the per-batch values.
     """
     if connected:
         _refuse_graphs(state, tuple(name for name in names if name != "params"))
     tracing = Tracing(state.device, recorders)
-    host = tracing.host
-    timestamps = tuple(TracedTimestamp.stand_in(t, slot, host) for slot, t in enumerate(env.timestamps))
+    context = tracing.context
+    timestamps = tuple(TracedTimestamp.stand_in(t, slot, context) for slot, t in enumerate(env.timestamps))
     handlers = traced_handlers(stages.handlers, tracing)
     traced = Traced(TracedStages.of(stages, tracing, handlers), handlers, timestamps)
     tracing.begins_with_leaves = not connected or not any(
-        tensor.requires_grad for each in flight for tensor in tensors_of(each)
+        tensor.requires_grad for item in per_batch for tensor in tensors_of(item)
     )
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
-    in_flight = [tensor for each in flight for tensor in tensors_of(each)]
-    tensors = [*[durable.leaves[i] for i in places], *in_flight]
+    per_batch_tensors = [tensor for item in per_batch for tensor in tensors_of(item)]
+    tensors = [*[durable.leaves[i] for i in places], *per_batch_tensors]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
     leaf_names = durable.names(names)
     planned: list[NextState] = []
 
     def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
-        host.guards.clear()
+        context.guards.clear()
         stand_ins: list[Any] = [_stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)]
         for position, fake in zip(places, fakes, strict=False):
             stand_ins[position] = fake
@@ -140,47 +147,46 @@ def make_graph(
             fields.append(optree.tree_unflatten(spec, stand_ins[begin:end]))
             begin = end
         rest = iter(fakes[len(places) :])
-        given = tuple(rebuild(each, rest) for each in flight)
+        argument = tuple(rebuild(item, rest) for item in per_batch)
         start = fresh_draft_of(outside_batch(state))
-        unread = {field: Unread() for field in durable_fields(type(state)) if field not in names}
+        unread = {field: LazyField() for field in durable_fields(type(state)) if field not in names}
         for field, value in [*zip(names, fields, strict=True), *unread.items()]:
             setattr(start, field, value)
         start.timestamp, start.previous_timestamp = timestamps[1], timestamps[0]
         if connected:
-            for fake, real in zip(fakes[len(places) :], in_flight, strict=False):
+            for fake, real in zip(fakes[len(places) :], per_batch_tensors, strict=False):
                 fake.requires_grad_(real.requires_grad)
             start.params = leaves = traced.stages.engine.leaves(start, index=0, last=True)
         start.__class__ = state.__class__
-        end_state, report, in_flight_then = program(start, given, traced)
+        end_state, report, per_batch_then = program(start, argument, traced)
         for field, stand_in in unread.items():
             if getattr(end_state, field) is not stand_in:
                 raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
-        _refuse_closed(in_flight_then, given)
+        _refuse_closed(per_batch_then, argument)
         if connected:
             end_state = end_state.replace(params=leaves.origin)
             _refuse_graphs(end_state, names)
-        found, results, written = plan(
-            *(end_state, report, in_flight_then, durable, names, stand_ins, places, fakes, tracing.lifted),
+        result, results, written = plan(
+            *(end_state, report, per_batch_then, durable, names, stand_ins, places, fakes, tracing.lifted),
             in_place=not connected,
         )
-        planned[:] = [found]
+        planned[:] = [result]
         if not connected:
             return results, written, None
         place_of = {id(fake): place for place, fake in enumerate(fakes)}
         inputs = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         inputs |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
         with naming(tracing, "the backward", ("forward", None)):
-            return results, written, differentiate(tracing, results, _with_graphs(found), inputs)
+            return results, written, differentiate(tracing, results, _with_graphs(result), inputs)
 
     # Made now: a module can't be copied on tensors without numbers.
-    state.model.release()
-    state.model._idle += [Instance(state.model) for _ in range(SPARE_MODULES)]
+    state.model.prepare_instances(SPARE_MODULES)
     try:
         compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:
         raise Untraceable(
-            f"the stretch {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
-            "global generator, and whatever else draws does so from pl.random.generator(...). "
+            f"the segment {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
+            "global generator; other code draws from pl.random.generator(...). "
             'compile="where possible" runs it eagerly.',
             ("forward", None),
         ) from None
@@ -189,27 +195,27 @@ def make_graph(
             raise _sparse(name) from error
         raise
     except Exception as error:
-        error.add_note(f"while the stretch {name!r} was compiled, at batch {env.timestamps[1].batch}")
+        error.add_note(f"while the segment {name!r} was compiled, at batch {env.timestamps[1].batch}")
         raise
     finally:
         # Instances of the module hold tensors of the trace.
         state.model.release()
     (following,) = planned
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
-    following.flight = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.flight]
+    following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]
     count = len(places)
     carried = {which for field in following.fields for kind, which in field.leaves if kind == KEPT}
     same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
     return Graph(
         compiled=compiled,
-        guards=list(host.guards),
-        moving=[guard for guard in host.guards if not all(_lasts(source, carried) for source in guard.sources)],
+        guards=list(context.guards),
+        moving=[guard for guard in context.guards if not all(_lasts(source, carried) for source in guard.sources)],
         next=following,
         start=[places[i] for i in compiled.taken if i < count],
         tensors=[i - count for i in compiled.taken if i >= count],
         same=same,
         same_shape=same_shape,
-        steady=same_shape and following.reports and not following.flight,
+        steady=same_shape and following.reports and not following.per_batch,
         counted=[(position, which) for position, (kind, which) in enumerate(following.leaves()) if kind == NUMBER],
         written=[places[i] for i in compiled.written],
         sources=places,
@@ -218,25 +224,25 @@ def make_graph(
 
 def _sparse(name: str) -> Untraceable:
     return Untraceable(
-        f"the stretch {name!r} has a sparse tensor (of the batch, a gradient or an algorithm), and a graph holds dense "
+        f"the segment {name!r} has a sparse tensor (of the batch, a gradient or an algorithm), and a graph holds dense "
         f"ones: use torch.nn.Embedding(..., sparse=False), or .to_dense(); {WHERE_POSSIBLE}",
         ("update" if name == "update" else "forward", None),
     )
 
 
 def _with_graphs(following: NextState) -> dict[int, Tensor]:
-    """The outputs in flight that a graph of autograd leads to, by their places."""
+    """The per-batch outputs that a graph of autograd leads to, by their places."""
     return {
         place: tensor
-        for value, sources in following.flight
+        for value, sources in following.per_batch
         for tensor, (kind, place) in zip(tensors_of(value), sources, strict=True)
         if kind == OUTPUT and tensor.requires_grad
     }
 
 
-def _refuse_closed(values: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+def _refuse_closed(values: tuple[Any, ...], value: tuple[Any, ...]) -> None:
     """Refuse what would be for ever what it was while the graph was made; what was given passes."""
-    known = {id(leaf) for _, leaf in _leaves(given)}
+    known = {id(leaf) for _, leaf in _leaves(value)}
     for _, leaf in _leaves(values):
         if isinstance(leaf, Tensor) or id(leaf) in known:
             continue
@@ -246,7 +252,7 @@ def _refuse_closed(values: tuple[Any, ...], given: tuple[Any, ...]) -> None:
                 f"torch.zeros(()) + state.timestamp.batch; {WHERE_POSSIBLE}",
                 ("forward", None),
             )
-        if any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
+        if any(isinstance(item, Tensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise Untraceable(
                 f"a {type(leaf).__name__} holds tensors where no graph finds them: register the class with "
                 f"optree.register_pytree_node(..., namespace={NAMESPACE!r}), or give a dict; {WHERE_POSSIBLE}",
@@ -256,11 +262,11 @@ def _refuse_closed(values: tuple[Any, ...], given: tuple[Any, ...]) -> None:
 
 def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
     """Refuse memory that autograd would go through from one graph into the next."""
-    durable = Durable.of(state, names)
+    durable = DurableFields.of(state, names)
     for leaf, name in zip(durable.leaves, durable.names(names), strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise Untraceable(
-                f"{name} carries a graph of autograd from the forward to what follows an event that somebody attends "
+                f"{name} carries a graph of autograd from the forward to what follows an event that is observed "
                 f"to: leave the event out of watch=, or keep the tensor's detach(); {WHERE_POSSIBLE}",
                 ("forward", None),
             )
@@ -274,4 +280,4 @@ def _lasts(source: Any, carried: set[int]) -> bool:
 def _stand_in(leaf: Any, position: int, name: str, tracing: Tracing) -> Any:
     if not is_number(leaf):
         return leaf
-    return Number(tracing.host, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))
+    return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

@@ -46,8 +46,8 @@ def interpret(graph: GraphModule) -> Callable[[list[Tensor]], Sequence[Any]]:
     """A graph as it is, called as compiled ones are: with a list, which it empties."""
 
     def call(tensors: list[Tensor]) -> Sequence[Any]:
-        given = tensors.copy()
+        value = tensors.copy()
         tensors.clear()
-        return graph(*given)  # type: ignore[no-any-return]
+        return graph(*value)  # type: ignore[no-any-return]
 
     return call

@@ -2,7 +2,7 @@
 
 torch's compiler makes a loop for each of three hundred small tensors, and takes minutes to find out which of these go
 together. torch's own fused kernel walks the list in one call. So that call stands in the list of operations as it is,
-and the list is cut there (see :mod:`pure_loop.compile.pieces`), or it is taken to pieces, where it can't be cut.
+and the list is cut there (see :mod:`pure_loop.compile.cutting`), or it is decomposed, where it can't be cut.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._finite import find_nonfinite
+from pure_loop._internal.torch_private import fused_adam, fused_adamw
+from pure_loop.stages.nonfinite import find_nonfinite
 
 __all__ = ["ADAM", "NONFINITE", "TENSORS", "serves", "run_adam", "run_nonfinite"]
 
@@ -23,20 +24,21 @@ TENSORS = 32
 _library: Any = torch.library.Library("pure_loop", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "adam(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] largest, Tensor[] steps, "
-    "Tensor lr, int[] which, str name, float beta1, float beta2, float weight_decay, float eps, bool maximize) "
-    "-> Tensor[]"
+    "Tensor lr, int[] which, str name, float beta1, float beta2, float weight_decay, float eps, bool maximize, "
+    "Tensor? live) -> Tensor[]"
 )
 _library.define("nonfinite(Tensor[] tensors, Tensor zero) -> Tensor")
 
 # Parameters, averages, squares and largest squares after the step, one list after the other. `which` says for each
-# parameter which of the steps counts for it.
+# parameter which of the steps counts for it. `live` holds beta1, beta2 and the weight decay, where one of them is a
+# schedule: float64, shape (3,).
 ADAM: Any = torch.ops.pure_loop.adam.default
 # Whether any element is NaN or infinite.
 NONFINITE: Any = torch.ops.pure_loop.nonfinite.default
 
 
 def _like_adam(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, largest: Any, *_: Any) -> list[Tensor]:
-    return [torch.empty_like(each) for each in (*params, *exp_avgs, *exp_avg_sqs, *largest)]
+    return [torch.empty_like(item) for item in (*params, *exp_avgs, *exp_avg_sqs, *largest)]
 
 
 def _like_nonfinite(tensors: Any, zero: Tensor) -> Tensor:
@@ -51,9 +53,10 @@ def serves(tensors: list[Tensor]) -> bool:
     """Whether the kernels take so many tensors, as they lie in memory."""
     first = tensors[0]
     return (
-        len(tensors) >= TENSORS
+        None not in (fused_adam, fused_adamw)
+        and len(tensors) >= TENSORS
         and first.is_floating_point()
-        and all(each.is_cpu and each.dtype is first.dtype and each.is_contiguous() for each in tensors)
+        and all(tensor.is_cpu and tensor.dtype is first.dtype and tensor.is_contiguous() for tensor in tensors)
     )
 
 
@@ -72,9 +75,13 @@ def run_adam(
     weight_decay: float,
     eps: float,
     maximize: bool,
+    live: Tensor | None,
 ) -> None:
     """The step, in place."""
-    run = torch._fused_adamw_ if name == "adamw" else torch._fused_adam_
+    if live is not None:
+        beta1, beta2, weight_decay = live.tolist()
+    run = fused_adamw if name == "adamw" else fused_adam
+    assert run is not None
     run(
         params,
         [grad.contiguous() for grad in grads],

@@ -1,47 +1,43 @@
-"""The memory that a stretch writes to: which of it is of its own making, and who else refers to it.
+"""The memory that a segment writes to: which of it the segment has made, and whether other references to it exist.
 
-It is what :mod:`pure_loop._ownership` does for eager steps. A stretch writes to whatever lasts, algorithms' memory
-included, and refers to it itself, from one call to the next.
+It is what :mod:`pure_loop.donation.references` does for eager steps. A segment writes to whatever lasts, algorithms'
+memory included, and refers to it itself, from one call to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import getrefcount
 from typing import Any
 
 import optree
 from torch import Tensor
 
-from pure_loop._internal.torch_private import storage_uses, tensor_uses
-from pure_loop._ownership import LISTED, ONCE, address_of, were_sent
-from pure_loop._pytree import NAMESPACE
-from pure_loop.compile.trees import Durable
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.compile.trees import DurableFields
+from pure_loop.donation.references import address_of, can_count, count_in, storages_are_unshared, were_sent
 from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
 from pure_loop.state import State
 
 __all__ = ["Memory"]
 
-# What refers to a tensor besides mappings: the list here, whoever asks, the list that is asked about, and the leaves.
-_OURS = 4
-# And to its storage: the tensor, and the list here.
-_OF_STORAGE = 2
+# What refers to a tensor besides mappings and the list here: the list of what the graph writes to, and the leaves.
+_OURS = 2
 
 
 class Memory:
-    """Tensors that a stretch has made, which nobody else had seen then.
+    """Tensors that a segment has made, unaliased then.
 
     Attributes:
         positions: of the durable leaves that they are.
     """
 
     __slots__ = (
-        *("_addresses", "_containers", "_ends", "_fields", "_pointers", "_storages", "_tensors", "_there"),
+        *("_addresses", "_containers", "_ends", "_fields", "_inner", "_pointers", "_storages", "_tensors", "_there"),
         "positions",
     )
 
-    def __init__(self, positions: Sequence[int], durable: Durable) -> None:
+    def __init__(self, positions: Sequence[int], durable: DurableFields) -> None:
         self.positions = frozenset(positions)
         self._ends = durable.ends
         self._tensors: list[Tensor] = [durable.leaves[i] for i in positions]
@@ -52,63 +48,70 @@ class Memory:
         # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
         self._fields: list[int] | None = []
         self._containers: list[tuple[int, tuple[Any, ...] | None]] = []
+        # The mappings inside those fields on the way to them, once: field and path.
+        self._inner: list[tuple[int, tuple[Any, ...]]] = []
         begin = 0
         for field, (value, end) in enumerate(zip(durable.values, durable.ends, strict=True)):
             chosen = [i - begin for i in positions if begin <= i < end]
             if chosen:
                 paths = optree.tree_paths(value, namespace=NAMESPACE)
                 if not all(_in_ours(value, paths[i]) for i in chosen):
-                    self._fields = None  # in containers that may be anybody's
+                    self._fields = None  # in containers that may be aliased
                     return
                 self._fields.append(field)
                 self._containers += [(field, paths[i][:-1] if paths[i] else None) for i in chosen]
+                inner = {paths[i][:depth] for i in chosen for depth in range(1, len(paths[i]))}
+                self._inner += [(field, path) for path in inner]
             begin = end
 
     def fields(self) -> list[int]:
         """The durable fields that they are in."""
         return self._fields or []
 
-    def is_in(self, durable: Durable, values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-        """Whether these durable fields have it where the stretch's last ones, ``before``, had it."""
+    def is_in(self, durable: DurableFields, values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+        """Whether these durable fields have it where the segment's last ones, ``before``, had it."""
         fields = range(len(values)) if self._fields is None else self._fields
         return durable.ends == self._ends and all(values[field] is before[field] for field in fields)
 
     def alone(self, names: Sequence[str], values: tuple[Any, ...], holders: int, shown: State | None) -> bool:
-        """Whether nobody refers to these tensors but the stretch, one State, and the State that is shown.
+        """Whether only the segment, one State, and the observed State refer to these tensors.
 
         Args:
             names, values: the durable fields.
-            holders: how many tuples of the stretch have the values.
+            holders: how many tuples of the segment have the values.
             shown: the State that the consumer is about to give up, if that is alive.
         """
-        if self._fields is None:
+        if self._fields is None or not self._tensors or not can_count():
             return False
         of_fields = {}
         for field in self._fields:
             has = shown is not None and getattr(shown, names[field]) is values[field]
             of_fields[field] = holders + has + 1  # the State has it, too
-            # And here it is asked about.
-            if not isinstance(values[field], Tensor) and getrefcount(values[field]) != of_fields[field] + 1:
-                return False
-        counts = []
-        for field, path in self._containers:
-            if path is None:
-                counts.append(_OURS + of_fields[field])
-                continue
-            container = values[field]
-            for key in path:
-                container = container[key]
-                if getrefcount(container) != 3:  # in the mapping around it, `container`, and asked about
-                    return False
-            counts.append(_OURS + 1 + hasattr(container, "_tensors"))
+        mappings = [field for field in self._fields if not isinstance(values[field], Tensor)]
+        if count_in([values[field] for field in mappings]) != [of_fields[field] for field in mappings]:
+            return False
+        inner = [_at(values, *key) for key in self._inner]
+        if count_in(inner) != [1] * len(inner):  # in the mapping around it
+            return False
+        in_mappings: dict[Any, int] = {
+            (field, path): 1 + hasattr(_at(values, field, path), "_tensors")
+            for field, path in set(self._containers)
+            if path is not None
+        }
+        references = [_OURS + in_mappings.get(key, of_fields[key[0]]) for key in self._containers]
         return (
-            list(map(getrefcount, self._tensors)) == counts
-            and set(map(tensor_uses, self._tensors)) == ONCE
-            and set(map(getrefcount, self._storages)) == LISTED
+            count_in(self._tensors) == references
+            and storages_are_unshared(self._tensors, self._storages, self._pointers)
             and list(map(address_of, self._storages)) == self._addresses
-            and all(uses == _OF_STORAGE for uses in map(storage_uses, self._pointers))
             and not (self._there and were_sent(self._there))
         )
+
+
+def _at(values: Sequence[Any], field: int, path: tuple[Any, ...]) -> Any:
+    value = values[field]
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _in_ours(value: Any, path: tuple[Any, ...]) -> bool:

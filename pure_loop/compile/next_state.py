@@ -10,12 +10,12 @@ import optree
 from torch import Tensor
 
 from pure_loop.compile.numbers import Env, Number, named
-from pure_loop.compile.trees import Durable, tensors_of
+from pure_loop.compile.trees import DurableFields, tensors_of
 from pure_loop.state import State
 
 __all__ = ["KEPT", "NUMBER", "OUTPUT", "PLAIN", "Field", "NextState", "after", "plan"]
 
-# KEPT: the leaf (or, in flight, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
+# KEPT: the leaf (or, per batch, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
 # function of the Env gives. PLAIN: the value itself.
 KEPT, OUTPUT, NUMBER, PLAIN = range(4)
 Source: TypeAlias = tuple[int, Any]
@@ -44,19 +44,19 @@ class NextState:
 
     Attributes:
         fields: the durable ones.
-        flight: what is in flight: each value, and where its tensors come from.
+        per_batch: the per-batch values: each value, and where its tensors come from.
         reports: whether the first output is the number that the program reports.
     """
 
     fields: list[Field]
-    flight: list[tuple[Any, list[tuple[int, int]]]]
+    per_batch: list[tuple[Any, list[tuple[int, int]]]]
     reports: bool
 
     def leaves(self) -> list[Source]:
         """Where each durable leaf comes from."""
         return [leaf for field in self.fields for leaf in field.leaves]
 
-    def same_shape(self, before: Durable) -> bool:
+    def same_shape(self, before: DurableFields) -> bool:
         """Whether each leaf is for the next call what it was for this one, but for the types of numbers."""
         return tuple(field.spec for field in self.fields) == before.specs and all(
             (kind == KEPT and which == position) or kind == NUMBER
@@ -67,8 +67,8 @@ class NextState:
 def plan(
     state: State,
     report: Tensor | None,
-    flight: tuple[Any, ...],
-    before: Durable,
+    per_batch: tuple[Any, ...],
+    before: DurableFields,
     names: tuple[str, ...],
     stand_ins: list[Any],
     places: list[int],
@@ -80,11 +80,11 @@ def plan(
     """How the next State is made, what the graph gives for it, and which of that is written to which input.
 
     Args:
-        state, report, flight: what the program gave.
+        state, report, per_batch: what the program returned.
         before: what the graph was traced for, and the ``names`` of its fields.
         stand_ins: what stood for each of its leaves.
         places: which of them are tensors.
-        fakes: the inputs: these tensors, and those that were in flight.
+        fakes: the inputs: these tensors, and the per-batch ones.
         lifted: numbers of the step as inputs.
         in_place: whether what lasts is written where it was.
     """
@@ -101,7 +101,7 @@ def plan(
     # Outputs are numbered in the order in which they come, those that are written in place left out.
     if report is not None:
         put_out(report)
-    end_state = Durable.of(state, names)
+    end_state = DurableFields.of(state, names)
     fields: list[Field] = []
     begin = 0
     all_paths = end_state.names(names)
@@ -110,31 +110,31 @@ def plan(
         for leaf, name in zip(end_state.leaves[begin:end], all_paths[begin:end], strict=True):
             slot = slots.get(name)
             old = None if slot is None else stand_ins[slot]
-            found: Source
+            result: Source
             if isinstance(leaf, Tensor):
                 if leaf is old:
-                    found = KEPT, slot
+                    result = KEPT, slot
                 elif in_place and isinstance(old, Tensor) and _like(leaf, old):
                     assert slot is not None
                     results.append(leaf.detach())
                     written[len(results) - 1] = index_of[slot]
                     field.written = True
-                    found = KEPT, slot
+                    result = KEPT, slot
                 else:
                     # Never an input itself: what lasts has memory of its own.
-                    found = OUTPUT, put_out(leaf.detach().clone())
+                    result = OUTPUT, put_out(leaf.detach().clone())
             elif leaf is old or (
                 slot is not None
                 and type(leaf) is type(before.leaves[slot])
                 and leaf == before.leaves[slot]
                 and not isinstance(old, Number)
             ):
-                found = KEPT, slot
+                result = KEPT, slot
             elif isinstance(leaf, Number):
-                found = NUMBER, named(leaf.where, leaf.evaluate)
+                result = NUMBER, named(leaf.where, leaf.evaluate)
             else:
-                found = PLAIN, leaf
-            field.leaves.append(found)
+                result = PLAIN, leaf
+            field.leaves.append(result)
         unmoved = [(KEPT, index) for index in range(begin, end)]
         field.same = field.leaves == unmoved and spec == before.specs[position]
         fields.append(field)
@@ -145,9 +145,9 @@ def plan(
     # Numbers are written anew for the next step. And autograd is told of each result by itself, so that none may be
     # another one's, or an input's, memory.
     memory = set(map(_memory, lifted if in_place else [*lifted, *fakes]))
-    for each in flight:
+    for value in per_batch:
         sources = []
-        for tensor in tensors_of(each):
+        for tensor in tensors_of(value):
             index = inputs.get(id(tensor))
             if index is not None and index not in overwritten:
                 sources.append((KEPT, index))
@@ -158,7 +158,7 @@ def plan(
                     memory.add(_memory(tensor))
                 seen[id(tensor)] = put_out(tensor.detach().clone() if found_before else tensor.detach())
             sources.append((OUTPUT, seen[id(tensor)]))
-        parts.append((each, sources))
+        parts.append((value, sources))
     return NextState(fields, parts, report is not None), results, written
 
 
@@ -176,8 +176,8 @@ def _like(one: Tensor, other: Tensor) -> bool:
 
 
 def after(
-    fields: list[Field], durable: Durable, leaves: list[Any], env: Env, outputs: Sequence[Any], copied: bool
-) -> Durable:
+    fields: list[Field], durable: DurableFields, leaves: list[Any], env: Env, outputs: Sequence[Any], copied: bool
+) -> DurableFields:
     """The durable fields after a call.
 
     Args:
@@ -196,7 +196,7 @@ def after(
             new_values.append(value)
             new_leaves += leaves[begin:end]
         else:
-            found = [
+            result = [
                 leaves[which]
                 if kind == KEPT
                 else outputs[which]
@@ -206,9 +206,9 @@ def after(
                 else which
                 for kind, which in field.leaves
             ]
-            new_values.append(optree.tree_unflatten(field.spec, found))
-            new_leaves += found
+            new_values.append(optree.tree_unflatten(field.spec, result))
+            new_leaves += result
         begin = end
         specs.append(field.spec)
         ends.append(len(new_leaves))
-    return Durable(tuple(new_values), tuple(specs), tuple(ends), new_leaves)
+    return DurableFields(tuple(new_values), tuple(specs), tuple(ends), new_leaves)

@@ -24,7 +24,17 @@ from torch import Tensor
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.time import Timestamp
 
-__all__ = ["Env", "Guard", "Host", "Number", "Seed", "TracedTimestamp", "decided", "named", "stands_for_elements"]
+__all__ = [
+    "Env",
+    "Guard",
+    "TraceContext",
+    "Number",
+    "Seed",
+    "TracedTimestamp",
+    "decided",
+    "named",
+    "stands_for_elements",
+]
 
 
 @attrs.define
@@ -59,7 +69,7 @@ class Guard:
         evaluate: what it is in a step.
         value: what it was while tracing.
         sources: what it depends on: the names of fields, and the positions of leaves.
-        where: who asked for it; whose number it is, where the loop itself did.
+        where: the code that asked for it; where the loop did, the owner of the number.
     """
 
     evaluate: Evaluate
@@ -68,19 +78,19 @@ class Guard:
     where: str
 
     def holds(self, env: Env) -> bool:
-        found = named(self.where, self.evaluate)(env)
-        if type(found) is not type(self.value) or found != self.value:
+        result = named(self.where, self.evaluate)(env)
+        if type(result) is not type(self.value) or result != self.value:
             return False
-        return bool(found) or str(found) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
+        return bool(result) or str(result) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
 
 
-class Host:
+class TraceContext:
     """The Python side of one trace: its guards, and the numbers that become inputs.
 
     Attributes:
         lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
         where: the algorithm and event whose code runs, for guards.
-        recording: whether the code that runs is somebody's own: what the loop itself reads is not recorded.
+        recording: whether the code that runs is user code: what the loop itself reads is not recorded.
     """
 
     def __init__(self, lift: Callable[..., Tensor]) -> None:
@@ -91,14 +101,14 @@ class Host:
 
     def guard(self, number: Number) -> Any:
         evaluate, sources = number.evaluate, number.sources
-        if not any(each.sources == sources and each.evaluate is evaluate for each in self.guards):
+        if not any(item.sources == sources and item.evaluate is evaluate for item in self.guards):
             where = self.where if self.recording else number.where
             self.guards.append(Guard(evaluate, number.value, sources, where))
         return number.value
 
     @contextmanager
     def on_behalf_of(self, where: str) -> Iterator[None]:
-        """Somebody's own code runs."""
+        """User code runs."""
         before = self.where, self.recording
         self.where, self.recording = where, True
         try:
@@ -121,18 +131,18 @@ def _is_array(value: Any) -> bool:
     return not isinstance(value, Number) and hasattr(type(value), "__array_ufunc__")
 
 
-def _computed(function: Callable[..., Any], host: Host, *given: Any) -> Any:
+def _computed(function: Callable[..., Any], context: TraceContext, *value: Any) -> Any:
     """A number; beside an array, which no graph takes, an array of this graph's own."""
-    if any(map(_is_array, given)):
-        return function(*[each.decide() if isinstance(each, Number) else each for each in given])
-    return Number.of(host, function, *given)
+    if any(map(_is_array, value)):
+        return function(*[item.decide() if isinstance(item, Number) else item for item in value])
+    return Number.of(context, function, *value)
 
 
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, *others: Any) -> Any:
         if any(isinstance(other, Tensor) for other in others):
             return NotImplemented
-        return _computed(function, self.host, self, *others)
+        return _computed(function, self.context, self, *others)
 
     return apply
 
@@ -141,14 +151,14 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        return _computed(function, self.host, other, self)
+        return _computed(function, self.context, other, self)
 
     return apply
 
 
 def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, *others: Any) -> Any:
-        return Number.of(self.host, function, self, *others).decide()
+        return Number.of(self.context, function, self, *others).decide()
 
     return apply
 
@@ -157,8 +167,8 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        found = _computed(function, self.host, self, other)
-        return found.decide() if isinstance(found, Number) else found
+        result = _computed(function, self.context, self, other)
+        return result.decide() if isinstance(result, Number) else result
 
     return apply
 
@@ -171,17 +181,17 @@ def _hash(value: Any) -> int | None:
 class Number:
     """A number of this step, which is another one in the next."""
 
-    __slots__ = ("_kind_is_known", "evaluate", "host", "sources", "value", "where")
+    __slots__ = ("_kind_is_known", "context", "evaluate", "sources", "value", "where")
 
     # NumPy's operators leave it to these then.
     __array_priority__ = 1.0
 
-    def __init__(self, host: Host, value: Any, evaluate: Evaluate, sources: frozenset[Any]) -> None:
-        self.host = host
+    def __init__(self, context: TraceContext, value: Any, evaluate: Evaluate, sources: frozenset[Any]) -> None:
+        self.context = context
         self.value = value
         self.evaluate = evaluate
         self.sources = sources
-        self.where = host.where
+        self.where = context.where
         self._kind_is_known = False
 
     @property  # type: ignore[misc]
@@ -193,23 +203,23 @@ class Number:
         """The type of its value, on which the graph depends from here on."""
         if not self._kind_is_known:
             self._kind_is_known = True
-            Number.of(self.host, type, self).decide()
+            Number.of(self.context, type, self).decide()
         return type(self.value)
 
     @classmethod
-    def of(cls, host: Host, function: Callable[..., Any], *given: Any) -> Number:
+    def of(cls, context: TraceContext, function: Callable[..., Any], *value: Any) -> Number:
         """``function(*given)``, some of which are numbers or timestamps of this step."""
-        sources: frozenset[Any] = frozenset().union(*(_sources(each) for each in given))
-        parts = [_evaluator(each) for each in given]
-        values = [_value(each) for each in given]
-        made = cls(host, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
-        if not host.recording:
-            made.where = next((each.where for each in given if isinstance(each, Number)), host.where)
-        return made
+        sources: frozenset[Any] = frozenset().union(*(_sources(item) for item in value))
+        parts = [_evaluator(item) for item in value]
+        values = [_value(item) for item in value]
+        result = cls(context, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+        if not context.recording:
+            result.where = next((item.where for item in value if isinstance(item, Number)), context.where)
+        return result
 
     def decide(self) -> Any:
         """Its value, on which the graph depends from here on."""
-        return self.host.guard(self)
+        return self.context.guard(self)
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *, held: bool = False) -> Tensor:
         """A tensor of it.
@@ -218,20 +228,20 @@ class Number:
             held: whether one that an integer dtype can't hold is an error, and doesn't wrap around in it.
         """
         if dtype.is_floating_point or dtype.is_complex:
-            return self.host.lift(dtype, named(self.where, self.evaluate), device)
+            return self.context.lift(dtype, named(self.where, self.evaluate), device)
         if dtype is torch.bool:
-            return self.host.lift(torch.int64, named(self.where, self.evaluate), device).to(dtype)
-        whole = Number.of(self.host, partial(_held, dtype if held else None), self)
-        return self.host.lift(torch.int64, named(self.where, whole.evaluate), device).to(dtype)
+            return self.context.lift(torch.int64, named(self.where, self.evaluate), device).to(dtype)
+        whole = Number.of(self.context, partial(_held, dtype if held else None), self)
+        return self.context.lift(torch.int64, named(self.where, whole.evaluate), device).to(dtype)
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, function.__name__.strip("_")
-        tensors = [tensor for each in (*args, *kwargs.values()) for tensor in _tensors_in(each)]
-        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, Number)]
-        imaginary = any(map(torch.is_complex, tensors)) or any(type(each.value) is complex for each in numbers)
+        tensors = [tensor for item in (*args, *kwargs.values()) for tensor in _tensors_in(item)]
+        numbers = [item for item in (*args, *kwargs.values()) if isinstance(item, Number)]
+        imaginary = any(map(torch.is_complex, tensors)) or any(type(number.value) is complex for number in numbers)
         if imaginary or not stands_for_elements(function):
             return function(*decided(args), **decided(kwargs))
         if name in ("rdiv", "rtruediv"):
@@ -239,11 +249,11 @@ class Number:
         if name == "setitem":
             args = (args[0], decided(args[1]), *args[2:])
         narrow = _narrow(name, tensors)
-        wide = {id(each): each.float() for each in tensors} if narrow is not None else {}
+        wide = {id(item): item.float() for item in tensors} if narrow is not None else {}
 
         def lift(each: Any) -> Any:
             if name in ("clamp", "clip") and type(each) in (int, float):
-                each = Number.of(numbers[0].host, operator.pos, each)  # both bounds are tensors, or none is
+                each = Number.of(numbers[0].context, operator.pos, each)  # both bounds are tensors, or none is
             if isinstance(each, Number):
                 dtype = torch.float32 if wide else _dtype_beside(each, tensors)
                 if name == "float_power":
@@ -254,11 +264,11 @@ class Number:
                 return each.tensor(dtype, _device_beside(tensors), held=held)
             return wide.get(id(each), each)
 
-        given = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
-        found = function(*map(lift, args), **given)
+        argument = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
+        result = function(*map(lift, args), **argument)
         if narrow is None:
-            return found
-        return args[0].copy_(found) if _is_in_place(function) else found.to(narrow)
+            return result
+        return args[0].copy_(result) if _is_in_place(function) else result.to(narrow)
 
     __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
@@ -295,25 +305,25 @@ class Number:
 
     def __hash__(self) -> int:
         # Python's random takes a whole number for its seed as it is, and of what stands for one the hash.
-        found = Number.of(self.host, _hash, self).decide()
-        if found is None:
+        result = Number.of(self.context, _hash, self).decide()
+        if result is None:
             raise TypeError("a number of the step that is negative, or very large, has no hash: write int(number)")
-        return found  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        import numpy  # who asks has it
+        import numpy  # imported already by the code that asks
 
         return numpy.asarray(self.decide()).__array__(*args, **kwargs)
 
-    def __array_ufunc__(self, function: Any, method: str, *given: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, function: Any, method: str, *value: Any, **options: Any) -> Any:
         # What NumPy makes of one number of its own on the way is one again.
-        given = tuple([each[()] if _is_array(each) and not each.ndim else each for each in given])
-        if method != "__call__" or function.nout != 1 or options or any(map(_is_array, given)):
-            return getattr(function, method)(*decided(given), **decided(options))
-        return Number.of(self.host, function, *given)
+        value = tuple([item[()] if _is_array(item) and not item.ndim else item for item in value])
+        if method != "__call__" or function.nout != 1 or options or any(map(_is_array, value)):
+            return getattr(function, method)(*decided(value), **decided(options))
+        return Number.of(self.context, function, *value)
 
     def __repr__(self) -> str:
         return repr(self.decide())
@@ -380,7 +390,7 @@ def _held(dtype: torch.dtype | None, value: int) -> int:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """A tensor, or those in a list of tensors."""
-    return [each for each in (value if isinstance(value, list | tuple) else (value,)) if isinstance(each, Tensor)]
+    return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
 
 
 def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
@@ -388,10 +398,10 @@ def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
 
     None where there is none. On a CPU a sum takes the number as it is in that half.
     """
-    name, dtypes = name.removeprefix("r").removeprefix("i"), {each.dtype for each in tensors}
+    name, dtypes = name.removeprefix("r").removeprefix("i"), {tensor.dtype for tensor in tensors}
     if name not in _WIDE or len(dtypes) != 1 or not dtypes <= _HALVES:
         return None
-    return None if name in _SUMS and all(each.is_cpu for each in tensors) else dtypes.pop()
+    return None if name in _SUMS and all(tensor.is_cpu for tensor in tensors) else dtypes.pop()
 
 
 def _is_in_place(function: Callable[..., Any]) -> bool:
@@ -427,28 +437,28 @@ def _dtype_beside(number: Number, tensors: list[Tensor]) -> torch.dtype:
 
 def _device_beside(tensors: list[Tensor]) -> torch.device:
     """Where a Python number takes part: a number of the host's would be copied to the device in every step."""
-    return next((each.device for each in tensors if not each.is_cpu), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
 
 
-def _evaluator(given: Any) -> Evaluate:
-    if isinstance(given, Number):
-        return given.evaluate
-    if isinstance(given, TracedTimestamp):
-        slot = given.slot
+def _evaluator(value: Any) -> Evaluate:
+    if isinstance(value, Number):
+        return value.evaluate
+    if isinstance(value, TracedTimestamp):
+        slot = value.slot
         return lambda env: env.timestamps[slot]
-    return lambda env: given
+    return lambda env: value
 
 
-def _value(given: Any) -> Any:
-    if isinstance(given, Number):
-        return given.value
-    return given.real if isinstance(given, TracedTimestamp) else given
+def _value(argument: Any) -> Any:
+    if isinstance(argument, Number):
+        return argument.value
+    return argument.real if isinstance(argument, TracedTimestamp) else argument
 
 
-def _sources(given: Any) -> frozenset[Any]:
-    if isinstance(given, Number):
-        return given.sources
-    return frozenset({"state.timestamp"}) if isinstance(given, TracedTimestamp) else frozenset()
+def _sources(value: Any) -> frozenset[Any]:
+    if isinstance(value, Number):
+        return value.sources
+    return frozenset({"state.timestamp"}) if isinstance(value, TracedTimestamp) else frozenset()
 
 
 class TracedTimestamp(Timestamp):
@@ -459,32 +469,32 @@ class TracedTimestamp(Timestamp):
         slot: which of the step's timestamps it is.
     """
 
-    __slots__ = ("host", "real", "slot")
+    __slots__ = ("context", "real", "slot")
 
-    host: Host
+    context: TraceContext
     real: Timestamp
     slot: int
 
     @classmethod
-    def stand_in(cls, real: Timestamp, slot: int, host: Host) -> TracedTimestamp:
-        made = object.__new__(cls)
+    def stand_in(cls, real: Timestamp, slot: int, context: TraceContext) -> TracedTimestamp:
+        result = object.__new__(cls)
         for name in _FIELDS:
-            object.__setattr__(made, name, getattr(real, name))
-        for name, value in (("real", real), ("slot", slot), ("host", host)):
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(result, name, getattr(real, name))
+        for name, value in (("real", real), ("slot", slot), ("context", context)):
+            object.__setattr__(result, name, value)
+        return result
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if name not in _COUNTS:
             return value
-        host = object.__getattribute__(self, "host")
-        if not host.recording:
+        context = object.__getattribute__(self, "context")
+        if not context.recording:
             return value
         slot = object.__getattribute__(self, "slot")
         field = "previous_timestamp" if slot == 0 else "timestamp"
         return Number(
-            host, value, lambda env: getattr(env.timestamps[slot], name), frozenset({f"state.{field}.{name}"})
+            context, value, lambda env: getattr(env.timestamps[slot], name), frozenset({f"state.{field}.{name}"})
         )
 
     def replace(self, **changes: Any) -> Timestamp:
@@ -496,14 +506,22 @@ class TracedTimestamp(Timestamp):
     def __deepcopy__(self, memo: Any) -> TracedTimestamp:
         return self
 
-    def ask(self, question: Callable[..., Any], *given: Any) -> Any:
+    def ask(self, question: Callable[..., Any], *value: Any) -> Any:
         """The answer to a question about timestamps, as a whole: the graph depends on the answer alone."""
-        return Number.of(self.host, question, *given).decide()
+        return Number.of(self.context, question, *value).decide()
+
+    def number_of(self, function: Callable[[Timestamp], float]) -> Any:
+        """``function(timestamp)``: to code that is not the loop's own a number, computed anew in each step."""
+        return Number.of(self.context, function, self) if self.context.recording else function(self.real)
 
     def rate(self, where: str, lr: Callable[[Timestamp], float]) -> Tensor:
         """The learning rate as an input of the graph; float64, shape ()."""
+        return self.as_input(partial(rate_at, where, lr))
+
+    def as_input(self, function: Callable[[Timestamp], float]) -> Tensor:
+        """``function(timestamp)`` as an input of the graph, computed anew in each step; float64, shape ()."""
         slot = self.slot
-        return self.host.lift(torch.float64, lambda env: rate_at(where, lr, env.timestamps[slot]))
+        return self.context.lift(torch.float64, lambda env: function(env.timestamps[slot]))
 
 
 _FIELDS = tuple(field.name for field in attrs.fields(Timestamp))

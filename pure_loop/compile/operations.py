@@ -1,4 +1,4 @@
-"""Operations that are taken to pieces before a compiler sees them.
+"""Operations that are decomposed before a compiler sees them.
 
 List operations become single ones, which are fused; ``add`` and ``sub`` with a factor get a multiplication of their
 own, because torch's compiler (2.13) forgets the factor where it merges an addition with a matrix product.
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from pure_loop.compile.kernels import ADAM, NONFINITE
 
-__all__ = ["decompositions", "taken_apart"]
+__all__ = ["declared", "decompositions", "taken_apart"]
 
 _aten: Any = torch.ops.aten
-_PREFIX = "aten::_foreach_"
 
 
 @cache
@@ -30,13 +29,43 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         _aten.sub.Tensor: _with_factor(_aten.sub.Tensor),
         _aten.addmm.default: _product_and_bias,
     }
-    for full_name in torch._C._dispatch_get_all_op_names():
-        if full_name.startswith(_PREFIX):
-            name, _, overload = full_name.removeprefix("aten::").partition(".")
-            if not name.endswith("out") and overload != "out" and not overload.endswith("_out"):
-                target = getattr(getattr(_aten, name), overload or "default")
-                table[target] = _looped(name.removeprefix("_foreach_"))
+    in_torch = [name for name in dir(torch) if name.startswith("_foreach_")]
+    # What writes has a form that doesn't, which may have no place in torch itself.
+    for name in sorted({*in_torch, *[name.removesuffix("_") for name in in_torch]}):
+        packet: Any = getattr(_aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            if overload != "out" and not overload.endswith("_out"):
+                table[getattr(packet, overload)] = _looped(name.removeprefix("_foreach_"))
     return table
+
+
+def declared() -> dict[Any, Callable[..., Any]]:
+    """What to trace instead of operations that write without saying so in their schema.
+
+    torch's own dispatcher in Python does that before they are traced; this is for a torch that has it elsewhere.
+    """
+    return {
+        _aten.native_batch_norm.default: _batch_norm,
+        _aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+        _aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+    }
+
+
+def _batch_norm(images: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: Any) -> Any:
+    if mean is None:
+        return _aten._native_batch_norm_legit.no_stats(images, weight, bias, *options)
+    return _aten._native_batch_norm_legit.default(images, weight, bias, mean, var, *options)
+
+
+def _cudnn_batch_norm(images: Tensor, *rest: Any) -> Any:
+    return *_batch_norm(images, *rest), images.new_empty((0,), dtype=torch.uint8)
+
+
+def _cudnn_batch_norm_backward(
+    images: Any, grad: Any, weight: Any, mean: Any, var: Any, save_mean: Any, save_var: Any, eps: float, reserved: Any
+) -> Any:
+    saved = (save_mean, save_var, True, eps, [True, True, True])
+    return _aten.native_batch_norm_backward.default(grad, images, weight, mean, var, *saved)
 
 
 def _with_factor(target: Any) -> Callable[..., Any]:
@@ -60,13 +89,13 @@ def _looped(name: str) -> Callable[..., Any]:
     def loop(*args: Any, **kwargs: Any) -> Any:
         if single is None:
             return NotImplemented
-        count = max(len(each) for each in args if isinstance(each, list | tuple))
+        count = max(len(item) for item in args if isinstance(item, list | tuple))
 
         def at(each: Any, index: int) -> Any:
             return each[index] if isinstance(each, list | tuple) else each
 
         results = [
-            single(*[at(each, i) for each in args], **{key: at(each, i) for key, each in kwargs.items()})
+            single(*[at(item, i) for item in args], **{key: at(each, i) for key, each in kwargs.items()})
             for i in range(count)
         ]
         return None if name.endswith("_") else results
@@ -96,13 +125,16 @@ def adam(
     lr: Tensor,
     which: list[int],
     name: str,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+    beta1: Any,
+    beta2: Any,
+    weight_decay: Any,
     eps: float,
     maximize: bool,
+    live: Tensor | None = None,
 ) -> list[Tensor]:
-    """One step of Adam; ``lr`` is a float64 scalar tensor."""
+    """One step of Adam; ``lr`` is a float64 scalar tensor, and ``live`` as in :mod:`pure_loop.compile.kernels`."""
+    if live is not None:
+        beta1, beta2, weight_decay = live.unbind()
     corrections = [_corrections(step, beta1, beta2, lr) for step in steps]
     shrink = 1 - lr * weight_decay
     new: list[list[Tensor]] = [[], [], [], []]
@@ -110,16 +142,17 @@ def adam(
         size, root = corrections[which[i]]
         g = -grad if maximize else grad
         p = param
-        if weight_decay and name == "adamw":
+        decays = live is not None or weight_decay
+        if decays and name == "adamw":
             p = p * shrink.to(p.dtype)
-        elif weight_decay:
+        elif decays:
             g = g + weight_decay * p
         m = exp_avg + (g - exp_avg) * (1 - beta1)
         v = exp_avg_sq * beta2 + g * g * (1 - beta2)
         most = torch.maximum(largest[i], v) if largest else v
         denominator = most.sqrt() / root.to(v.dtype) + eps
-        for found, value in zip(new, (p - size.to(p.dtype) * (m / denominator), m, v, most), strict=True):
-            found.append(value)
+        for result, value in zip(new, (p - size.to(p.dtype) * (m / denominator), m, v, most), strict=True):
+            result.append(value)
     return [*new[0], *new[1], *new[2], *(new[3] if largest else ())]
 
 
@@ -135,12 +168,17 @@ def nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     return torch.isnan(total)
 
 
-def _corrections(step: Tensor, beta1: float, beta2: float, lr: Tensor) -> tuple[Tensor, Tensor]:
+def _corrections(step: Tensor, beta1: Any, beta2: Any, lr: Tensor) -> tuple[Tensor, Tensor]:
     """The size of a step, and what the root of squares is divided by.
 
     By exp, because a compiler computes that once and keeps it, and puts a power into each element's loop.
     """
     n = step.double()
-    one = 1 - torch.exp(n * math.log(beta1)) if beta1 else torch.ones_like(n)
-    two = 1 - torch.exp(n * math.log(beta2)) if beta2 else torch.ones_like(n)
+    one, two = (1 - _power(beta, n) for beta in (beta1, beta2))
     return lr / one, two.sqrt()
+
+
+def _power(beta: Any, n: Tensor) -> Tensor:
+    if isinstance(beta, Tensor):
+        return torch.exp(n * beta.log())
+    return torch.exp(n * math.log(beta)) if beta else torch.zeros_like(n)

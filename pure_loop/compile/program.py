@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from pure_loop.driver import apply, seal
 from pure_loop.event import Event
-from pure_loop.state import State, holding
+from pure_loop.loop.driver import apply, seal
+from pure_loop.state import State, with_fields
 
 if TYPE_CHECKING:
-    from pure_loop.compile.stretch import Run, Traced
+    from pure_loop.compile.segment import Run, Traced
 
-__all__ = ["Ended", "Flight", "at", "put_in"]
+__all__ = ["Ended", "PerBatch", "at", "put_in"]
 
-Flight: TypeAlias = tuple[Any, ...]
-Ended: TypeAlias = "tuple[State, Tensor | None, Flight]"
+PerBatch: TypeAlias = tuple[Any, ...]
+Ended: TypeAlias = "tuple[State, Tensor | None, PerBatch]"
 
 
-def put_in(state: State, run: Run, in_flight: Sequence[str]) -> State:
-    """The State with what a graph gave: durable fields, and the first of those in flight, by these names."""
+def put_in(state: State, run: Run, names: Sequence[str]) -> State:
+    """The State with what a graph gave: durable fields, and the first of the per-batch values, by these names."""
     fields = dict(zip(run.names, run.durable, strict=True))
-    return holding(state, **fields, **dict(zip(in_flight, run.flight, strict=False)))
+    return with_fields(state, **fields, **dict(zip(names, run.per_batch, strict=False)))
 
 
 def at(event: Event, state: State, traced: Traced) -> State:
-    """The State of an event that nobody but algorithms attends to."""
+    """The State of an event that only algorithms handle."""
     state = seal(state, event)
-    found = traced.handlers.get(event)
-    return state if found is None else apply(event, state, found, traced.stages)
+    result = traced.handlers.get(event)
+    return state if result is None else apply(event, state, result, traced.stages)

@@ -18,7 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pure_loop.random import turn_to_draw
+from pure_loop.compile._torch import end_allocating_to_pool
+from pure_loop.random.seeds import rng_lock
 
 __all__ = ["Recorders", "Replaying", "note_not_recorded"]
 
@@ -27,7 +28,7 @@ Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
 Recorder: TypeAlias = Callable[[Call, list[Tensor]], tuple[Callable[[], None], Sequence[Any]]]
 
 # Calls with the same addresses, one after the other, that come before one that is recorded: kernels are loaded and
-# tuned in them, and who keeps every State, which moves the memory at each step, has nothing recorded.
+# tuned in them, and a run that keeps every State, which moves the memory at each step, records nothing.
 WARM_UP = 2
 # Recordings of one graph, for memory here and there.
 MOST = 4
@@ -46,10 +47,10 @@ class Recorders:
         """What records that which runs on this device alone; None where nothing does."""
         if device is None or device.type != "cuda":
             return None
-        found = self._found.get(device)
-        if found is None:
-            found = self._found[device] = _Recorder(device)
-        return found
+        result = self._found.get(device)
+        if result is None:
+            result = self._found[device] = _Recorder(device)
+        return result
 
 
 class _Recorder:
@@ -66,21 +67,21 @@ class _Recorder:
         self._graphs: WeakSet[Any] = WeakSet()
 
     def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Any]]:
-        # One at a time in a process, and nobody draws meanwhile: CUDA would take either for a part of the recording.
-        with turn_to_draw, torch.cuda.device(self._device):
+        # One at a time in a process, without draws meanwhile: CUDA would take either for a part of the recording.
+        with rng_lock, torch.cuda.device(self._device):
             if not self._graphs:
                 self._begin_anew()  # a pool goes with the last recording in it
             graph: Any = torch.cuda.CUDAGraph()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             # A recording notes in the generator's state that it is under way, and in torch 2.11 one that fails leaves
-            # it so, for whoever shares it. Nothing is drawn in it, so it may have a state of its own.
+            # it so, for all that share it. Nothing is drawn in it, so it may have a state of its own.
             own = generator.graphsafe_get_state()
             generator.graphsafe_set_state(own.clone_state())
             try:
                 with (
                     # A recording that fails leaves its stream the current one.
                     torch.cuda.stream(torch.cuda.current_stream()),
-                    # Other threads, those of a loader that pins batches, go on.
+                    # Other threads, those of a loader that pins batches, may use the device meanwhile.
                     torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
                 ):
                     outputs = call(tensors)
@@ -94,14 +95,10 @@ class _Recorder:
 
     def _end_allocating(self) -> None:
         """After a recording that failed, and whose memory torch's allocator, up to 2.12, would give out for ever."""
-        if _end_allocating_to_pool is not None:
+        if end_allocating_to_pool is not None:
             with suppress(RuntimeError):  # it has ended: what else this might say, it says of that
-                _end_allocating_to_pool(torch.cuda.current_device(), self._pool)
+                end_allocating_to_pool(torch.cuda.current_device(), self._pool)
         self._begin_anew()
-
-
-# Private to torch: what stops memory from going to a pool.
-_end_allocating_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 
 
 def note_not_recorded(why: str) -> None:
@@ -113,7 +110,7 @@ def note_not_recorded(why: str) -> None:
 class Replaying:
     """Machine code, recorded where it is called with the same memory again and again.
 
-    It refers to nothing that it is called with, which who counts references would find.
+    It refers to none of its arguments, which a reference count would show.
 
     Args:
         call: the machine code: takes a list of tensors, and empties it.
@@ -150,16 +147,16 @@ class Replaying:
         assert self._record is not None
         lasting = set(self._lasting)
         self._others = [i for i in range(len(tensors)) if i not in lasting]
-        given = list(tensors)
+        value = list(tensors)
         for i in self._others:
-            given[i] = given[i].clone()
-        inputs = [given[i] for i in self._others]
-        held = {given[i].untyped_storage().data_ptr() for i in self._lasting} - {0}
+            value[i] = value[i].clone()
+        inputs = [value[i] for i in self._others]
+        held = {value[i].untyped_storage().data_ptr() for i in self._lasting} - {0}
         try:
-            if any(given[i].stride() != tensors[i].stride() for i in self._others):
+            if any(value[i].stride() != tensors[i].stride() for i in self._others):
                 raise RuntimeError("a tensor of the batch has elements that share memory, or gaps between them")
-            replay, outputs = self._record(self._call, given)
-            if any(isinstance(each, Tensor) and each.untyped_storage().data_ptr() in held for each in outputs):
+            replay, outputs = self._record(self._call, value)
+            if any(isinstance(output, Tensor) and output.untyped_storage().data_ptr() in held for output in outputs):
                 raise RuntimeError("it gives a part of what it is called with, and would hold it as long as itself")
         # Of a kernel that waits for the device, or allocates in a way of its own, CUDA says so in a RuntimeError.
         except RuntimeError as error:
@@ -184,4 +181,4 @@ class _Recording:
         if batch:
             torch._foreach_copy_(self._inputs, batch)
         self._replay()
-        return [each.clone() if isinstance(each, Tensor) else each for each in self._outputs]
+        return [output.clone() if isinstance(output, Tensor) else output for output in self._outputs]

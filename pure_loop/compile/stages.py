@@ -8,40 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import random
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loop._autograd import GradMode
-from pure_loop._finite import total_loss
-from pure_loop._losses import measured_loss
-from pure_loop._pytree import NAMESPACE
-from pure_loop._structure import found_from
+from pure_loop._internal.autograd import GradMode
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
+from pure_loop.compile._torch import fake_tensor_class
 from pure_loop.compile.draws import Group
 from pure_loop.compile.generators import DrawnFromDataError, StrayGeneratorError, TracedGenerator
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.mutation import written
-from pure_loop.compile.out_of_reach import DefaultDtypeError, OutOfReachError
+from pure_loop.compile.recurrent import RecurrentLayerError, recurrent_layer
 from pure_loop.compile.trace import Tracing
-from pure_loop.driver import run_silently
+from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop import LoopStages, gradients
-from pure_loop.model import ModelDef
+from pure_loop.loop.driver import run_silently
+from pure_loop.loop.training import LoopStages, gradients
+from pure_loop.model.model import ModelDef
+from pure_loop.model.structure import found_from
 from pure_loop.precision import LossScale
-from pure_loop.stages import _updated, _where, refusing_to_differentiate
+from pure_loop.stages.differentiation import refusing_to_differentiate
+from pure_loop.stages.loss import measured_loss
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.update import apply_optimizer, select
 from pure_loop.state import State, fresh_draft_of
 
 __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_handlers", "update"]
@@ -60,9 +63,11 @@ _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a bra
 class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
     """A CompileError that knows which part it is about: ``(kind, event)``, by which that part is left out."""
 
-    def __init__(self, message: str, part: tuple[str, Event | None]) -> None:
+    def __init__(self, message: str, part: tuple[str, Event | None], *, runs_eagerly: bool = False) -> None:
         super().__init__(message)
         self.part = part
+        # Whether the part runs eagerly with ``compile=True`` as well.
+        self.runs_eagerly = runs_eagerly
 
     def for_users(self) -> CompileError:
         """The same under the name that is documented."""
@@ -83,7 +88,7 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
 
 @contextmanager
 def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Iterator[None]:
-    """Turn what a tracer raises, in the middle of somebody's code, into an error that names the code.
+    """Turn an error of the tracer, raised inside user code, into one that names that code.
 
     What it doesn't notice is an error, too: writing to memory that others read, which a graph has apart.
     """
@@ -98,6 +103,8 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
                 torch.set_default_dtype(tracing.default_dtype)
     except PureLoopError:
         raise
+    except RecurrentLayerError as error:
+        raise Untraceable(f"{what} can't be compiled: it calls a recurrent layer.", part, runs_eagerly=True) from error
     # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too. Others
     # are of code that wants a number of Python's, and is given one that stands for it.
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -113,15 +120,15 @@ def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Itera
     for node in written(tracing.since(last)):
         if node.op == "get_attr":
             raise Untraceable(
-                f"{what} can't be compiled: it writes to a tensor that it has from elsewhere. What lasts from step to "
-                f"step belongs into the State: state.remember(...), or a buffer of the model; {WHERE_POSSIBLE}",
+                f"{what} can't be compiled: it writes to a tensor outside of the State. Keep values from step to step "
+                f"in the State: state.remember(...), or a buffer of the model; {WHERE_POSSIBLE}",
                 part,
             )
         if node in tracing.in_shared_memory():
             raise Untraceable(
-                f"{what} can't be compiled: it writes to a tensor that it was given, whose memory another one shares "
-                "(the targets, where a model learns its inputs), and in a graph each has its own. Write to a copy: "
-                f"x = x.clone(), or no inplace=True; {WHERE_POSSIBLE}",
+                f"{what} can't be compiled: it writes to an argument that shares memory with another tensor (the "
+                "targets, if a model learns its inputs), and in a graph each tensor has its own memory. Write to a "
+                f"copy: x = x.clone(), or no inplace=True; {WHERE_POSSIBLE}",
                 part,
             )
 
@@ -137,12 +144,12 @@ _TAKES_NO_NUMBER = re.compile(
 def _reason(error: BaseException) -> str:
     """What the tracer stumbled over, and what to write instead."""
     text, kind = str(error), type(error).__name__
-    if kind == "DataDependentOutputException" or any(each in text for each in _NUMBERLESS):
+    if kind == "DataDependentOutputException" or any(element in text for element in _NUMBERLESS):
         return (
             "it reads a number out of a tensor (.item(), float(), int(), bool(), .tolist(), an `if` about a tensor), "
             f"and while a graph is made tensors have no numbers. {_NUMERIC}"
         )
-    if isinstance(error, OutOfReachError):
+    if isinstance(error, GuardedCallError):
         return f"it calls {text}, and a graph would hold for ever what came of it. {_DRAW}"
     if isinstance(error, DefaultDtypeError):
         return (
@@ -169,18 +176,18 @@ def _reason(error: BaseException) -> str:
             "torch.rand_like(p) < p for torch.bernoulli(p), or mean + std * torch.randn_like(mean) for "
             f"torch.normal(mean, std); {WHERE_POSSIBLE}"
         )
-    if any(each in text for each in ("SeedSequence", "manual_seed expected", "has no hash")):
+    if any(element in text for element in ("SeedSequence", "manual_seed expected", "has no hash")):
         return f"it seeds a generator of its own with a number that is another one in each step ({text}). {_DRAW}"
-    said = text.strip().splitlines()[0] if text.strip() else "no message"
+    message = text.strip().splitlines()[0] if text.strip() else "no message"
     # It may be the tracer's, or a mistake that eager steps would meet, too.
     advice = "The same batch without compile tells whether the code itself is wrong"
-    return f"{kind}: {said}. {advice}; if not, {WHERE_POSSIBLE}"
+    return f"{kind}: {message}. {advice}; if not, {WHERE_POSSIBLE}"
 
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
 # Where no code of a user's is; what a with statement leads through is no place, either.
-_BETWEEN = (_TORCH, _OURS, contextlib.__file__)
+_BETWEEN = (_TORCH, _OURS, contextlib.__file__, random.__file__)
 
 
 def _place(error: BaseException) -> str:
@@ -198,7 +205,7 @@ def _place(error: BaseException) -> str:
 def traced_handlers(
     handlers: Mapping[Event, tuple[Handler, ...]], tracing: Tracing, skip: frozenset[Event] = frozenset()
 ) -> dict[Event, tuple[Handler, ...]]:
-    """Handlers that say what they read while they are traced, and who they are when they can't be."""
+    """Handlers that record what they read while they are traced, and that errors name when they can't be."""
     return {
         event: tuple(_traced(handler, event, tracing) for handler in listed)
         for event, listed in handlers.items()
@@ -212,7 +219,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
-            with tracing.host.on_behalf_of(what), naming(tracing, what, part), whole:
+            with tracing.context.on_behalf_of(what), naming(tracing, what, part), whole:
                 result = function(*args)
                 _refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result
@@ -224,7 +231,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
 
 
 class _Undifferentiated(TorchFunctionMode):
-    """Where the forward is in another graph, a gradient would end at what that graph gave, without a word."""
+    """Where the forward is in another graph, a gradient would silently end at what that graph gave."""
 
     def __init__(self, what: str, part: tuple[str, Event | None]) -> None:
         super().__init__()
@@ -234,7 +241,7 @@ class _Undifferentiated(TorchFunctionMode):
         if function in (torch.autograd.grad, Tensor.backward, torch.autograd.backward):
             raise Untraceable(
                 f"{self._what} can't be compiled: it differentiates, and the forward is in another graph, because "
-                "somebody attends to an event in between (AFTER_FORWARD or BEFORE_LOSS). Leave that out of watch= and "
+                "an event in between is observed (AFTER_FORWARD or BEFORE_LOSS). Leave that out of watch= and "
                 f"callbacks; {WHERE_POSSIBLE}",
                 self._part,
             )
@@ -254,10 +261,22 @@ def _refuse_memory(what: str, memory: Any, part: tuple[str, Event | None]) -> No
         )
 
 
+def _leave_out_recurrence(what: str, model: ModelDef) -> None:
+    """
+    Raises:
+        Untraceable: a layer of the model is recurrent; its forward runs eagerly.
+    """
+    layer = recurrent_layer(model.skeleton)
+    if layer is not None:
+        raise Untraceable(
+            f"{what} is not compiled: {layer} is a recurrent layer.", ("forward", None), runs_eagerly=True
+        )
+
+
 def _refuse_kept(what: str, model: ModelDef) -> None:
     """Refuse a forward that hands a tensor to an object outside of the module tree: in a trace it has no numbers."""
     for value in model.referred_to():
-        if any(isinstance(found, FakeTensor) for found in found_from(value)):
+        if any(isinstance(result, fake_tensor_class()) for result in found_from(value)):
             raise Untraceable(
                 f"{what} can't be compiled: it gives a tensor to an object outside of the module tree to keep (a "
                 f"{type(value).__name__}, by a hook or an attribute), and Python runs only while a graph is made. "
@@ -268,16 +287,14 @@ def _refuse_kept(what: str, model: ModelDef) -> None:
 
 def _refuse_subclasses(what: str, result: Any) -> None:
     """Refuse what a graph can't give: tensors of other classes than torch's own, and those that aren't dense."""
+    plain = (Tensor, torch.nn.Parameter, fake_tensor_class())
     for leaf in optree.tree_leaves(result, namespace=NAMESPACE):
-        if isinstance(leaf, Tensor) and (type(leaf) not in _IN_GRAPHS or leaf.layout is not torch.strided):
+        if isinstance(leaf, Tensor) and (type(leaf) not in plain or leaf.layout is not torch.strided):
             raise Untraceable(
                 f"{what} can't be compiled: it returned a tensor of class {type(leaf).__name__} and layout "
                 f"{leaf.layout}, and a graph gives dense tensors of torch's own class. Return those; {WHERE_POSSIBLE}",
                 ("forward", None),
             )
-
-
-_IN_GRAPHS = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 
 
 @attrs.frozen(kw_only=True)
@@ -290,19 +307,20 @@ class TracedStages(LoopStages):
     def of(cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]]) -> TracedStages:
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
-        fields |= {"handlers": handlers, "attended": frozenset(Event), "donation": None}
+        fields |= {"handlers": handlers, "observed": frozenset(Event), "donation": None}
         return cls(**fields, tracing=tracing)
 
     def gradients(self, state: State) -> State:
-        with self.tracing.host.quiet():
+        with self.tracing.context.quiet():
             return LoopStages.gradients(self, state)
 
     def gradients_of(self, state: State) -> State:
         return run_silently(gradients(state, self), self.handlers, self)
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
-        what = f"the forward of {type(state.model._skeleton).__name__}"
-        with self.tracing.host.quiet(), naming(self.tracing, what, ("forward", None)):
+        what = f"the forward of {type(state.model.skeleton).__name__}"
+        _leave_out_recurrence(what, state.model)
+        with self.tracing.context.quiet(), naming(self.tracing, what, ("forward", None)):
             state = LoopStages.forward(self, state, index=index, last=last)
             _refuse_subclasses(what, state.outputs)
             _refuse_kept(what, state.model)
@@ -311,7 +329,7 @@ class TracedStages(LoopStages):
     def forward_into(self, state: Any, index: int, last: bool) -> None:
         model, before = state.model, state.buffers
         LoopStages.forward_into(self, state, index, last)
-        self._refuse_other_buffers(f"the forward of {type(model._skeleton).__name__}", model, before, state)
+        self._refuse_other_buffers(f"the forward of {type(model.skeleton).__name__}", model, before, state)
 
     def loss_into(self, state: Any, index: int) -> None:
         model, before = state.model, state.buffers
@@ -322,24 +340,25 @@ class TracedStages(LoopStages):
         """Refuse a graph in which buffers come, go, or change shape or dtype: the next batch needs another one."""
         if after.model is model and after.buffers is before:
             return
-        found: list[str] = []
+        result: list[str] = []
         for name in {**before, **after.buffers}:
             was, now = before.get(name), after.buffers.get(name)
             if was is None or now is None:
-                found.append(f"{'registers' if was is None else 'removes'} the buffer {name!r}")
+                result.append(f"{'registers' if was is None else 'removes'} the buffer {name!r}")
             elif was.shape != now.shape or was.dtype is not now.dtype:
                 shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(now.shape)} {now.dtype}"
-                found.append(f"changes the buffer {name!r} from {shapes}")
-        if found or after.model is not model:
+                result.append(f"changes the buffer {name!r} from {shapes}")
+        if result or after.model is not model:
             raise Untraceable(
-                f"{what} can't be compiled: it {found[0] if found else 'alters the buffers of the model'}, and a graph "
-                "has buffers of one shape. Register a buffer of the full size in __init__ and write into it (a memory "
-                f"bank: a position that goes round), or call the model on one batch before training; {WHERE_POSSIBLE}",
+                f"{what} can't be compiled: it {result[0] if result else 'alters the buffers of the model'}, and a "
+                "graph has buffers of one shape. Register a buffer of the full size in __init__ and write into it (a "
+                "ring buffer, with its position), or call the model on one batch before training; "
+                f"{WHERE_POSSIBLE}",
                 ("forward", None),
             )
 
     def loss(self, state: State, *, index: int = 0) -> State:
-        with self.tracing.host.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
+        with self.tracing.context.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
             state = LoopStages.loss(self, state, index=index)
             _refuse_subclasses("the loss", state.loss)
             return state
@@ -348,7 +367,7 @@ class TracedStages(LoopStages):
         return nullcontext() if self.tracing.begins_with_leaves else _Undifferentiated(what, ("forward", None))
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
-        with self.tracing.host.quiet(), naming(self.tracing, "the backward", ("forward", None)):
+        with self.tracing.context.quiet(), naming(self.tracing, "the backward", ("forward", None)):
             state = LoopStages.backward(self, state, weight=weight)
         for name, gradient in (state._grads or {}).items():
             if gradient is not None and gradient.is_sparse:
@@ -361,7 +380,8 @@ class TracedStages(LoopStages):
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         microbatch, task = state.microbatch, self.task
-        what = f"the forward of {type(state.model._skeleton).__name__} in evaluation"
+        what = f"the forward of {type(state.model.skeleton).__name__} in evaluation"
+        _leave_out_recurrence(what, state.model)
         params = self.engine.leaves(state, index=index, last=False)
         with (
             refusing_to_differentiate("forward", gradients),
@@ -396,28 +416,28 @@ def update(
 ) -> tuple[State, Tensor]:
     """One step of the optimizer without a branch on data, and what was not finite in it; int64, shape ().
 
-    It does what :meth:`pure_loop.stages.Stages.update` does; on a CPU the error is raised by whoever reads the number.
+    It does what :meth:`pure_loop.stages.Stages.update` does; on a CPU the caller reads the number and raises.
     """
     optimizer, params = stages.optimizer, state.params
     assert optimizer is not None
     optimizer = state.model.served_by(optimizer)
     trained = state.model.trained(params)
     draft = fresh_draft_of(state)
-    host = stages.tracing.host
+    context = stages.tracing.context
     what = f"optimizer {optimizer.name!r}"
     with GradMode(False):
-        with host.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
-            new, opt_state = _updated(stages.engine, optimizer, state, trained)
+        with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
+            new, opt_state = apply_optimizer(stages.engine, optimizer, state, trained)
         loss = total_loss(state.loss)
         old = list(trained.values())
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
-        grads = [each for each in state._grads.values() if each is not None]
+        grads = [gradient for gradient in state._grads.values() if gradient is not None]
         scale = state.loss_scale
         skips = stages.nonfinite == "skip" or scale is not None
         zero = stages.tracing.lift(torch.float32, lambda env: 0.0)
         bad_loss = ~torch.isfinite(loss.detach())
         if fresh:
-            bad_loss = bad_loss.to(fresh[0].device)  # the loss may lie on the host, where nobody would be told
+            bad_loss = bad_loss.to(fresh[0].device)  # the loss may be on the host, where it would not be reported
         bad_update = NONFINITE(fresh if optimizer.spreads_nonfinite or skips else [*fresh, *grads], zero)
         wrong = bad_loss | bad_update
         if skips:
@@ -425,16 +445,17 @@ def update(
             left_out = bad_loss | NONFINITE(grads, zero)
             bad_update = bad_update & ~left_out
             wrong = bad_update if stages.nonfinite == "skip" else bad_update | bad_loss
-            new, opt_state = _where(left_out, trained, new), _where(left_out, state.opt_state, opt_state)
+            new, opt_state = select(left_out, trained, new), select(left_out, state.opt_state, opt_state)
             draft.skipped = state.skipped + left_out
             if scale is not None:
                 draft.loss_scale = _next_scale(scale, left_out)
             if stages.nonfinite == "skip":
-                draft.buffers = _where(left_out, buffers, state.buffers)
+                draft.buffers = select(left_out, buffers, state.buffers)
         if not wrong.is_cpu:
             batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
-            noted = torch.zeros_like(state.nonfinite) + batch.to(torch.int64)
-            draft.nonfinite = torch.where(wrong & (state.nonfinite < 0), noted, state.nonfinite)
+            earlier = cast("Tensor", state.nonfinite)
+            noted = torch.zeros_like(earlier) + batch.to(torch.int64)
+            draft.nonfinite = torch.where(wrong & (earlier < 0), noted, earlier)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
     draft.params = new if trained is params else FrozenDict({**params, **new})
     draft.opt_state = opt_state

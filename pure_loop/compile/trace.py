@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -18,43 +19,25 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from pure_loop.compile.arithmetic import arithmetic
+from pure_loop.compile import _torch
+from pure_loop.compile._torch import Call, get_proxy_mode, make_fx
+from pure_loop.compile.arithmetic import Constructors
 from pure_loop.compile.attention import DrawnApart
 from pure_loop.compile.connected import Connection, connect
+from pure_loop.compile.cutting import CutGraph, cut, has_kernels
 from pure_loop.compile.draws import Draw, Group, RecordedDraw, is_draw
 from pure_loop.compile.generators import DrawnFromDataError, traced_generators
 from pure_loop.compile.interpreter import interpret, is_on
-from pure_loop.compile.layouts import channels_last, laid_out_like
-from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws
-from pure_loop.compile.numbers import Env, Evaluate, Host
-from pure_loop.compile.operations import decompositions, taken_apart
-from pure_loop.compile.out_of_reach import out_of_reach
-from pure_loop.compile.pieces import Call, Pieces, cut, has_kernels
-from pure_loop.compile.private import private_to_torch
+from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws, lift_inputs
+from pure_loop.compile.numbers import Env, Evaluate, TraceContext
+from pure_loop.compile.operations import declared, decompositions, taken_apart
 from pure_loop.compile.recordable import device_of_recording
-from pure_loop.compile.recurrent import recurrent_layers
-from pure_loop.compile.repeated import Maker, Repeated
+from pure_loop.compile.recurrent import refusing_recurrent_layers
 from pure_loop.compile.replay import Recorders, Replaying, note_not_recorded
+from pure_loop.compile.trace_guards import trace_guards
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
-
-with private_to_torch():
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo.utils import preserve_rng_state
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-    from torch._inductor import config as inductor
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.utils import BoxedBool
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import (
-        disable_proxy_modes_tracing,
-        get_proxy_mode,
-        make_fx,
-        track_tensor_tree,
-    )
 
 __all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 
@@ -76,13 +59,15 @@ class Tracing:
         self.device = device
         self.default_dtype = torch.get_default_dtype()
         self.recorders = recorders
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.host = Host(self.lift)
+        self.mode = _torch.fake_mode()
+        self.context = TraceContext(self.lift)
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
         self.lifted: list[Tensor] = []
         # By their operations, in order.
         self.draws: dict[torch.fx.Node, RecordedDraw] = {}
         self.tangents = 0
+        # Operations of the trace that are inputs of the graph, by their names.
+        self.inputs: dict[str, torch.fx.Node] = {}
         self.begins_with_leaves = True
         self.sharing: frozenset[int] = frozenset()
 
@@ -100,29 +85,36 @@ class Tracing:
     def lift(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device | None = None) -> Tensor:
         """A number of the step as an input of the graph."""
         device = self.device if device is None else device
-        # A transform of torch.func would wrap it as one of its own.
-        with temporarily_clear_interpreter_stack():
-            with disable_proxy_modes_tracing(), self.mode:
-                fake = torch.empty((), dtype=dtype, device=device)
-            self._input(f"number_{len(self.numbers)}", fake)
+        fake = self._input(f"number_{len(self.numbers)}", lambda: torch.empty((), dtype=dtype, device=device))
         self.numbers.append((dtype, evaluate, device))
         self.lifted.append(fake)
         return fake
 
     def tangent(self, output: Tensor) -> Tensor:
         """The gradient by an output as an input of the graph."""
-        with disable_proxy_modes_tracing(), self.mode:
-            fake = torch.empty_like(output.detach())  # whose elements lie apart, as those of an output need not
-        self._input(f"tangent_{self.tangents}", fake)
+        # Whose elements lie apart, as those of an output need not.
+        fake = self._input(f"tangent_{self.tangents}", lambda: torch.empty_like(output.detach()))
         self.tangents += 1
         return fake
 
-    def _input(self, name: str, fake: Tensor) -> None:
-        mode = get_proxy_mode()
-        assert mode is not None
-        proxy = mode.tracer.create_proxy("placeholder", name, (), {})
-        proxy.node.meta["val"] = fake
-        track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+    def _input(self, name: str, like: Callable[[], Tensor]) -> Tensor:
+        """A tensor that the trace has as one of its own operations, and the graph as an input.
+
+        It is made in another thread, where there is no mode but those of the trace, and no transform of torch.func,
+        which would wrap it as a tensor of its own.
+        """
+        proxies: Any = get_proxy_mode()
+
+        def make() -> Tensor:
+            with self.mode:
+                known = like()
+                with proxies:
+                    return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+
+        with ThreadPoolExecutor(1) as thread:
+            fake = thread.submit(make).result()
+        (*_, self.inputs[name]) = proxies.tracer.graph.nodes
+        return fake
 
     @contextmanager
     def drawing(self, group: Group) -> Iterator[None]:
@@ -144,7 +136,7 @@ class Tracing:
         for node in self.stray_draws(last):
             if not group.seeds(node):
                 continue
-            draw = RecordedDraw.of(group, node, proxies.tracer.root)
+            draw = RecordedDraw.of(group, node, proxies.tracer.root, self.inputs.values())
             if draw is None:
                 stray = node
             elif group.stage == "backward":
@@ -179,12 +171,12 @@ class Tracing:
         mode = get_proxy_mode()
         if mode is None:
             return []
-        found = []
+        result = []
         for node in reversed(mode.tracer.graph.nodes):
             if node is last:
                 break
-            found.append(node)
-        return found[::-1]
+            result.append(node)
+        return result[::-1]
 
 
 # torch.fx writes what it traces into variables of the process, and so does torch's compiler with its settings.
@@ -207,7 +199,6 @@ class Compiled:
         seconds: how long compiling took, in CPU time of this process and in wall-clock time.
         operations: how many there are in the graph.
         kernels: which of them are calls of an optimizer's kernel.
-        repeated: what it calls that was compiled apart; held here.
     """
 
     call: Callable[[list[Tensor]], Sequence[Any]]
@@ -220,11 +211,10 @@ class Compiled:
     seconds: float
     operations: int
     kernels: tuple[str, ...] = ()
-    repeated: Sequence[Repeated] = ()
 
 
 class _Scalar:
-    """A number as a tensor whose memory Python writes to; on a device a kernel does, for which nobody waits."""
+    """A number as a tensor whose memory Python writes to; on a device a kernel does, without a wait."""
 
     __slots__ = ("_memory", "evaluate", "last", "tensor")
 
@@ -261,7 +251,7 @@ def compile_function(
 
     Args:
         function: of fake tensors like ``tensors``; gives a list of tensors, which of them are written to which
-            input (what is written is no output), and how autograd goes on through them, if it does.
+            input (what is written is no output), and how autograd continues through them, if it does.
         tensors: examples.
         tracing: collects what else the function asks for.
         lasting: how many of the first tensors last from step to step.
@@ -280,34 +270,33 @@ def _compile(
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             raise CompileError(
-                f"a step can't be compiled with the {type(tensor).__name__} of shape {tuple(tensor.shape)} and layout "
-                f"{tensor.layout} that it is given (in the batch, a buffer or opt_state): give dense tensors of "
-                "torch's own class, or train with compile=False."
+                f"a step can't be compiled with a {type(tensor).__name__} of shape {tuple(tensor.shape)} and layout "
+                f"{tensor.layout} (in the batch, a buffer or opt_state): use dense tensors of torch's own class, or "
+                "train with compile=False."
             )
     fakes = [tracing.fake(tensor) for tensor in tensors]
     tracing.sharing = _sharing(tensors)
     places: dict[int, int] = {}
     connection: Connection | None = None
 
-    def body(*given: Tensor) -> list[Tensor]:
+    def body(*value: Tensor) -> list[Tensor]:
         nonlocal places, connection
-        outputs, places, connection = function(list(given))
+        outputs, places, connection = function(list(value))
         return outputs
 
-    steps = Maker(tracing.mode, lambda graph: _functional(graph, decompositions()))
-    with enable_python_dispatcher(), tracing.mode:
-        generators = traced_generators(tracing.host, tracing.drawing)
-        with recurrent_layers(steps), out_of_reach(), arithmetic(), DrawnApart(), generators:
-            raw = make_fx(body)(*fakes)
+    with _torch.python_dispatcher(), tracing.mode:
+        generators = traced_generators(tracing.context, tracing.drawing)
+        with refusing_recurrent_layers(), trace_guards(), Constructors(), DrawnApart(), generators:
+            raw = make_fx(body, decomposition_table=declared())(*fakes)
+        lift_inputs(raw, tracing)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
             whole = _functional(raw, {**decompositions(), **taken_apart()})
-    repeated = steps.compile(lambda graph, backward: _half(graph, backward)[0])
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
-        call, taken, operations = connect(whole, connection, numbers, _half, repeated)
+        call, taken, operations = connect(whole, connection, numbers, _half)
         code = _Code(call, taken, [], operations)
     else:
         code = _code(whole, places) if pieces is None else _joined(pieces)
@@ -334,7 +323,6 @@ def _compile(
         seconds=time.perf_counter() - begin,
         operations=code.operations,
         kernels=() if pieces is None else pieces.described(),
-        repeated=repeated,
     )
 
 
@@ -346,32 +334,22 @@ def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()
             spans.append((begin, begin + (last + 1) * tensor.element_size(), position))
-    found: set[int] = set()
+    result: set[int] = set()
     reach, farthest = 0, -1
     for begin, end, position in sorted(spans):
         if begin < reach:
-            found |= {farthest, position}
+            result |= {farthest, position}
         if end > reach:
             reach, farthest = end, position
-    return frozenset(found)
+    return frozenset(result)
 
 
 def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
-    """The same without operations that write, with others instead of some, and images as convolutions like them."""
-    nodes = raw.graph.nodes
-    inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
-    results: Any = next(iter(reversed(nodes))).args[0]
-    layouts = channels_last(raw)
-
-    def body(*given: Tensor) -> list[Any]:
-        found = torch.func.functionalize(raw)(*given)
-        if not layouts:
-            return found  # type: ignore[no-any-return]
-        pairs = zip(found, results, strict=True)
-        return [laid_out_like(each, node.meta["val"]) if isinstance(each, Tensor) else each for each, node in pairs]
-
+    """The same without operations that write, and with others instead of some."""
+    inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
-        return make_fx(body, decomposition_table={**select_decomp_table(), **layouts, **instead})(*inputs)
+        functional = torch.func.functionalize(raw)
+        return make_fx(functional, decomposition_table={**_torch.decompositions(), **instead})(*inputs)
 
 
 @attrs.frozen
@@ -399,7 +377,7 @@ def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
     return _Code(lower(graph, examples), taken, written, operations, device)
 
 
-def _joined(pieces: Pieces) -> _Code:
+def _joined(pieces: CutGraph) -> _Code:
     first, second = _code(pieces.first, {}), _code(pieces.second, pieces.places)
     count = len(pieces.inputs)
     taken = sorted({*first.taken, *pieces.taken, *[i for i in second.taken if i < count]})
@@ -418,82 +396,14 @@ def _device(graph: torch.fx.GraphModule) -> torch.device | None:
     return device
 
 
-def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Any]]:
+def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Call:
     """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd."""
-    if is_on():
-        return interpret(graph)
-    made = _made(graph, examples)
-    return _entered_directly(getattr(made, "current_callable", None) or made)  # type: ignore[no-any-return]
+    return interpret(graph) if is_on() else _torch.lower(graph, examples)[0]
 
 
-def _entered_directly(call: Any) -> Any:
-    """The same, without a look at each argument whether it is a tensor, as torch's function around C++ has it.
-
-    All of ours are. A function that does anything else, such as giving the code constants, is given back as it is.
-    """
-    code: Any = getattr(call, "__code__", None)
-    if (
-        getattr(call, "__qualname__", None) != "_wrap_func.<locals>.g"
-        or code.co_freevars != ("f",)
-        or not _IN_TORCHS.issuperset(code.co_varnames)
-        or "item" in code.co_names
-        or None in (_to_handles, _from_handles)
-    ):
-        return call
-    entry = call.__closure__[0].cell_contents
-
-    def enter(tensors: list[Tensor]) -> Any:
-        handles = _to_handles(tensors)
-        tensors.clear()
-        return _from_handles(entry(handles))
-
-    return enter
-
-
-_IN_TORCHS = frozenset({"args", "arg", "input_tensors", "input_handles", "output_handles", "output_tensors"})
-# Private to torch: what that function calls, too.
-_to_handles: Any = getattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", None)
-_from_handles: Any = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
-
-
-def _half(graph: torch.fx.GraphModule, backward: bool) -> tuple[Call, Sequence[Any] | None]:
+def _half(graph: torch.fx.GraphModule, backward: bool, results: int | None) -> tuple[Call, Sequence[Any] | None]:
     """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives."""
     if is_on():
         return interpret(graph), None
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    made = _made(graph, examples, is_backward=backward)
-    return getattr(made, "current_callable", None) or made, getattr(made, "output_strides", None)
-
-
-def _made(graph: torch.fx.GraphModule, examples: list[Tensor], **options: Any) -> Any:
-    on_gpu = any(example.device.type == "cuda" for example in examples)
-    # The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on which a C++
-    # compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
-    in_cpp = not on_gpu and len(graph.graph.nodes) <= CPP_WRAPPER_UP_TO
-    try:
-        # On a GPU it multiplies random matrices, to find out how.
-        with inductor.patch(_SETTINGS), preserve_rng_state() if on_gpu else nullcontext():
-            joint_graph_passes(graph)
-            # What torch replays itself is overwritten by the next step: see `replay`.
-            no = BoxedBool(False)
-            return compile_fx_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, cudagraphs=no, **options)
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":
-            cause = cause.__cause__
-        if cause is None and "InvalidCxxCompiler" not in str(error):
-            raise
-        raise CompileError(
-            "compile= needs a C++ compiler, and torch found none: install g++ (or say which one with the environment "
-            "variable CXX), or leave compile out."
-        ) from error
-
-
-# Nodes of a graph.
-CPP_WRAPPER_UP_TO = 2000
-_SETTINGS: dict[str, Any] = {
-    # What the asserts look at is in the key by which a graph was chosen.
-    "size_asserts": False,
-    # It makes an input of `zeros + input`, whoever writes to that input later.
-    "joint_graph_constant_folding": False,
-}
+    return _torch.lower(graph, examples, backward, results)

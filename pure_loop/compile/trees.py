@@ -15,14 +15,23 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop import _pytree
-from pure_loop._pytree import NAMESPACE
-from pure_loop.data import _open, map_tensors
+from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.data.batch import _open, map_tensors
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["Durable", "Unread", "UnreadFieldError", "describe", "durable_fields", "rebuild", "tensors_of", "walk"]
+__all__ = [
+    "DurableFields",
+    "LazyField",
+    "UnreadFieldError",
+    "describe",
+    "durable_fields",
+    "rebuild",
+    "tensors_of",
+    "walk",
+]
 
 _OF_THE_STEP = frozenset(
     {
@@ -47,7 +56,7 @@ class UnreadFieldError(PureLoopError):
     """Traced code looked at a field that its graph was thought not to need."""
 
 
-class Unread(FrozenDict[str, Any]):
+class LazyField(FrozenDict[str, Any]):
     """Stands in for a field that would cost something to take along, until traced code looks at it."""
 
     __slots__ = ()
@@ -60,8 +69,8 @@ class Unread(FrozenDict[str, Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
-# Whoever maps a function over it looks at it, too.
-_pytree.register(Unread, Unread._look, lambda _, children: Unread(), attributes=False)
+# Mapping a function over it observes it, too.
+_pytree.register(LazyField, LazyField._look, lambda _, children: LazyField(), attributes=False)
 
 
 def describe(tensor: Tensor) -> tuple[Any, ...]:
@@ -72,7 +81,7 @@ def describe(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @attrs.define
-class Durable:
+class DurableFields:
     """The durable fields of a State, taken apart.
 
     Attributes:
@@ -88,7 +97,7 @@ class Durable:
     leaves: list[Any]
 
     @classmethod
-    def of(cls, state: State, names: tuple[str, ...]) -> Durable:
+    def of(cls, state: State, names: tuple[str, ...]) -> DurableFields:
         values = tuple([getattr(state, name) for name in names])
         leaves: list[Any] = []
         specs, ends = [], []
@@ -99,8 +108,8 @@ class Durable:
             elif type(value) is FrozenDict and not value:
                 spec = _EMPTY
             else:
-                found, spec = optree.tree_flatten(value, namespace=NAMESPACE)
-                leaves += found
+                result, spec = optree.tree_flatten(value, namespace=NAMESPACE)
+                leaves += result
             specs.append(spec)
             ends.append(len(leaves))
         return cls(values, tuple(specs), tuple(ends), leaves)
@@ -111,11 +120,11 @@ class Durable:
 
     def names(self, fields: tuple[str, ...]) -> list[str]:
         """What each leaf is called, for errors."""
-        found = []
+        result = []
         for field, value in zip(fields, self.values, strict=True):
             paths = optree.tree_paths(value, namespace=NAMESPACE)
-            found += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in paths]
-        return found
+            result += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in paths]
+        return result
 
 
 def is_number(leaf: Any) -> bool:
@@ -153,14 +162,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     plain = () if value is None or is_number(value) else _plain(value)
     if plain is not None:
         return list(plain)
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        result.append(tensor)
         return tensor
 
     map_tensors(note, value)
-    return found
+    return result
 
 
 def _plain(value: Any) -> Sequence[Tensor] | None:
@@ -174,8 +183,8 @@ def _plain(value: Any) -> Sequence[Tensor] | None:
         tensors = value
     else:
         return None
-    for each in tensors:
-        if type(each) is not Tensor:
+    for item in tensors:
+        if type(item) is not Tensor:
             return None
     return tensors
 
@@ -192,7 +201,7 @@ def walk(value: Any, *, by_value: bool = True) -> Any:
     node = _open(value)
     if node is None:
         return _leaf_key(value) if by_value else type(value)
-    return type(value), tuple(node[1]), tuple([walk(each, by_value=by_value) for each in node[0]])
+    return type(value), tuple(node[1]), tuple([walk(item, by_value=by_value) for item in node[0]])
 
 
 def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:

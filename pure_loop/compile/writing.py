@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pure_loop.compile.pieces import memory_of, origin
+from pure_loop.compile.cutting import memory_of, origin
 
 __all__ = ["drop_unused", "write_back"]
 
@@ -31,10 +31,10 @@ def write_back(graph: GraphModule, places: dict[int, int]) -> list[int]:
         for number, node in enumerate(results):
             if not isinstance(node, Node) or node in safe:
                 continue
-            found = memory_of(node)
-            own = number in targets and in_place.get(found) == {memory_of(targets[number])}
+            result = memory_of(node)
+            own = number in targets and in_place.get(result) == {memory_of(targets[number])}
             # It is, looks at, or may come to be in memory that is about to be written to.
-            if found in written or (found in in_place and not own):
+            if result in written or (result in in_place and not own):
                 # A `clone` the compiler takes out again, whatever is written to what was cloned (pytorch #198131).
                 safe[node] = nodes.call_function(_aten.lift_fresh_copy.default, (node,))
                 safe[node].meta["val"] = node.meta["val"]
@@ -53,7 +53,7 @@ def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, set[Any]]:
 
     It computes ``index_put(a, ...)`` in a's own memory if that is written to at all, with whatever (pytorch #198096).
     """
-    found: dict[Any, set[Any]] = {}
+    result: dict[Any, set[Any]] = {}
     for node in graph.graph.nodes:
         own = memory_of(node)
         if own in written:
@@ -61,10 +61,10 @@ def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, set[Any]]:
         for base in _bases(node):
             if _as_large(base, node):
                 memory = memory_of(base)
-                inside = found.get(memory, {memory} & written)
+                inside = result.get(memory, {memory} & written)
                 if inside:
-                    found[own] = found.get(own, set()) | inside
-    return found
+                    result[own] = result.get(own, set()) | inside
+    return result
 
 
 def _bases(node: Node) -> Iterator[Node]:
@@ -72,8 +72,8 @@ def _bases(node: Node) -> Iterator[Node]:
     if node.op != "call_function" or not node.args:
         return
     first: Any = node.args[0]
-    given = [first, node.args[1]] if node.target in _COPYING else [first]
-    yield from (each for each in given if isinstance(each, Node))
+    value = [first, node.args[1]] if node.target in _COPYING else [first]
+    yield from (item for item in value if isinstance(item, Node))
 
 
 def _as_large(one: Node, other: Node) -> bool:

@@ -1,7 +1,7 @@
-"""The parameters of a State between a forward and its backward, made when somebody looks.
+"""The parameters of a State between a forward and its backward, made at the first access.
 
 The forward runs on tensors of an engine's own, whose memory will be another State's in the next step. So that what a
-State shows never changes, it shows others, through which a penalty on weights has its gradient. In most runs nobody
+State shows never changes, it shows others, through which a penalty on weights has its gradient. In most runs no code
 looks, and to make them for all parameters costs as much as a small layer for each.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pure_loop import _pytree
+from pure_loop._internal import pytree as _pytree
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["Leaves"]
@@ -24,13 +24,13 @@ class Leaves(FrozenDict[str, Tensor]):
     Args:
         origin: the parameters of the State.
         make: from a name to the tensor that is shown, until :meth:`close`.
-        after: the same from then on, for those that nobody has looked at.
+        after: the same from then on, for those that were not accessed.
         index: the microbatch's number in its batch.
         last: whether no other one follows in it.
 
     Attributes:
         buffers: those that the forward went through, for a backward that goes through it again.
-        seen: what somebody has looked at, by name.
+        seen: those that were accessed, by name.
     """
 
     __slots__ = ("_after", "_make", "buffers", "index", "last", "seen")

@@ -1,8 +1,8 @@
-"""The mesh over which States are in parts where nobody gave one: one for a kind of device, and another after a fault.
+"""The mesh over which States are sharded where none was passed: one for a kind of device, and another after a fault.
 
-It goes with the process's default group, not with a stream: the States that are left after a stream still refer to it.
-A rank that fails breaks it, so that whoever waits in the middle of a forward wakes up. States that were kept are then
-in parts over a mesh that can't exchange any more, and go on over the next one.
+It belongs to the process's default group, not to a stream: the States that are left after a stream still refer to it.
+A rank that fails breaks it, so that ranks that wait in the middle of a forward wake up. States that were kept are then
+sharded over a mesh that can't exchange any more, and training resumes from them over the next one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import optree
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pure_loop._parts import is_part, on_mesh
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.dtensor import is_sharded, on_mesh
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import drop_groups_of_mesh
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DistributedError
 from pure_loop.state import State
@@ -32,12 +33,12 @@ def find_mesh(ranks: Ranks) -> DeviceMesh:
     """A mesh of all ranks, on which all ranks can exchange within the timeout; all ask for it."""
     kind = ranks.device.type
     world = dist.group.WORLD
-    made, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
-    usable = made is not None and made() is world and timeout == ranks.timeout
+    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
+    usable = result is not None and result() is world and timeout == ranks.timeout
     # A fault may have broken it on some ranks only.
-    everybody = ranks.gather((usable, number))
-    if mesh is None or any(each != (True, number) for each in everybody):
-        number = 1 + max(each for _, each in everybody)
+    by_rank = ranks.gather((usable, number))
+    if mesh is None or any(row != (True, number) for row in by_rank):
+        number = 1 + max(count for _, count in by_rank)
         # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
         mesh = DeviceMesh.from_group(ranks.new_group(), kind, mesh_dim_names=(f"{_NAME}{number}",))
         _meshes[kind] = ref(world), number, ranks.timeout, mesh
@@ -48,10 +49,10 @@ def find_mesh(ranks: Ranks) -> DeviceMesh:
 def break_mesh(ranks: Ranks) -> None:
     """Break the connections on which other ranks may be waiting."""
     kind = ranks.device.type
-    made, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
-    if mesh is not None and made is not None and made() is dist.group.WORLD:
+    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
+    if mesh is not None and result is not None and result() is dist.group.WORLD:
         dist.destroy_process_group(mesh.get_group())
-        getattr(mesh, "_pg_registry", {}).clear()  # the mesh of States that somebody kept
+        drop_groups_of_mesh(mesh)
         _meshes[kind] = None, number, timeout, mesh
 
 
@@ -61,19 +62,19 @@ def on_usable_mesh(state: State, ranks: Ranks) -> State:
     Raises:
         DistributedError: there were more ranks, or fewer, when it was put into parts.
     """
-    held: Any = next((tensor for tensor in state.params.values() if is_part(tensor)), None)
-    if held is None or not _is_ours(held._spec.mesh):
+    held: Any = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
+    if held is None or not _is_ours(held.device_mesh):
         return state
     mesh = find_mesh(ranks)
-    if held._spec.mesh is mesh:
+    if held.device_mesh is mesh:
         return state
-    if held._spec.mesh.size() != mesh.size():
+    if held.device_mesh.size() != mesh.size():
         raise DistributedError(
-            f"this State is in parts of {held._spec.mesh.size()} ranks, and there are {mesh.size()} now: load it from "
+            f"this State is in parts of {held.device_mesh.size()} ranks, and there are {mesh.size()} now: load it from "
             "a checkpoint, which any number of ranks can read."
         )
     moved: Any = optree.tree_map(
-        lambda leaf: on_mesh(leaf, mesh) if is_part(leaf) else leaf,
+        lambda leaf: on_mesh(leaf, mesh) if is_sharded(leaf) else leaf,
         state,  # type: ignore[arg-type]
         namespace=NAMESPACE,
     )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, whatever the stub says
 from torch.distributed import distributed_c10d as c10d
 
+from pure_loop._internal.torch_private import default_store
 from pure_loop.errors import DistributedError
 
 __all__ = ["Rendezvous", "first_line", "named", "within"]
@@ -223,16 +224,16 @@ class Rendezvous:
             return {}, False
         seconds = min(_ROLL_CALL, self.seconds / 3)
         store = self._store
-        said: dict[int, str] = {}
+        answers: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]
 
         def ask() -> None:
             until = time.monotonic() + seconds
-            while len(said) < len(others) and time.monotonic() < until:
+            while len(answers) < len(others) and time.monotonic() < until:
                 for rank in others:
-                    if rank not in said and store.check([str(rank)]):
-                        said[rank] = store.get(str(rank)).decode()
-                if any(text.startswith("fell") for text in said.values()):
+                    if rank not in answers and store.check([str(rank)]):
+                        answers[rank] = store.get(str(rank)).decode()
+                if any(text.startswith("fell") for text in answers.values()):
                     return
                 time.sleep(_POLL)
 
@@ -240,8 +241,8 @@ class Rendezvous:
             within(_MORE * seconds + 0.2, ask)
         except _UNREACHABLE:
             self._is_lost = True
-            return dict(said), False
-        return said, True
+            return dict(answers), False
+        return answers, True
 
     @property
     def hosted_by_rank_0(self) -> bool:
@@ -282,7 +283,7 @@ def _base(rank: int, size: int, seconds: float) -> Any:
     if _opened is not None and _opened[0] == where:
         return _opened[1]
     if dist.is_initialized():
-        return c10d._get_default_store()
+        return default_store()
     if not where[0] or not where[1].isdecimal():
         raise ValueError("MASTER_ADDR and MASTER_PORT are not set in the environment.")
     store = TCPStore(

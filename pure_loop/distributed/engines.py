@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from pure_loop.distributed.joint import JointEngine
+from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.distributed.parallel import Parallel, rank, world_size
 from pure_loop.distributed.ranks import Ranks, local_rank
 from pure_loop.errors import ArgumentError
@@ -14,7 +14,7 @@ from pure_loop.errors import ArgumentError
 __all__ = ["device_of_rank", "engine_of", "reads_its_own"]
 
 
-def engine_of(parallel: Parallel, device: torch.device) -> JointEngine:
+def engine_of(parallel: Parallel, device: torch.device) -> MultiRankEngine:
     """The engine; it meets the other ranks when it starts."""
     ranks = Ranks(rank(), world_size(), device, parallel.seconds)
     if parallel.kind == "shard":
@@ -41,20 +41,20 @@ def reads_its_own(parallel: Parallel, dataloader: Any) -> bool:
     """
     from torch.utils.data.distributed import DistributedSampler
 
-    given: Literal["split", "own"] | None = parallel.data
+    value: Literal["split", "own"] | None = parallel.data
     samplers = [getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)]
     samplers.append(getattr(samplers[1], "sampler", None))
-    found = next((each for each in samplers if isinstance(each, DistributedSampler)), None)
-    if found is None:
-        return given == "own"
-    if given == "split":
+    result = next((item for item in samplers if isinstance(item, DistributedSampler)), None)
+    if result is None:
+        return value == "own"
+    if value == "split":
         raise ArgumentError(
             "the DataLoader has a DistributedSampler, which gives each rank its part, and Parallel(data='split') would "
             "split that again: leave out one of the two."
         )
-    if (found.num_replicas, found.rank) != (world_size(), rank()):
+    if (result.num_replicas, result.rank) != (world_size(), rank()):
         raise ArgumentError(
-            f"the DataLoader's DistributedSampler is that of rank {found.rank} of {found.num_replicas}, and this is "
+            f"the DataLoader's DistributedSampler is that of rank {result.rank} of {result.num_replicas}, and this is "
             f"rank {rank()} of {world_size()}."
         )
     return True

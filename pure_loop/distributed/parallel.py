@@ -1,4 +1,4 @@
-"""What a user chooses about many ranks."""
+"""``Parallel``: the settings of training on several ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from torch import nn
 
-from pure_loop._values import as_float
+from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_PARALLEL = "Parallel"  # in errors
+
 __all__ = ["Parallel", "rank", "read_parallel", "world_size"]
 
 
 def rank() -> int:
-    """This process among the ranks: that of the process group, or what ``torchrun`` says, or 0.
+    """The rank of this process: in the process group, else in the environment of ``torchrun``, else 0.
 
     >>> rank()
     0
@@ -31,7 +33,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are: of the process group, or what ``torchrun`` says, or 1.
+    """The number of ranks: of the process group, else in the environment of ``torchrun``, else 1.
 
     >>> world_size()
     1
@@ -40,7 +42,7 @@ def world_size() -> int:
 
 
 def _of_group(function: str, variable: str, alone: int) -> int:
-    dist = sys.modules.get("torch.distributed")  # who has a group has imported it
+    dist = sys.modules.get("torch.distributed")  # imported wherever a group exists
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(getattr(dist, function)())
     return int(os.environ.get(variable, alone))
@@ -54,26 +56,27 @@ class Parallel:
 
     Args:
         kind: ``"replicate"``: every rank holds the whole model (torch's DistributedDataParallel averages gradients);
-            ``"shard"``: every rank holds a part of each parameter, gradient and memory of the optimizer (torch's
-            ``fully_shard``). Given a mesh, its number of dimensions decides between sharding alone and both.
+            ``"shard"``: every rank holds a shard of each parameter, gradient and tensor of the optimizer state (torch's
+            ``fully_shard``). With a mesh of two dimensions, parameters are replicated and sharded.
         mesh: for ``"shard"``: a DeviceMesh of one dimension, or of two: replicated over the first and sharded over the
             second (HSDP). None: one dimension, all ranks.
         data: ``"split"``: every rank is given the same dataloader, and takes its part of each batch, so that
-            ``batch_size`` is that of the whole and n ranks train as one does; ``"own"``: each rank's dataloader gives
-            its own part. None: ``"own"`` for a DataLoader with a DistributedSampler, or else ``"split"``.
-        uneven: with data of its own a rank may have a batch less than another. ``"stop"``: the epoch ends for all when
-            the first one has no more; ``"pad"``: when the last one has no more, and until then those without take
-            part without counting.
+            ``batch_size`` is that of the whole batch and n ranks train as one does; ``"own"``: each rank passes a
+            dataloader of its own samples. None: ``"own"`` for a DataLoader with a DistributedSampler, else ``"split"``.
+        uneven: with ``data="own"`` ranks may have different numbers of batches. ``"stop"``: the epoch ends on all
+            ranks when the first one runs out; ``"pad"``: when the last one does, and until then the others take part
+            with weight 0.
         timeout: how long a rank waits for another one: seconds, or ``"5m"``.
-        find_unused_parameters: for ``"replicate"``: whether some batches reach only some parameters. None: whether the
-            first batch does. True costs a walk through the graph in every batch; with False a batch that leaves out a
+        find_unused_parameters: for ``"replicate"``: whether some batches don't reach all parameters. None: whether the
+            first batch doesn't. If True, the graph of every batch is searched; if False, a batch that doesn't reach a
             parameter is an error.
-        bucket_cap_mb: for ``"replicate"``: how much gradient is exchanged at a time; None: torch's default.
-        groups: for ``"shard"``: ``(name, module) -> bool``: which submodules are gathered as one. None: the elements of
-            each ``nn.ModuleList`` and ``nn.Sequential`` that have parameters.
+        bucket_cap_mb: for ``"replicate"``: the megabytes of gradients that are exchanged at a time; None: torch's
+            default.
+        groups: for ``"shard"``: ``(name, module) -> bool``: the submodules that are gathered as one. None: the elements
+            of each ``nn.ModuleList`` and ``nn.Sequential`` that have parameters.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a value that can't be used.
+        ArgumentError, ArgumentTypeError: a value out of range, or of another type.
 
     >>> Parallel(kind="shard", timeout="30s").seconds
     30.0
@@ -89,17 +92,15 @@ class Parallel:
     groups: Callable[[str, nn.Module], bool] | None = None
 
     def __attrs_post_init__(self) -> None:
-        _one_of("kind", self.kind, ("replicate", "shard"))
-        _one_of("data", self.data, ("split", "own", None))
-        _one_of("uneven", self.uneven, ("stop", "pad"))
-        _one_of("find_unused_parameters", self.find_unused_parameters, (True, False, None))
-        if self.groups is not None and not callable(self.groups):
-            raise ArgumentTypeError(f"Parallel(groups={self.groups!r}): give a function (name, module) -> bool.")
-        cap = self.bucket_cap_mb
-        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float)):
-            raise ArgumentTypeError(f"Parallel(bucket_cap_mb={cap!r}): give a number above 0, or None.")
-        if cap is not None and not 0 < as_float(cap) < math.inf:
-            raise ArgumentError(f"Parallel(bucket_cap_mb={self.bucket_cap_mb!r}): give a number above 0, or None.")
+        check_choice("kind", self.kind, ("replicate", "shard"), where=_PARALLEL)
+        check_choice("data", self.data, ("split", "own", None), where=_PARALLEL)
+        check_choice("uneven", self.uneven, ("stop", "pad"), where=_PARALLEL)
+        check_choice("find_unused_parameters", self.find_unused_parameters, (True, False, None), where=_PARALLEL)
+        if self.groups is not None:
+            check_callable("groups", self.groups, "a function (name, module) -> bool, or None", where=_PARALLEL)
+        if self.bucket_cap_mb is not None:
+            wanted = "a number above 0, or None"
+            check_number("bucket_cap_mb", self.bucket_cap_mb, where=_PARALLEL, above=0, wanted=wanted)
         if self.mesh is not None:
             _check_mesh(self.mesh, self.kind)
         others = ("mesh", "groups") if self.kind == "replicate" else ("bucket_cap_mb", "find_unused_parameters")
@@ -111,25 +112,20 @@ class Parallel:
     @property
     def seconds(self) -> float:
         """The timeout in seconds."""
-        given = self.timeout
-        if isinstance(given, int | float) and not isinstance(given, bool):
-            seconds = as_float(given)
+        argument = self.timeout
+        if is_number(argument):
+            seconds = as_float(argument)
         else:
             try:
-                time = Time.parse(given)
+                time = Time.parse(argument)  # type: ignore[arg-type]  # a text, or a bool, which it refuses
             except (ArgumentError, ArgumentTypeError) as error:
-                raise type(error)(f"Parallel(timeout={given!r}): {error}") from None
+                raise type(error)(f"Parallel(timeout={argument!r}): {error}") from None
             if time.unit is not TimeUnit.SECOND:
-                raise ArgumentError(f'Parallel(timeout={given!r}): give seconds, or a text such as "5m".')
+                raise ArgumentError(f'Parallel(timeout={argument!r}): give seconds, or a text such as "5m".')
             seconds = float(time.value)
         if not 0 < seconds < math.inf:
-            raise ArgumentError(f'Parallel(timeout={given!r}): give seconds above 0, or a text such as "5m".')
+            raise ArgumentError(f'Parallel(timeout={argument!r}): give seconds above 0, or a text such as "5m".')
         return seconds
-
-
-def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        raise ArgumentError(f"Parallel({name}={value!r}): give one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_mesh(mesh: Any, kind: str) -> None:
@@ -147,21 +143,21 @@ def _check_mesh(mesh: Any, kind: str) -> None:
         raise ArgumentError(f"Parallel(mesh=...): the mesh has {mesh.size()} ranks, and there are {size}.")
 
 
-def read_parallel(given: Any) -> Parallel | None:
+def read_parallel(value: Any) -> Parallel | None:
     """The ``parallel=`` argument.
 
     Raises:
         ArgumentError, ArgumentTypeError: it can't be read.
     """
-    if given is None or isinstance(given, Parallel):
-        return given
-    if given == "replicate" or given == "shard":
-        return Parallel(kind=given)
-    if isinstance(given, str):
+    if value is None or isinstance(value, Parallel):
+        return value
+    if value == "replicate" or value == "shard":
+        return Parallel(kind=value)
+    if isinstance(value, str):
         raise ArgumentError(
-            f'parallel={given!r}: write "replicate", "shard" or pl.distributed.Parallel(...); None for one rank.'
+            f'parallel={value!r}: write "replicate", "shard" or pl.distributed.Parallel(...); None for one rank.'
         )
     raise ArgumentTypeError(
-        f"parallel={given!r} of type {type(given).__name__}: "
+        f"parallel={value!r} of type {type(value).__name__}: "
         'write "replicate", "shard" or pl.distributed.Parallel(...).'
     )

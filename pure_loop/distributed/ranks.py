@@ -1,6 +1,6 @@
 """How ranks talk: small exchanges of numbers, and an error on every rank, with names, when one of them fails.
 
-A rank that fails reports where it was and breaks its connections, so that the others, who wait for it, wake up at
+A rank that fails reports where it was and breaks its connections, so that the ranks that wait for it wake up at
 once; one that was killed or hangs reports nothing, by which the others know it.
 """
 
@@ -109,7 +109,7 @@ class Ranks:
         return dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
 
     def keep(self) -> None:
-        """Leave the process group that was made here to the end of the process: States go on to use it."""
+        """Leave the process group that was made here to the end of the process: States still use it."""
         if self._owns:
             self._owns = False
             atexit.register(_leave)
@@ -127,10 +127,10 @@ class Ranks:
         mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
         if self._fake:
             return lambda: [mine[2:]] * self.size
-        given = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
-        given[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        answers = [torch.empty_like(given) for _ in range(self.size)]
-        work = dist.all_gather(answers, given, group=self._control, async_op=True)
+        value = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
+        value[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
+        answers = [torch.empty_like(value) for _ in range(self.size)]
+        work = dist.all_gather(answers, value, group=self._control, async_op=True)
 
         def answer() -> list[tuple[float, ...]]:
             work.wait()
@@ -144,8 +144,8 @@ class Ranks:
     def _refuse_other_places(self, rows: list[list[float]]) -> NoReturn:
         places = [f"about to come to {_EVENTS[int(row[0])].name} of batch {int(row[1])}" for row in rows]
         raise DistributedError(
-            f"the ranks have lost step: {self.stand(places)}. Every rank has to be given the same data, durations, "
-            "evaluators and algorithms, and none may leave the loop alone; where each gives data of its own write "
+            f"the ranks are at different events: {self.stand(places)}. Every rank needs the same data, durations, "
+            "evaluators and algorithms, and none may leave the loop alone; where each has data of its own, write "
             "parallel=pl.distributed.Parallel(data='own')."
         )
 
@@ -230,10 +230,10 @@ class Ranks:
 
     def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
         """Which ranks fell, and which don't answer."""
-        said, reachable = rendezvous.roll_call()
-        fell = {rank: text.partition("|")[2] for rank, text in said.items() if text.startswith("fell")}
-        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in said]
-        head = f"rank {self.rank} of {self.size} waited after {place}, and training can't go on: "
+        answers, reachable = rendezvous.roll_call()
+        fell = {rank: text.partition("|")[2] for rank, text in answers.items() if text.startswith("fell")}
+        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in answers]
+        head = f"rank {self.rank} of {self.size} waited after {place}, and training can't continue: "
         if fell:
             return head + "; ".join(f"rank {rank} {text}" for rank, text in sorted(fell.items())).rstrip(".") + "."
         if not reachable and rendezvous.hosted_by_rank_0:
@@ -246,7 +246,7 @@ class Ranks:
                 f"{'' if reachable else 'The store through which ranks meet does not answer either. '}"
                 "Look at the output of that process."
             )
-        places = "; ".join(f"rank {rank} {text.partition('|')[2]}" for rank, text in sorted(said.items()))
+        places = "; ".join(f"rank {rank} {text.partition('|')[2]}" for rank, text in sorted(answers.items()))
         return f"{head}a connection between ranks broke, though all of them are alive: {places}."
 
     def stand(self, places: Sequence[str], verbs: tuple[str, str] = ("is", "are")) -> str:

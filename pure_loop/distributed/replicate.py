@@ -2,7 +2,7 @@
 
 A private DistributedDataParallel holds parameters whose memory is set to that of a State's; the forward runs on them,
 outside of it. Only the loss goes through it, when the backward begins: from then on its buckets are exchanged while the
-backward goes on. Microbatches before the last one are differentiated on this rank alone.
+backward runs. Microbatches before the last one are differentiated on this rank alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop._autograd import GradMode, graph_of, scalar_like, zero_unless
+from pure_loop._internal.autograd import GradMode, graph_of, scalar_like, zero_unless
+from pure_loop._internal.torch_private import fill_buckets
 from pure_loop.distributed._leaves import Leaves
-from pure_loop.distributed.joint import JointEngine, no_parameters
-from pure_loop.engine import writable
+from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
+from pure_loop.donation.owned import Owned
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model import ModelDef
-from pure_loop.state import State, device_of, holding
+from pure_loop.model.model import ModelDef
+from pure_loop.stages.engine import writable
+from pure_loop.state import State, device_of, with_fields
 
 __all__ = ["ReplicateEngine"]
 
@@ -42,7 +44,7 @@ class _Holder(nn.Module):
         return loss
 
 
-class ReplicateEngine(JointEngine):
+class ReplicateEngine(MultiRankEngine):
     """Gradients averaged by DistributedDataParallel."""
 
     _model: ModelDef | None = None
@@ -59,13 +61,13 @@ class ReplicateEngine(JointEngine):
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
             return state.model.leaves(state.params)
-        if self._model is None or self._model._skeleton is not state.model._skeleton:
+        if self._model is None or self._model.skeleton is not state.model.skeleton:
             self._hold(state)
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
         params = getattr(params, "origin", params)
         parameters, trained = self._held, frozenset(self._held)
-        alive = ref(self)  # a State that somebody keeps must not keep the process group
+        alive = ref(self)  # a State that is kept must not keep the process group
 
         def detached(name: str) -> Tensor:
             tensor: Tensor = params[name].detach()
@@ -83,7 +85,7 @@ class ReplicateEngine(JointEngine):
 
     def _borrow(self, params: FrozenDict[str, Tensor]) -> None:
         """Set the memory of the parameters that DistributedDataParallel knows to that of these."""
-        if self.shares(params):
+        if self.shares_storage(params):
             return
         torch.clear_autocast_cache()  # of these very parameters, when they had other numbers
         for name, held in self._held.items():
@@ -111,7 +113,7 @@ class ReplicateEngine(JointEngine):
         params.holder, bound.holder = bound.holder, None
         return result
 
-    def shares(self, params: FrozenDict[str, Tensor]) -> bool:
+    def shares_storage(self, params: FrozenDict[str, Tensor]) -> bool:
         return self._lender() is params
 
     def parameters(self) -> Iterable[Tensor] | None:
@@ -135,7 +137,7 @@ class ReplicateEngine(JointEngine):
             mask = partial(zero_unless, counts)
             hooks = [held.register_hook(mask) for held in self._held.values()]  # type: ignore[no-untyped-call]
         try:
-            found = self._average(state, loss, seed, alone=alone)
+            result = self._average(state, loss, seed, alone=alone)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
@@ -143,7 +145,7 @@ class ReplicateEngine(JointEngine):
             for hook in hooks:
                 hook.remove()
         leaves.close()
-        return found
+        return result
 
     def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool) -> tuple[Any, ...]:
         averaging = self._averaging
@@ -155,22 +157,22 @@ class ReplicateEngine(JointEngine):
         with GradMode(True):
             if reached:
                 # Nothing of each, so that its gradient takes part, though this microbatch may leave it out.
-                nothing = torch.stack([each.reshape(-1)[:0].sum() for each in reached]).sum()
+                nothing = torch.stack([item.reshape(-1)[:0].sum() for item in reached]).sum()
                 loss = nothing if loss is None else loss + nothing.to(loss)
             if loss is None:
                 loss = self._anchor[:0].sum()
             # It divides by the number of ranks.
             factor = scalar_like(loss, seed) * self.ranks
             averaging(loss).backward(factor)
-        found = tuple([held.grad for held in self._held.values()])
+        result = tuple([held.grad for held in self._held.values()])
         for held in self._held.values():
             held.grad = None
-        if not averaging.find_unused_parameters and any(gradient is None for gradient in found):
-            self._refuse_unused(state, found)
-        return found
+        if not averaging.find_unused_parameters and any(gradient is None for gradient in result):
+            self._refuse_unused(state, result)
+        return result
 
-    def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
-        state = ended.pop()
+    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
+        state = owned.take()
         if not last:
             return state
         grads: Any = state._grads
@@ -181,9 +183,9 @@ class ReplicateEngine(JointEngine):
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
         elif any(absent) and counts:
             self._refuse_unused(state, tuple(grads.values()))
-        given = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
-        found = dict(zip(names, self.sums_of(given), strict=True))
-        return holding(state, _grads=FrozenDict((name, found.get(name)) for name in grads))
+        value = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
+        result = dict(zip(names, self.sums_of(value), strict=True))
+        return with_fields(state, _grads=FrozenDict((name, result.get(name)) for name in grads))
 
     def _leaves_out(self, state: State, absent: int) -> bool:
         """Whether batches may leave parameters out: the user says so, or the first one does, on any rank."""
@@ -200,14 +202,14 @@ class ReplicateEngine(JointEngine):
         if before is None:
             return []
         names = [name for name in self._held if before[name] is not None]
-        given = [before[name] for name in names]
-        if alone and writable(given):
-            torch._foreach_mul_(given, float(self.ranks))
-        elif given:
-            given = list(torch._foreach_mul(given, float(self.ranks)))
-        found = dict(zip(names, given, strict=True))
+        value = [before[name] for name in names]
+        if alone and writable(value):
+            torch._foreach_mul_(value, float(self.ranks))
+        elif value:
+            value = list(torch._foreach_mul(value, float(self.ranks)))
+        result = dict(zip(names, value, strict=True))
         for name, held in self._held.items():
-            held.grad = found.get(name)
+            held.grad = result.get(name)
         return [self._held[name] for name in names]
 
     def _hold(self, state: State) -> None:
@@ -246,12 +248,12 @@ class ReplicateEngine(JointEngine):
             _fix_buckets(averaging)
         return averaging
 
-    def _refuse_unused(self, state: State, found: tuple[Any, ...]) -> None:
+    def _refuse_unused(self, state: State, result: tuple[Any, ...]) -> None:
         """
         Raises:
             ModelError: always.
         """
-        names = [name for name, gradient in zip(state.model.trainable, found, strict=True) if gradient is None]
+        names = [name for name, gradient in zip(state.model.trainable, result, strict=True) if gradient is None]
         raise ModelError(
             f"rank {self.rank} of {self.ranks}: the loss of batch {state.timestamp.batch} does not reach the "
             f"parameters {names[:3]}, which that of the first batch did. Where batches use parts of a model write "
@@ -272,11 +274,8 @@ def _fix_buckets(averaging: DistributedDataParallel) -> None:
     for the second. On three ranks and more numbers are added in another order where they are in another bucket, so
     training that is resumed would not come to the same bits.
     """
-    push = getattr(averaging.reducer, "_push_all_rebuilt_params", None)
-    if push is not None:
-        push()
-        return
-    _backward_of_nothing(averaging)
+    if not fill_buckets(averaging.reducer):
+        _backward_of_nothing(averaging)
 
 
 def _backward_of_nothing(averaging: DistributedDataParallel) -> None:

@@ -1,9 +1,9 @@
-"""Sharded: every rank holds a part of each parameter, gradient and memory of the optimizer; torch's ``fully_shard``.
+"""Sharded training by torch's ``fully_shard``: a rank holds a shard of each parameter, gradient and optimizer state.
 
 In a State they are DTensors, split along their first dimension. A private module, to which ``fully_shard`` was
-applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's parts are
-copied into it. Optimizers work on the parts alone. Where steps are compiled, all parameters are gathered before the
-first forward (:mod:`pure_loop.distributed._wholes`), and that module isn't made.
+applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's shards are
+copied into it. Optimizers work on the shards alone. Where steps are compiled, all parameters are gathered before the
+first forward (:mod:`pure_loop.distributed.unsharded`), and that module isn't made.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pure_loop._autograd import GradMode, scalar_like, zero_unless
-from pure_loop._buffers import UNALTERED, Altered, alterations, put_slots, slot_of
-from pure_loop._parts import is_part, part_of, whole_of, with_part
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.autograd import GradMode, scalar_like, zero_unless
+from pure_loop._internal.dtensor import from_local, full_tensor, is_sharded, local_tensor
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import drop_groups_of_fsdp
+from pure_loop.data.source import END
 from pure_loop.distributed._leaves import Leaves
 from pure_loop.distributed._meshes import break_mesh, find_mesh
-from pure_loop.distributed._wholes import Wholes
-from pure_loop.distributed.joint import JointEngine, no_parameters
+from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
+from pure_loop.distributed.unsharded import UnshardedParameters
+from pure_loop.donation.owned import Owned
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model import ModelDef
+from pure_loop.model.buffers import UNALTERED, Altered, alterations, put_slots, slot_of
+from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
-from pure_loop.sources import END
-from pure_loop.state import State, holding
+from pure_loop.optim.optimizer import time_of_step
+from pure_loop.state import State, with_fields
 
 __all__ = ["ShardEngine", "repeated_layers"]
 
 T = TypeVar("T")
 
 
-class ShardEngine(JointEngine):
+class ShardEngine(MultiRankEngine):
     """Parameters in parts, gathered by ``fully_shard`` where they are needed, or all of them for graphs."""
 
     _mesh: DeviceMesh
@@ -59,17 +62,17 @@ class ShardEngine(JointEngine):
     _copied: Callable[[], Any] = staticmethod(no_parameters)
     # How many microbatches of the batch fully_shard has added up the gradients of.
     _added_up = 0
-    # Their gradients from what somebody looked at between the forward and the backward.
+    # Their gradients through values observed between the forward and the backward.
     _penalties: dict[str, Any]
     # Of this model, where steps are compiled.
-    _wholes: Wholes | None = None
-    _wholes_of: ModelDef | None = None
+    _unsharded: UnshardedParameters | None = None
+    _unsharded_of: ModelDef | None = None
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
-        held: Any = next((tensor for tensor in state.params.values() if is_part(tensor)), None)
+        held: Any = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
         if held is not None:
-            self._mesh = held._spec.mesh
+            self._mesh = held.device_mesh
             return state
         # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
         _refuse_scalars(state)
@@ -77,11 +80,11 @@ class ShardEngine(JointEngine):
         return self._in_parts(state)
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
-        # Who leaves the loop, on all ranks, goes on to use States in parts.
+        # After the loop, on all ranks, States are used sharded.
         if not isinstance(error, GeneratorExit):
             # The others may wait in the middle of a forward.
             for group in self._groups:
-                _cut(group)
+                drop_groups_of_fsdp(group)
             break_mesh(self.talk)
         super().failed(error, event, state)
 
@@ -94,11 +97,11 @@ class ShardEngine(JointEngine):
         shapes = {name: tensor.shape for name, tensor in state.params.items()}
 
         def split(path: tuple[Any, ...], leaf: Any) -> Any:
-            name = next((each for each in path if each in shapes), None)
+            name = next((key for key in path if key in shapes), None)
             belongs = name is not None and isinstance(leaf, Tensor) and leaf.shape == shapes[name] and leaf.ndim > 0
             return self._part(leaf) if belongs else leaf
 
-        fields = {}
+        fields: dict[str, Any] = {}
         for field in ("params", "opt_state", "algorithm_state"):
             tree = getattr(state, field)
             fields[field] = optree.tree_map_with_path(split, tree, namespace=NAMESPACE)
@@ -113,11 +116,11 @@ class ShardEngine(JointEngine):
         )
         stride = torch.empty(whole.shape, device="meta").stride()
         like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=stride)
-        return with_part(like, part)  # the one above has a view of it
+        return from_local(like, part)  # the one above has a view of it
 
     def _as_part(self, tensor: Tensor) -> Any:
         """A parameter in parts: an algorithm may have made others of the whole ones that it was shown in a forward."""
-        return tensor if is_part(tensor) else self._part(tensor)
+        return tensor if is_sharded(tensor) else self._part(tensor)
 
     # Forward and backward.
 
@@ -127,7 +130,7 @@ class ShardEngine(JointEngine):
         trained = frozenset(state.model.trainable)
 
         def gathered(name: str) -> Tensor:
-            whole: Tensor = whole_of(origin[name].detach())
+            whole: Tensor = full_tensor(origin[name].detach())
             return whole.requires_grad_(name in trained)
 
         return Leaves(origin, gathered, origin.__getitem__, index=index, last=last)
@@ -142,11 +145,11 @@ class ShardEngine(JointEngine):
         hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
         model = state.model
-        if self._model is None or self._model._skeleton is not model._skeleton:
+        if self._model is None or self._model.skeleton is not model.skeleton:
             self._build(model)
         module = self._module
         if self._altered is not model.altered:
-            came = model._skeleton
+            came = model.skeleton
             put_slots(module, {path: slot_of(came, path) for path in self._altered if path not in model.altered})
             put_slots(module, model.altered)
             self._altered, self._buffers = model.altered, list(model.places_of_buffers(module))
@@ -154,7 +157,7 @@ class ShardEngine(JointEngine):
         self._load(origin, training)
         self._bind({name: buffer.clone() for name, buffer in state.buffers.items()})
         result = function(module)
-        altered = alterations(module, model._skeleton, model.altered)
+        altered = alterations(module, model.skeleton, model.altered)
         if altered is not model.altered:
             model = model.with_altered(altered)
             self._altered, self._buffers = altered, list(model.places_of_buffers(module))
@@ -171,9 +174,9 @@ class ShardEngine(JointEngine):
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with GradMode(False):
-                given = [params[name] for name in self._held]
-                mine = [part_of(self._as_part(each)) for each in given]
-                torch._foreach_copy_([part_of(held) for held in self._held.values()], mine)
+                value = [params[name] for name in self._held]
+                mine = [local_tensor(self._as_part(item)) for item in value]
+                torch._foreach_copy_([local_tensor(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
             self._model.set_mode(self._module, training)  # type: ignore[union-attr]
@@ -210,8 +213,8 @@ class ShardEngine(JointEngine):
         with GradMode(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
-                outputs = [each for each in _tensors(state.outputs) if each.requires_grad]
-                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+                outputs = [tensor for tensor in _tensors(state.outputs) if tensor.requires_grad]
+                torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             else:
                 if counts is not None:
                     # The gradients of parameters are fully_shard's own: what is NaN is stopped at the outputs.
@@ -232,53 +235,53 @@ class ShardEngine(JointEngine):
             return None
         self._added_up = 0
         held = {name: self._held[name] for name in state.model.trainable}
-        found: dict[str, Any] = {name: each.grad for name, each in held.items()}
-        for each in held.values():
-            each.grad = None
+        result: dict[str, Any] = {name: leaf.grad for name, leaf in held.items()}
+        for leaf in held.values():
+            leaf.grad = None
         # fully_shard puts the gradients that there are one after the other, whichever they are.
-        missing = ",".join(name for name, each in found.items() if each is None)
+        missing = ",".join(name for name, leaf in result.items() if leaf is None)
         self._signature = float(zlib.crc32(missing.encode()))
         penalties, self._penalties = self._penalties, {}
-        for name in found:
+        for name in result:
             if name in penalties:
-                found[name] = self._with_penalty(state.params[name], found[name], penalties[name])
-        return tuple(found.values())
+                result[name] = self._with_penalty(state.params[name], result[name], penalties[name])
+        return tuple(result.values())
 
     # What graphs do between two exchanges.
 
-    def gathered(self, state: State) -> State:
+    def unsharded(self, state: State) -> State:
         params = state.params
-        if not all(map(is_part, params.values())):
-            params = FrozenDict((name, self._as_part(each)) for name, each in params.items())
-        if self._wholes is None or self._wholes_of is not state.model:
-            self._wholes, self._wholes_of = Wholes(params, state.model.trainable), state.model
-        return holding(state, params=self._wholes.of(params), _grads=None)
+        if not all(map(is_sharded, params.values())):
+            params = FrozenDict((name, self._as_part(param)) for name, param in params.items())
+        if self._unsharded is None or self._unsharded_of is not state.model:
+            self._unsharded, self._unsharded_of = UnshardedParameters(params, state.model.trainable), state.model
+        return with_fields(state, params=self._unsharded.of(params), _grads=None)
 
-    def add_up(self, ended: list[State], before: State, *, last: bool) -> State:
+    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
         _refuse_gradients(before)
-        wholes, params = self._wholes, before.params
+        wholes, params = self._unsharded, before.params
         assert wholes is not None
-        state = ended.pop()
-        grads, state = dict(state._grads), holding(state, params=params, _grads=None)
+        state = owned.take()
+        grads, state = dict(state._grads), with_fields(state, params=params, _grads=None)
         if not last:
             wholes.add(grads)
             return state
         names = tuple(grads)
         self._drop(state.model)
-        found = wholes.scatter(grads)
-        parts = (with_part(self._as_part(params[name]), found[name]) if name in found else None for name in names)
-        return holding(state, _grads=FrozenDict(zip(names, parts, strict=True)))
+        result = wholes.scatter(grads)
+        parts = (from_local(self._as_part(params[name]), result[name]) if name in result else None for name in names)
+        return with_fields(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
-    def next_batch(self, state: State, *given: Any) -> Any:
-        batch = super().next_batch(state, *given)
+    def next_batch(self, state: State, *value: Any) -> Any:
+        batch = super().next_batch(state, *value)
         if batch is END:
             self._drop(state.model)  # those of an evaluation
         return batch
 
     def _drop(self, model: ModelDef) -> None:
         """Let go of whole parameters, which a module that was called with them still has."""
-        if self._wholes is not None:
-            self._wholes.drop()
+        if self._unsharded is not None:
+            self._unsharded.drop()
             model.unbind()
 
     def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
@@ -292,17 +295,17 @@ class ShardEngine(JointEngine):
         module = model.copied()
         groups = self.parallel.groups
         chosen = (
-            [each for name, each in module.named_modules() if name and groups(name, each)]
+            [submodule for name, submodule in module.named_modules() if name and groups(name, submodule)]
             if groups is not None
             else list(repeated_layers(module))
         )
         # Inner ones first.
-        for each in (*reversed(chosen), module):
-            each.register_forward_hook(_without_views)
-            fully_shard(each, mesh=self._mesh)
+        for item in (*reversed(chosen), module):
+            item.register_forward_hook(_without_views)
+            fully_shard(item, mesh=self._mesh)
         module.to_empty(device=self.talk.device)
         self._module, self._model = module, model
-        self._groups = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._groups = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
         self._held = dict(module.named_parameters())
         self._altered = model.altered
         put_slots(module, model.altered)
@@ -316,19 +319,20 @@ class ShardEngine(JointEngine):
 
     # The update.
 
-    def memory(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
         if not optimizer.elementwise:
             raise ArgumentError(
                 f"optimizer {optimizer.name!r} may need whole parameters, and with parallel='shard' a rank holds a "
-                "part of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own says so "
-                "with Optimizer(..., elementwise=True)), or parallel='replicate'."
+                "shard of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own is "
+                "declared by Optimizer(..., elementwise=True)), or parallel='replicate'."
             )
         return self._wrapped(optimizer.init(_parts(trained)), trained)
 
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         assert state._grads is not None
         params, parts = _parts(trained), _parts_in(state.opt_state)
-        new, opt_state = optimizer.update(_parts(state._grads), parts, params, state.timestamp)
+        timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
+        new, opt_state = optimizer.update(_parts(state._grads), parts, params, timestamp)
         return _with_parts(trained, params, new), self._merged(state.opt_state, parts, opt_state, trained)
 
     def overwrite(
@@ -344,13 +348,14 @@ class ShardEngine(JointEngine):
         self._copied = no_parameters  # the parameters stay the same tensors, with other numbers
         params, parts = _parts(trained), _parts_in(memory)
         options = {} if found_inf is None else {"found_inf": found_inf}
-        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, state.timestamp, **options)
+        timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
+        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, timestamp, **options)
         return _with_parts(trained, params, new), self._merged(memory, parts, opt_state, trained)
 
     def _merged(
         self, memory: Any, parts: Any, new: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()
     ) -> Any:
-        """The memory, with what is new in its parts; what is not stays the same object."""
+        """The optimizer state with the new shards; a tensor whose shard is not new stays the same object."""
         if new is parts:
             return memory
         if type(new) is not FrozenDict or type(parts) is not FrozenDict or new.keys() != parts.keys():
@@ -360,27 +365,27 @@ class ShardEngine(JointEngine):
         )
 
     def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
-        """An optimizer's memory of parts, or what is there ``inside`` it, as parts of what it would be of wholes."""
+        """Optimizer state of shards, or the part of it at the path ``inside``, with its tensors as DTensors."""
 
         def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
-            name = next((each for each in (*inside, *path) if each in trained), None)
-            if name is None or leaf.shape != part_of(trained[name]).shape:
+            name = next((item for item in (*inside, *path) if item in trained), None)
+            if name is None or leaf.shape != local_tensor(trained[name]).shape:
                 return leaf
-            return with_part(trained[name], leaf)
+            return from_local(trained[name], leaf)
 
         return optree.tree_map_with_path(wrap, memory, namespace=NAMESPACE)
 
-    def local(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        return [part_of(tensor) for tensor in tensors if tensor is not None]
+    def local_shards(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        return [local_tensor(tensor) for tensor in tensors if tensor is not None]
 
-    def anywhere(self, found: Tensor) -> Tensor:
-        return self.talk.max(found.clone())
+    def any_rank(self, result: Tensor) -> Tensor:
+        return self.talk.max(result.clone())
 
     def _forget(self) -> None:
         self._forget_module()
-        self._wholes = self._wholes_of = None
+        self._unsharded = self._unsharded_of = None
 
     def _forget_module(self) -> None:
         self._module = self._model = None
@@ -408,7 +413,7 @@ def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return outputs
-    from pure_loop.data import map_tensors
+    from pure_loop.data.batch import map_tensors
 
     def apart(tensor: Tensor) -> Tensor:
         return _Unviewed.apply(tensor) if tensor.requires_grad and tensor._base is not None else tensor  # type: ignore[no-untyped-call]
@@ -424,13 +429,13 @@ def _refuse_scalars(state: State) -> None:
     scalars = [name for name, tensor in state.params.items() if not tensor.ndim]
     if scalars:
         raise ModelError(
-            f"{type(state.model._skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
+            f"{type(state.model.skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "
             "scalars, which have no parts. Give them a dimension, torch.zeros(1), or replicate."
         )
 
 
 def _refuse_gradients(state: State) -> None:
-    """Refuse those that somebody has set before a backward; the ones of earlier microbatches are not in the State."""
+    """Refuse gradients that were set before a backward; those of earlier microbatches are not in the State."""
     if state._grads is not None:
         raise DistributedError(
             f"state.grads was set before a backward of batch {state.timestamp.batch}, and sharded ranks add up the "
@@ -439,37 +444,21 @@ def _refuse_gradients(state: State) -> None:
         )
 
 
-def _cut(group: FSDPModule) -> None:
-    """Let go of the process group, which the graph of a State that somebody kept would hold, and with it the others."""
-    # All of it is private to torch; where a name is another, the others wake when their timeout is over.
-    parameters = getattr(group._get_fsdp_state(), "_fsdp_param_group", None)
-    mesh, shared = (getattr(parameters, name, None) for name in ("mesh_info", "comm_ctx"))
-    for owner, name, empty in (
-        (mesh, "shard_process_group", None),
-        (mesh, "replicate_process_group", None),
-        (parameters, "_all_gather_result", None),
-        (shared, "all_gather_state", None),
-        (shared, "reduce_scatter_states", []),
-    ):
-        if hasattr(owner, name):
-            setattr(owner, name, empty)
-
-
 def _with_parts(wholes: FrozenDict[str, Tensor], parts: FrozenDict[str, Tensor], new: Any) -> FrozenDict[str, Tensor]:
     """The tensors with new parts; those whose part is not new are the same objects."""
     if new is parts:
         return wholes
     return FrozenDict(
-        (name, whole if new[name] is parts[name] else with_part(whole, new[name])) for name, whole in wholes.items()
+        (name, whole if new[name] is parts[name] else from_local(whole, new[name])) for name, whole in wholes.items()
     )
 
 
 def _parts_in(memory: Any) -> Any:
-    return optree.tree_map(part_of, memory, namespace=NAMESPACE)
+    return optree.tree_map(local_tensor, memory, namespace=NAMESPACE)
 
 
 def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:
-    return FrozenDict((name, part_of(tensor)) for name, tensor in tensors.items())
+    return FrozenDict((name, local_tensor(tensor)) for name, tensor in tensors.items())
 
 
 def repeated_layers(module: nn.Module) -> Iterable[nn.Module]:
@@ -483,13 +472,13 @@ def repeated_layers(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    from pure_loop.data import map_tensors
+    from pure_loop.data.batch import map_tensors
 
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        result.append(tensor)
         return tensor
 
     map_tensors(take, tree)
-    return found
+    return result

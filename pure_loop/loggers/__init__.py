@@ -1,8 +1,66 @@
-"""Loggers: where recorded values go, one destination a file."""
+"""Loggers: where recorded values go, one destination a file.
+
+A logger overrides the ``log_*`` methods that its destination has. Values may be tensors on a device: a logger keeps
+them and reads many at once, late, as ``_destination.py`` does for those that write files or send. A package that a
+destination needs is an extra, imported when the logger is constructed (``_internal/extras.py``).
+
+May import ``progress`` and what is below. Begin with ``in_memory.py``; ``make new-logger NAME=...`` writes the
+skeletons of a module and its test, and lists it here.
+"""
+
+# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.
 
 from __future__ import annotations
 
-from pure_loop.loggers.console import ConsoleLogger
-from pure_loop.loggers.in_memory import InMemoryLogger
+from typing import TYPE_CHECKING
 
-__all__ = ["ConsoleLogger", "InMemoryLogger"]
+from pure_loop._internal.lazy import lazily as _lazily
+
+if TYPE_CHECKING:
+    from pure_loop.loggers.comet_ml import CometMLLogger
+    from pure_loop.loggers.console import ConsoleLogger
+    from pure_loop.loggers.csv_file import CSVLogger
+    from pure_loop.loggers.in_memory import InMemoryLogger
+    from pure_loop.loggers.json_lines import JSONLinesLogger
+    from pure_loop.loggers.mlflow import MLFlowLogger
+    from pure_loop.loggers.neptune import NeptuneLogger
+    from pure_loop.loggers.remote_uploader import RemoteUploader
+    from pure_loop.loggers.slack import SlackLogger
+    from pure_loop.loggers.tensorboard import TensorBoardLogger
+    from pure_loop.loggers.wandb import WandBLogger
+
+__all__ = [
+    "CSVLogger",
+    "CometMLLogger",
+    "ConsoleLogger",
+    "InMemoryLogger",
+    "JSONLinesLogger",
+    "MLFlowLogger",
+    "NeptuneLogger",
+    "RemoteUploader",
+    "SlackLogger",
+    "TensorBoardLogger",
+    "WandBLogger",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _lazily(
+        __name__,
+        {
+            "CSVLogger": "pure_loop.loggers.csv_file",
+            "CometMLLogger": "pure_loop.loggers.comet_ml",
+            "ConsoleLogger": "pure_loop.loggers.console",
+            "InMemoryLogger": "pure_loop.loggers.in_memory",
+            "JSONLinesLogger": "pure_loop.loggers.json_lines",
+            "MLFlowLogger": "pure_loop.loggers.mlflow",
+            "NeptuneLogger": "pure_loop.loggers.neptune",
+            "RemoteUploader": "pure_loop.loggers.remote_uploader",
+            "SlackLogger": "pure_loop.loggers.slack",
+            "TensorBoardLogger": "pure_loop.loggers.tensorboard",
+            "WandBLogger": "pure_loop.loggers.wandb",
+        },
+    )
+
+
+def __dir__() -> list[str]:
+    return __all__

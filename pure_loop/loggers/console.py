@@ -1,17 +1,20 @@
-"""Lines for people: where training is, the loss, the learning rate, and the results of evaluations."""
+"""Prints a line in each interval, with the loss and the learning rate, and one for each evaluation."""
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from pure_loop import _words
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.recorder import losses, recordable
+from pure_loop.loggers._destination import Names, read_globs
+from pure_loop.loop.recorder import losses, recordable
+from pure_loop.progress import words as _words
+from pure_loop.ranges import checked
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
@@ -30,6 +33,7 @@ _SHOWN = {
 _MOST_ON_A_LINE, _MOST_CELLS = 8, 20
 
 
+@checked
 class ConsoleLogger(Logger):
     """Prints one line in every interval, at the end of training, and for each evaluation, whose tables follow it.
 
@@ -39,9 +43,11 @@ class ConsoleLogger(Logger):
         interval: how often, as everywhere: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate of the State;
             0: at the end only.
         stream: a text file; None: standard output, whatever that is when a line is printed.
+        include: globs of names, such as ``"gradients/norm"`` or ``["weights/*"]``: further numbers that callbacks
+            record, whose newest values a line of training shows.
 
     Raises:
-        ArgumentTypeError, ArgumentError: an interval that can't be read.
+        ArgumentTypeError, ArgumentError: an interval or globs that can't be read.
         NonFiniteError: from the stream of training, when a line is due.
 
     >>> import torch, pure_loop as pl
@@ -57,7 +63,7 @@ class ConsoleLogger(Logger):
     epoch 2/2  batch      6  val      loss 1.000
     """
 
-    def __init__(self, interval: CadenceLike = "1ep", stream: TextIO | None = None) -> None:
+    def __init__(self, interval: CadenceLike = "1ep", stream: TextIO | None = None, *, include: Names = None) -> None:
         when = as_predicate(interval, "ConsoleLogger interval")
         if when is None:
             raise ArgumentTypeError('ConsoleLogger(interval=None): write "1ep", "100ba", or 0 for the end only.')
@@ -65,6 +71,7 @@ class ConsoleLogger(Logger):
             raise ArgumentTypeError(f"ConsoleLogger(stream={stream!r}): give an open text file, or None.")
         self._when = when
         self._stream = stream
+        self._include = read_globs(include, "ConsoleLogger include") or ()
         self._latest: dict[str, Any] = {}
         self._reported: int | None = None
 
@@ -91,7 +98,7 @@ class ConsoleLogger(Logger):
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
-        measured = state.metrics.get(label, {})
+        measured: Mapping[str, Any] = state.metrics.get(label, {})
         shown: dict[str, Any] = {}
         tables: dict[str, Any] = {}
         for name, value in measured.items():
@@ -129,6 +136,9 @@ class ConsoleLogger(Logger):
                 if name.startswith(prefix):
                     shown[short + name.removeprefix(prefix)] = value
                     break
+            else:
+                if any(fnmatch.fnmatchcase(name, glob) for glob in self._include):
+                    shown[name] = value
         self._print(state, "train", shown)
 
     def _print(self, state: State, label: str, values: Mapping[str, Any]) -> None:

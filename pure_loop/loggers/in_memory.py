@@ -1,30 +1,45 @@
-"""Everything that was recorded, kept in memory: for notebooks, plots and tests."""
+"""Keeps everything that is recorded, as it comes: for notebooks, plots and tests."""
 
 from __future__ import annotations
 
+import csv
 import difflib
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from pure_loop._internal.extras import require
+from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError
+from pure_loop.loggers._files import make_folder, read_file_path
+from pure_loop.loggers._values import read_numbers
+from pure_loop.ranges import checked
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
+if TYPE_CHECKING:
+    import pandas
+
 __all__ = ["InMemoryLogger"]
 
+# Columns of the table before those of the metrics.
+_FIRST = ("batch", "epoch", "sample")
 
+
+@checked
 class InMemoryLogger(Logger):
-    """Keeps what is recorded as it comes; tensors stay on their device until somebody asks.
+    """Keeps what is recorded as it comes; tensors stay on their device until they are read.
 
     Attributes:
         hyperparameters: the settings of the run, by name.
         metrics: for each name the list of ``(timestamp, value)``; values may be tensors on a device.
         tables: for each name the list of ``(timestamp, columns, rows)``.
         images: for each name the list of ``(timestamp, images)``.
+        masks: for each name of images that have masks the list of ``(timestamp, masks)``.
+        texts: for each name the list of ``(timestamp, text)``.
         files: for each name the last path.
 
     >>> import torch, pure_loop as pl
@@ -41,6 +56,8 @@ class InMemoryLogger(Logger):
         self.metrics: dict[str, list[tuple[Timestamp, Any]]] = {}
         self.tables: dict[str, list[tuple[Timestamp, Sequence[str], Sequence[Sequence[Any]]]]] = {}
         self.images: dict[str, list[tuple[Timestamp, Any]]] = {}
+        self.masks: dict[str, list[tuple[Timestamp, Any]]] = {}
+        self.texts: dict[str, list[tuple[Timestamp, str]]] = {}
         self.files: dict[str, str] = {}
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
@@ -55,8 +72,13 @@ class InMemoryLogger(Logger):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
         self.tables.setdefault(name, []).append((state.timestamp, columns, rows))
 
-    def log_images(self, name: str, images: Any, state: State) -> None:
+    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
         self.images.setdefault(name, []).append((state.timestamp, images))
+        if masks is not None:
+            self.masks.setdefault(name, []).append((state.timestamp, masks))
+
+    def log_text(self, name: str, text: str, state: State) -> None:
+        self.texts.setdefault(name, []).append((state.timestamp, text))
 
     def log_file(self, name: str, path: str) -> None:
         self.files[name] = path
@@ -74,18 +96,63 @@ class InMemoryLogger(Logger):
                 f"no metric {name!r} was recorded{f'; did you mean {near[0]!r}?' if near else ''}; there is {names}"
             )
         recorded = self.metrics[name]
-        return [timestamp.batch for timestamp, _ in recorded], _read([value for _, value in recorded])
+        return [timestamp.batch for timestamp, _ in recorded], list(
+            map(float, read_numbers([value for _, value in recorded]))
+        )
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """All metrics as one ``DataFrame``, for plots and statistics. Waits for the device once.
 
-def _read(values: list[Any]) -> list[float]:
-    """The values as floats, with one transfer for all tensors of a kind instead of one for each."""
-    read = list(values)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(index)
-    for indices in alike.values():
-        numbers = torch.stack([values[index].reshape(()) for index in indices]).tolist()
-        for index, number in zip(indices, numbers, strict=True):
-            read[index] = number
-    return [float(value) for value in read]
+        The columns are ``batch``, ``epoch`` and ``sample`` (how many had ended) and the names of the metrics, in the
+        order in which they were first recorded. Each batch has a row, and as many as the name that was recorded there
+        most often. Where a name has no value the cell is NaN.
+
+        Raises:
+            MissingExtraError: pandas is not installed: ``pip install 'pure_loop[pandas]'``.
+
+        >>> import torch, pure_loop as pl
+        >>> logger = InMemoryLogger()
+        >>> state = pl.State.create(torch.nn.Linear(1, 1))
+        >>> logger.log_metrics({"train/loss": torch.tensor(0.5), "by_class": torch.tensor([1.0, 2.0])}, state)
+        >>> logger.to_pandas()
+           batch  epoch  sample  train/loss  by_class/0  by_class/1
+        0      0      0       0         0.5         1.0         2.0
+        """
+        pandas = require("pandas", "pandas", "InMemoryLogger.to_pandas")
+        columns, rows = self._table()
+        return pandas.DataFrame(rows, columns=columns)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the same table as a CSV file, whose folder is made; empty cells have no value. Needs no pandas.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: ``path`` is no path of a local file.
+            OSError: it can't be written.
+        """
+        file = read_file_path(path, "InMemoryLogger.to_csv path")
+        make_folder(file.parent, "InMemoryLogger.to_csv")
+        columns, rows = self._table()
+        with open(file, "w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
+
+    def _table(self) -> tuple[list[str], list[list[Any]]]:
+        """The names of columns, and rows with None where there is no value."""
+        cells = [
+            (name, timestamp, number)
+            for recorded_name, recorded in self.metrics.items()
+            for timestamp, value in recorded
+            for name, number in recordable_metrics({recorded_name: value})[0].items()
+        ]
+        numbers = read_numbers([value for _, _, value in cells])
+        columns = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in cells), len(_FIRST))}
+        # The values of a name at one batch take rows of their own; so no value is dropped.
+        counts: dict[tuple[str, int], int] = {}
+        rows: dict[tuple[int, int], list[Any]] = {}
+        for (name, timestamp, _), number in zip(cells, numbers, strict=True):
+            place = counts.get((name, timestamp.batch), 0)
+            counts[name, timestamp.batch] = place + 1
+            first = [timestamp.batch, timestamp.epoch, timestamp.sample]
+            row = rows.setdefault((timestamp.batch, place), [*first, *[None] * len(columns)])
+            row[columns[name]] = number
+        names = [f"metric/{name}" if name in _FIRST else name for name in columns]
+        return [*_FIRST, *names], [rows[place] for place in sorted(rows)]

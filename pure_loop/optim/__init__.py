@@ -1,30 +1,41 @@
-"""Optimizers as pairs of pure functions: ``init(params)`` and ``update(grads, opt_state, params, timestamp)``."""
+"""Optimizers as pairs of pure functions: ``init(params)`` and ``update(grads, opt_state, params, timestamp)``.
+
+May import ``schedules``, ``frozendict`` and what is below. Begin with ``optimizer.py``;
+``kernels.py`` runs steps over lists of tensors, and each other file is one rule.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._lazy import lazily as _lazily
-from pure_loop.optim.optimizer import Optimizer
+from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop.optim.optimizer import Optimizer, rate_at
 
 if TYPE_CHECKING:
     from pure_loop.optim.adam import adam, adamw
     from pure_loop.optim.from_torch import from_torch
+    from pure_loop.optim.lamb import lamb
+    from pure_loop.optim.lion import lion
+    from pure_loop.optim.muon import muon
     from pure_loop.optim.partition import partition
     from pure_loop.optim.sgd import sgd
 
-__all__ = ["Optimizer", "adam", "adamw", "from_torch", "partition", "sgd"]
+__all__ = ["Optimizer", "adam", "adamw", "from_torch", "lamb", "lion", "muon", "partition", "rate_at", "sgd"]
 
-__getattr__ = _lazily(
-    __name__,
-    {
-        "adam": "pure_loop.optim.adam",
-        "adamw": "pure_loop.optim.adam",
-        "from_torch": "pure_loop.optim.from_torch",
-        "partition": "pure_loop.optim.partition",
-        "sgd": "pure_loop.optim.sgd",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__ = _lazily(
+        __name__,
+        {
+            "adam": "pure_loop.optim.adam",
+            "adamw": "pure_loop.optim.adam",
+            "from_torch": "pure_loop.optim.from_torch",
+            "lamb": "pure_loop.optim.lamb",
+            "lion": "pure_loop.optim.lion",
+            "muon": "pure_loop.optim.muon",
+            "partition": "pure_loop.optim.partition",
+            "sgd": "pure_loop.optim.sgd",
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,8 @@
 
 Each update builds the optimizer anew around copies of the parameters, restores what ``opt_state`` holds of it, lets it
 step, and reads its state back. Building it costs a fraction of its step, and an object that lives for one call has
-nothing to leak to the next call or to another thread.
+nothing to leak to the next call or to another thread. Where memory is donated, torch's own classes step on the
+parameters and on what they keep as these are, without copies.
 
 A torch optimizer makes its state in its first step. So that the structure of ``opt_state`` is the same from ``init``
 on, ``init`` takes a trial step on copies to learn the structure, keeps zeros in its place, and notes for each parameter
@@ -20,6 +21,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -27,27 +29,25 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._cloning import clone_all
-from pure_loop._parts import is_part
-from pure_loop._pytree import NAMESPACE
-from pure_loop._signature import is_scheduler, refuse_no_schedule
+from pure_loop._internal.arguments import check_number
+from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.kernels import check_state, gradients_of, match_layout, memory_of
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
     OptState,
     Params,
     RateFunction,
+    ScaledTimestamp,
     as_schedule,
-    check_number,
-    check_state,
-    gradients_of,
-    like,
-    memory_of,
     rate_at,
 )
-from pure_loop.random import seeded_all, tracer
+from pure_loop.random.seeds import seeded_all, tracer
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -69,6 +69,8 @@ _MACHINERY = frozenset(
 _ELEMENTWISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
+# A gradient that is NaN or infinite makes their parameters so. (The sign of an infinite one is a number.)
+_SPREADING = _ELEMENTWISE - {"Rprop"}
 _KEYS = ("class", "memory", "started", "shared", "group", "attributes", "removed")
 
 # What a State, and so a checkpoint, can hold of an optimizer.
@@ -128,7 +130,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         refuse_no_schedule(f"from_torch({name}): lr", lr)
     rest = {key: value for key, value in options.items() if key != "lr" or not scheduled}
     if "lr" in rest:
-        rest["lr"] = check_number(f"from_torch({name})", "lr", lr)
+        rest["lr"] = check_number("lr", lr, where=f"from_torch({name})", least=0)
     rule = _FromTorch(cls, FrozenDict(rest), lr if scheduled else None)
     # A matrix, because some classes serve nothing else.
     tried = rule.trial({"trial": torch.zeros(2, 2)}, steps=3)
@@ -144,8 +146,12 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         name=rule.name,
         init=rule.init,
         update=rule.update,
+        overwrite=rule.overwrite if of_torch and tried.spared and rule.spares_on_devices(defaults) else None,
         lr=rate,
         options=shown,
+        spreads_nonfinite=of_torch and name in _SPREADING,
+        # A class of others may change its rate in a step.
+        takes_lr_scale=scheduled or (of_torch and rate is not _no_rate),
         elementwise=of_torch and name in _ELEMENTWISE,
         draws=not of_torch,
         check=partial(rule.refuse, keys=frozenset(tried.memories()[0]) if of_torch else frozenset()),
@@ -164,6 +170,7 @@ class _Trial:
     after: torch.optim.Optimizer
     copies: list[Tensor]
     before: tuple[_Kept, _Kept]
+    spared: bool  # whether the steps have left the gradients as they were
 
     def memories(self) -> list[dict[str, Any]]:
         """What was kept for each parameter after the steps."""
@@ -222,18 +229,28 @@ class _FromTorch:
         self._refuse_unresumable(tried)
         return tried
 
+    def spares_on_devices(self, defaults: Mapping[str, Any]) -> bool:
+        """Whether gradients stay as they were where the class chooses other kernels: on an accelerator."""
+        if defaults.get("foreach", False) is not None or defaults.get("fused") or defaults.get("differentiable"):
+            return True
+        foreach = attrs.evolve(self, options=FrozenDict({**self.options, "foreach": True}))
+        return foreach.trial({"trial": torch.zeros(2, 2)}, steps=3).spared
+
     def _stepped(
         self, params: Mapping[str, Tensor], steps: int, sparse: bool
-    ) -> tuple[torch.optim.Optimizer, list[Tensor], tuple[_Kept, _Kept]]:
+    ) -> tuple[torch.optim.Optimizer, list[Tensor], tuple[_Kept, _Kept], bool]:
         copies = clone_all(list(params.values()))
         optimizer = self.build(copies)
         before = self._kept(optimizer, copies)
+        spared = not sparse
         for _ in range(steps):
-            for copied in copies:
-                ones = torch.ones_like(copied, requires_grad=False)
+            grads = [torch.ones_like(copied, requires_grad=False) for copied in copies]
+            for copied, ones in zip(copies, grads, strict=True):
                 copied.grad = ones.to_sparse() if sparse else ones
+            versions = [None if ones.is_inference() else ones._version for ones in grads]
             optimizer.step()
-        return optimizer, copies, before
+            spared = spared and None not in versions and [ones._version for ones in grads] == versions
+        return optimizer, copies, before, spared
 
     @torch.no_grad()
     def init(self, params: Params) -> OptState:
@@ -284,24 +301,52 @@ class _FromTorch:
         check_state(self.name, opt_state, _KEYS)
         if not params:
             return params, opt_state
-        return self._step(grads, opt_state, params, lambda rate: rate_at(self.name, rate, timestamp))
+        scaled = isinstance(timestamp, ScaledTimestamp)
+        return self._step(grads, opt_state, params, lambda lr: rate_at(self.name, lr, timestamp), scaled=scaled)
+
+    @torch.no_grad()
+    def overwrite(
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
+    ) -> tuple[Params, OptState]:
+        """:meth:`update` of unaliased parameters and optimizer state, by a class that only reads gradients."""
+        check_state(self.name, opt_state, _KEYS)
+        memory, started = opt_state["memory"], opt_state["started"]
+        # What the first step makes of blank memory is new, and a class may refuse a sparse gradient half way.
+        ready = (
+            grad is None or (grad.layout is torch.strided and (started.get(name) or not memory.get(name, True)))
+            for name, grad in grads.items()
+        )
+        if not params or not all(ready):
+            return self.update(grads, opt_state, params, timestamp)
+        scaled = isinstance(timestamp, ScaledTimestamp)
+        rate: Callable[[RateFunction], float] = lambda lr: rate_at(self.name, lr, timestamp)  # noqa: E731
+        return self._step(grads, opt_state, params, rate, scaled=scaled, in_place=True)
 
     def _step(
-        self, grads: Grads, opt_state: OptState, params: Params, rate: Callable[[RateFunction], float]
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        rate: Callable[[RateFunction], float],
+        *,
+        scaled: bool = False,
+        in_place: bool = False,
     ) -> tuple[Params, OptState]:
-        names = list(params)
+        names, values = list(params), list(params.values())
         memories: list[FrozenDict[str, Any]] = memory_of(opt_state, "memory", names)
         started: list[bool] = memory_of(opt_state, "started", names)
-        copies = clone_all(list(params.values()))
+        gradients = gradients_of(grads, names)
+        # Other tensors with their memory, because an optimizer's parameters require gradients.
+        copies = [value.detach() for value in values] if in_place else clone_all(values)
         optimizer = self.build(copies)
-        for name, copied, grad in zip(names, copies, _cloned(gradients_of(grads, names)), strict=True):
+        for name, copied, grad in zip(names, copies, gradients if in_place else _cloned(gradients), strict=True):
             if grad is not None:
                 # backward() would bring a gradient into its parameter's layout, and optimizers count on it.
-                copied.grad = grad if grad.is_sparse else like(grad, copied, f"the gradient of {name!r}")
+                copied.grad = grad if grad.is_sparse else match_layout(grad, copied, f"the gradient of {name!r}")
         before = self._kept(optimizer, copies)
         # At once, so that a tensor that stands in several places does so in the copies.
-        own = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
-        for copied, memory, known in zip(copies, own[0], started, strict=True):
+        own = _copied(([] if in_place else memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
+        for copied, memory, known in zip(copies, memories if in_place else own[0], started, strict=True):
             if known:
                 optimizer.state[copied] = dict(memory)
         optimizer.state.update(dict(own[1]))
@@ -312,9 +357,15 @@ class _FromTorch:
             target.update(restored)
             for key in removed:
                 target.pop(key, None)
+        options = optimizer.param_groups[0]
+        fixed: Any = options.get("lr")
         if self.lr is not None:
-            optimizer.param_groups[0]["lr"] = rate(self.lr)
+            options["lr"] = rate(self.lr)
+        elif scaled:
+            options["lr"] = rate(lambda timestamp: fixed)
         optimizer.step()
+        if scaled and self.lr is None:
+            options["lr"] = fixed  # which the next step scales anew
         new_memories = [
             _in_order_of(old, optimizer.state[copied]) if copied in optimizer.state else old
             for copied, old in zip(copies, memories, strict=True)
@@ -330,6 +381,11 @@ class _FromTorch:
         for copied in copies:
             copied.grad = None
             copied.requires_grad_(False)
+        if in_place:
+            copies = values
+            kept = all(map(is_, new_memories, memories)) and now == started
+            if kept and not any((shared, group, attributes, *removed.values())):
+                return params, opt_state
         new_state = self._state(names, new_memories, now, shared, group, attributes, removed)
         return FrozenDict(zip(names, copies, strict=True)), new_state
 
@@ -400,9 +456,9 @@ class _FromTorch:
     def _refuse_values(self, values: Mapping[Any, Any], where: str, copies: list[Tensor]) -> None:
         if not values:
             return
-        found = next(_unholdable(values, where, {id(param) for param in copies}), None)
-        if found is not None:
-            place, what = found
+        result = next(_unholdable(values, where, {id(param) for param in copies}), None)
+        if result is not None:
+            place, what = result
             self._refuse(f"{place or 'it'} {what}")
 
     def _refuse(self, reason: str) -> None:
@@ -412,7 +468,7 @@ class _FromTorch:
         )
 
     def refuse(self, opt_state: Any, params: Params, keys: frozenset[str] = frozenset()) -> None:
-        """Refuse an ``opt_state`` that this class, with these options and parameters, can't go on with.
+        """Refuse an ``opt_state`` that this class, with these options and parameters, can't resume with.
 
         Args:
             opt_state: what a State holds.
@@ -453,12 +509,12 @@ class _FromTorch:
                     f"with, or {afresh}"
                 )
         tensors = [tensor for _, tensor in _tensors((opt_state, params))]
-        if params and not any(is_part(tensor) or tensor.is_meta for tensor in tensors):
+        if params and not any(is_sharded(tensor) or tensor.is_meta for tensor in tensors):
             self._try(opt_state, params)
 
     @torch.no_grad()
     def _try(self, opt_state: Any, params: Params) -> None:
-        """Take a step from this ``opt_state``, on copies: only the class knows what it goes on with."""
+        """Take a step from this ``opt_state``, on copies: only the class knows which states it can continue from."""
         grads = {name: torch.ones_like(param, requires_grad=False) for name, param in params.items()}
         with seeded_all(0):
             try:
@@ -551,7 +607,7 @@ def _snapshot(value: Any, params: Mapping[int, int], within: tuple[int, ...] = (
     if isinstance(value, set | frozenset):
         return kind, copy.copy(value)
     if isinstance(value, list | tuple | deque):
-        return kind, [_snapshot(each, params, inside) for each in value]
+        return kind, [_snapshot(item, params, inside) for item in value]
     if isinstance(value, Iterator):
         return object()  # nothing says how far it is, so it counts as changed
     package = kind.__module__.partition(".")[0]
@@ -591,21 +647,21 @@ def _unholdable(value: Any, where: str, params: set[int]) -> Iterator[tuple[str,
         elif kind not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
             yield where, f"is a {kind.__name__} of layout {value.layout}, where a State holds plain tensors"
     elif kind in _MAPPINGS:
-        for key, each in value.items():
+        for key, item in value.items():
             if isinstance(key, Tensor) or (type(key) is int and key in params):
                 yield where, "has parameters, or their id(), as keys"
             else:
                 yield from _unholdable(key, where, params)
-                yield from _unholdable(each, f"{where}[{key!r}]" if where else f"self.{key}", params)
+                yield from _unholdable(item, f"{where}[{key!r}]" if where else f"self.{key}", params)
     elif kind in _LISTS:
-        for index, each in enumerate(value):
-            yield from _unholdable(each, f"{where}[{index}]", params)
+        for index, item in enumerate(value):
+            yield from _unholdable(item, f"{where}[{index}]", params)
     elif not (kind.__module__ == "numpy" and hasattr(value, "__array__")) and not _is_registered(kind):
         yield where, f"is a {kind.__module__}.{kind.__qualname__}"
 
 
 def _is_registered(kind: type) -> bool:
-    from pure_loop.checkpoint.registry import registered  # no import of checkpoints before one is asked for
+    from pure_loop._internal.registry import registered
 
     return registered(kind) is not None
 
@@ -615,11 +671,11 @@ def _tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, f"{where}[{key!r}]")
+        for key, item in value.items():
+            yield from _tensors(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple | deque):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{where}[{index}]")
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{where}[{index}]")
 
 
 Range: TypeAlias = tuple[torch.device, int, int]
@@ -641,9 +697,10 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[str, Any]:
-    """``new`` with its keys in the order of ``old``."""
+    """``new`` with its keys in the order of ``old``, which itself is given where it has the same values."""
     if list(new) == list(old):
-        return FrozenDict(new)
+        same = type(old) is FrozenDict and all(map(is_, new.values(), old.values()))
+        return old if same else FrozenDict(new)  # type: ignore[return-value]
     keys = [*(key for key in old if key in new), *(key for key in new if key not in old)]
     return FrozenDict({key: new[key] for key in keys})
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.kernels import check_state, gradients_of
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
     OptState,
     Params,
-    check_state,
-    gradients_of,
-    keeps_nothing,
-    overwrite_unread_of,
+    overwrite_private_of,
+    stateless_overwrite,
 )
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 
@@ -70,8 +69,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         )
     rule = _Partition(FrozenDict(optimizers), label)
     overwrite: Any = rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None
-    if all(map(overwrite_unread_of, rule.parts.values())):
-        overwrite = keeps_nothing(overwrite)
+    if all(map(overwrite_private_of, rule.parts.values())):
+        overwrite = stateless_overwrite(overwrite)
     return Optimizer(
         name="partition",
         init=rule.init,
@@ -85,6 +84,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         draws=any(part.draws for part in rule.parts.values()),
         check=rule.check,
         seeing=rule.seeing,
+        takes_lr_scale=all(part.takes_lr_scale for part in rule.parts.values()),
         elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
     )
@@ -163,9 +163,9 @@ class _Partition:
         if overwritten:
             params.layout = layouts
             return params, FrozenDict(new_state)
-        made: FrozenDict[str, Any] = FrozenDict(new)
-        made.layout = layouts
-        return made, FrozenDict(new_state)
+        result: FrozenDict[str, Any] = FrozenDict(new)
+        result.layout = layouts
+        return result, FrozenDict(new_state)
 
 
 def _pick(values: Mapping[str, Any], names: list[str]) -> FrozenDict[str, Any]:

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import Optimizer, Params
@@ -53,18 +53,18 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     paths: Any = optree.tree_paths(opt_state, namespace=NAMESPACE)
     leaves: Any = optree.tree_leaves(opt_state, namespace=NAMESPACE)
     needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
-    for path, given, leaf in zip(paths, leaves, needed, strict=True):
+    for path, value, leaf in zip(paths, leaves, needed, strict=True):
         shape = next((params[key].shape for key in path if key in params), None)
         if not isinstance(leaf, Tensor) or leaf.shape != shape:
             continue
-        if not isinstance(given, Tensor):
+        if not isinstance(value, Tensor):
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] is a {type(given).__name__}, and {optimizer.name} needs a "
+                f"opt_state[{']['.join(map(repr, path))}] is a {type(value).__name__}, and {optimizer.name} needs a "
                 f"tensor there: give the State that was made with it, or {AFRESH}"
             )
-        if given.shape != shape:
+        if value.shape != shape:
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(given.shape)}, and its parameter "
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and its parameter "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
             )
 

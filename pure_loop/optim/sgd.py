@@ -5,6 +5,8 @@ With the gradient ``g`` (and ``weight_decay * p`` added to it)::
     b = momentum b + (1 - dampening) g          momentum_buffer; b = g at the first step
     p = p - lr b                                p = p - lr (g + momentum b) with nesterov
 
+With ``independent_decay`` ``weight_decay * p`` is not added, and ``p = (1 - weight_decay) p`` precedes the step.
+
 A buffer that starts as zeros makes ``b = g`` at the first step by itself, unless ``dampening`` scales
 the gradient; only then does the state remember which parameters have made their first step.
 
@@ -14,55 +16,58 @@ Nesterov's momentum in this form: http://www.cs.toronto.edu/~hinton/absps/moment
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._autograd import GradMode
-from pure_loop._calls import teaching
+from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.optimizer import (
+from pure_loop.optim._rules import shrink_
+from pure_loop.optim._settings import Rate
+from pure_loop.optim.kernels import (
     FUSED_DEVICES,
-    Grads,
     Kernel,
+    check_state,
+    gradients_of,
+    layout_of,
+    memory_of,
+    run_kernel,
+    set_layout,
+    with_layout,
+    zeros_like,
+)
+from pure_loop.optim.optimizer import (
+    Grads,
     LearningRate,
     Optimizer,
     OptState,
     Params,
     RateFunction,
     as_schedule,
-    check_flag,
-    check_number,
-    check_state,
-    gradients_of,
-    keeps_nothing,
-    laid_out,
-    layout_of,
-    memory_of,
-    note_layout,
     rate_at,
-    run_kernel,
-    zeros_like,
+    stateless_overwrite,
+    strength_in_step,
 )
-
-if TYPE_CHECKING:
-    from pure_loop.time import Timestamp
+from pure_loop.ranges import AtLeast, Between, checked
+from pure_loop.ranges.strengths import Strength
+from pure_loop.time import Timestamp
 
 __all__ = ["sgd"]
 
 
-@teaching
+@checked
 def sgd(
-    lr: LearningRate = 1e-3,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
+    lr: Annotated[LearningRate, Rate()] = 1e-3,
+    momentum: Annotated[Strength, Between(0, 1)] = 0.0,
+    dampening: Annotated[float, Between(0, 1)] = 0.0,
+    weight_decay: Annotated[Strength, AtLeast(0)] = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
+    independent_decay: bool = False,
 ) -> Optimizer:
     """Stochastic gradient descent, equal in every step to ``torch.optim.SGD(fused=True)``.
 
@@ -70,11 +75,15 @@ def sgd(
 
     Args:
         lr: the learning rate, or a function of the timestamp (see :mod:`pure_loop.schedules`).
-        momentum: how much of the last step's direction stays in this one, in [0, 1).
+        momentum: how much of the last step's direction stays in this one, in [0, 1); a number, or a function of the
+            timestamp.
         dampening: how much of the gradient is kept out of the direction, from a parameter's second step on, in [0, 1).
-        weight_decay: an L2 penalty, ``weight_decay * param`` added to the gradient.
+        weight_decay: an L2 penalty, ``weight_decay * param`` added to the gradient; a number, or a function of the
+            timestamp.
         nesterov: look ahead along the direction; needs ``momentum`` and no ``dampening``.
         maximize: climb instead of descend.
+        independent_decay: no penalty: each step multiplies the parameters by ``1 - weight_decay`` first, whatever the
+            learning rate.
 
     The state is empty without momentum. With it, it holds ``momentum_buffer`` (shaped like the parameters),
     and with ``dampening`` also ``started`` (a bool for each).
@@ -89,12 +98,11 @@ def sgd(
     >>> from pure_loop.time import Timestamp
     >>> optimizer = sgd(lr=linear(1.0, 0.0, "4ba"))
     >>> params, grads = FrozenDict(w=torch.zeros(1)), FrozenDict(w=torch.ones(1))
-    >>> optimizer.update(grads, optimizer.init(params), params, Timestamp(batch=3))
-    (FrozenDict({'w': tensor([-0.2500])}), FrozenDict({}))
+    >>> new, opt_state = optimizer.update(grads, optimizer.init(params), params, Timestamp(batch=3))
+    >>> new["w"], opt_state
+    (tensor([-0.2500]), FrozenDict({}))
     """
-    momentum = check_number("sgd", "momentum", momentum, below=1.0)
-    dampening = check_number("sgd", "dampening", dampening, below=1.0)
-    if check_flag("sgd", "nesterov", nesterov) and (momentum == 0 or dampening != 0):
+    if nesterov and (momentum == 0 or dampening != 0):
         raise ArgumentError(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "
             "write sgd(lr, momentum=0.9, nesterov=True)"
@@ -103,37 +111,53 @@ def sgd(
         lr=as_schedule("sgd", lr),
         momentum=momentum,
         dampening=dampening,
-        weight_decay=check_number("sgd", "weight_decay", weight_decay),
+        weight_decay=0.0 if independent_decay else weight_decay,
         nesterov=nesterov,
-        maximize=check_flag("sgd", "maximize", maximize),
+        maximize=maximize,
+        has_buffers=momentum != 0,
+        shrink=weight_decay if independent_decay else 0.0,
     )
-    options = FrozenDict(attrs.asdict(rule, filter=attrs.filters.exclude("lr")))
+    options = {
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "maximize": maximize,
+        "independent_decay": independent_decay,
+    }
     return Optimizer(
         name="sgd",
         init=rule.init,
         update=rule.update,
-        overwrite=keeps_nothing(partial(rule.update, overwrite=True)),
+        overwrite=stateless_overwrite(partial(rule.update, overwrite=True)),
         overwrites_mappings_only=True,
-        takes_found_inf=not rule.dampening,  # else it notes on the host which averages have begun
+        # Damping notes on the host which averages have begun.
+        takes_found_inf=not rule.dampening and not independent_decay,
         lr=rule.lr,
-        options=options,
+        options=FrozenDict(options),
         spreads_nonfinite=True,
+        takes_lr_scale=True,
         elementwise=True,
     )
+
+
+_NUMBERS = ("momentum", "weight_decay", "shrink")  # which may be schedules
 
 
 @attrs.frozen
 class _SGD:
     lr: RateFunction
-    momentum: float
+    momentum: Any  # a float, or a schedule; in the rule of one step that is compiled a tensor
     dampening: float
-    weight_decay: float
+    weight_decay: Any
     nesterov: bool
     maximize: bool
+    has_buffers: bool
+    shrink: Any  # weight decay that is independent of the learning rate
 
     @property
     def memories(self) -> tuple[str, ...]:
-        if not self.momentum:
+        if not self.has_buffers:
             return ()
         return ("momentum_buffer", "started") if self.dampening else ("momentum_buffer",)
 
@@ -151,8 +175,14 @@ class _SGD:
         overwrite: bool = False,
         found_inf: Tensor | None = None,
     ) -> tuple[Params, OptState]:
+        rule = self.at(timestamp) if any(callable(getattr(self, name)) for name in _NUMBERS) else self
         with GradMode(False):
-            return self._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite, found_inf)
+            return rule._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite, found_inf)
+
+    def at(self, timestamp: Timestamp) -> _SGD:
+        """The rule with the numbers of one step."""
+        numbers = {name: strength_in_step(getattr(self, name), timestamp) for name in _NUMBERS}
+        return attrs.evolve(self, **numbers)
 
     def _update(
         self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool, found_inf: Tensor | None
@@ -160,10 +190,10 @@ class _SGD:
         check_state("sgd", opt_state, self.memories)
         names, values = list(params), list(params.values())
         gradients = gradients_of(grads, names)
-        buffers = [memory_of(opt_state, "momentum_buffer", names)] if self.momentum else []
-        layout = layout_of(params, [opt_state["momentum_buffer"]] if self.momentum else [])
+        buffers = [memory_of(opt_state, "momentum_buffer", names)] if self.has_buffers else []
+        layout = layout_of(params, [opt_state["momentum_buffer"]] if self.has_buffers else [])
         new_state = dict(opt_state)
-        if self.dampening and self.momentum:
+        if self.dampening and self.has_buffers:
             started = memory_of(opt_state, "started", names)
             if not all(started):
                 first = [None if old else g for old, g in zip(started, gradients, strict=True)]
@@ -172,20 +202,23 @@ class _SGD:
                 values, buffers, _ = run_kernel(self.kernel(lr, first=True), names, values, first, buffers, [])
                 now = [old or g is not None for old, g in zip(started, first, strict=True)]
                 new_state["started"] = FrozenDict(zip(names, now, strict=True))
-        given = values
+        value = values
         kernel = self.kernel(lr, found_inf=found_inf)
         values, buffers, layout = run_kernel(kernel, names, values, gradients, buffers, [], layout, overwrite)
-        if overwrite and values is given and layout is not None:
-            note_layout(layout, params, *([opt_state["momentum_buffer"]] if self.momentum else []))
+        if overwrite and values is value and layout is not None:
+            set_layout(layout, params, *([opt_state["momentum_buffer"]] if self.has_buffers else []))
             return params, FrozenDict(new_state)
-        if self.momentum:
-            new_state["momentum_buffer"] = laid_out(names, buffers[0], layout)
-        return laid_out(names, values, layout), FrozenDict(new_state)
+        if self.has_buffers:
+            new_state["momentum_buffer"] = with_layout(names, buffers[0], layout)
+        return with_layout(names, values, layout), FrozenDict(new_state)
 
     def kernel(self, lr: Any, first: bool = False, found_inf: Tensor | None = None) -> Kernel:
         def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
             buffers = memories[0] if memories else []
-            if fused_sgd is not None and not isinstance(lr, Tensor) and _fused_serves(params):
+            shrink_(params, self.shrink)
+            # Without momentum the kernel leaves buffers as they are.
+            writes_buffers = not self.has_buffers or self.momentum
+            if fused_sgd is not None and not isinstance(lr, Tensor) and writes_buffers and _fused_serves(params):
                 fused_sgd(
                     params,
                     grads,
@@ -206,17 +239,25 @@ class _SGD:
 
     def foreach(self, lr: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
         """The same arithmetic for devices without the fused kernel."""
-        directions: list[Tensor] | tuple[Tensor, ...] = torch._foreach_neg(grads) if self.maximize else grads
-        if self.weight_decay:
-            directions = torch._foreach_add(directions, params, alpha=self.weight_decay)
-        if self.momentum:
-            torch._foreach_mul_(buffers, self.momentum)
+        directions: Any = torch._foreach_neg(grads) if self.maximize else grads
+        if isinstance(self.weight_decay, Tensor) or self.weight_decay:
+            directions = _add_multiple(directions, params, self.weight_decay)
+        if self.has_buffers:
+            momentum = self.momentum
+            torch._foreach_mul_(buffers, momentum.to(params[0]) if isinstance(momentum, Tensor) else momentum)
             torch._foreach_add_(buffers, directions, alpha=1.0 if first else 1 - self.dampening)
-            directions = torch._foreach_add(directions, buffers, alpha=self.momentum) if self.nesterov else buffers
+            directions = _add_multiple(directions, buffers, momentum) if self.nesterov else buffers
         if isinstance(lr, Tensor):  # of a step that is being compiled
             torch._foreach_sub_(params, torch._foreach_mul(directions, lr.to(params[0])))
         else:
             torch._foreach_add_(params, directions, alpha=-lr)
+
+
+def _add_multiple(tensors: Any, added: list[Tensor], factor: Any) -> Any:
+    """``tensors + factor * added``; the factor is a float, or of a compiled step a float64 tensor of shape ()."""
+    if isinstance(factor, Tensor):
+        return torch._foreach_add(tensors, torch._foreach_mul(added, factor.to(added[0])))
+    return torch._foreach_add(tensors, added, alpha=factor)
 
 
 def _fused_serves(params: list[Tensor]) -> bool:

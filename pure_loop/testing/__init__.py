@@ -8,6 +8,8 @@
 
 Strategies draw plans, problems, States and more (:mod:`pure_loop.testing.strategies`), laws are tried on them
 (:mod:`pure_loop.testing.laws`), and checks try all the laws that apply.
+
+May import everything, and nothing imports it. Begin with ``check.py``; a law is a function in ``laws/``.
 """
 
 from __future__ import annotations
@@ -76,8 +78,13 @@ __all__ = [
     "ranks",
     "state_at",
     "states",
+    "strategies",
     "times",
     "timestamps",
     "wrong_algorithms",
     "wrong_loops",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

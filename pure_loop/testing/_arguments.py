@@ -25,13 +25,13 @@ def check_choices(where: str, name: str, value: Any, known: Collection[T]) -> tu
     listed = ", ".join(map(_shown, known))
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"{where}: {name}={value!r}: give a list of some of {listed}.")
-    members = {each: each for each in known}
+    members = {item: item for item in known}
     chosen = []
-    for each in value:
+    for item in value:
         try:
-            chosen.append(members[each])
+            chosen.append(members[item])
         except (KeyError, TypeError):
-            raise ArgumentError(f"{where}: {name} holds {each!r}, which is none of {listed}.") from None
+            raise ArgumentError(f"{where}: {name} holds {item!r}, which is none of {listed}.") from None
     if not chosen:
         raise ArgumentError(f"{where}: {name}={value!r} leaves nothing to draw from; give some of {listed}.")
     return tuple(chosen)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pure_loop.algorithms._arguments import check_flag, check_integer
+from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop.testing._arguments import check_choices, check_range
 
 __all__ = ["DTYPES", "batches"]
@@ -47,15 +47,15 @@ def batches(
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import find
-    >>> from pure_loop.data import num_samples
+    >>> from pure_loop.data.batch import num_samples
     >>> find(batches(), lambda batch: num_samples(batch) == 2)
     (tensor([0., 0.]), tensor([0., 0.]))
     """
-    least = check_integer("batches", "min_samples", min_samples, "batches(min_samples=1)", least=1)
-    most = check_integer("batches", "max_samples", max_samples, "batches(max_samples=6)", least=1)
+    least = check_integer("min_samples", min_samples, where="batches", least=1, example="batches(min_samples=1)")
+    most = check_integer("max_samples", max_samples, where="batches", least=1, example="batches(max_samples=6)")
     check_range("batches", "min_samples", least, "max_samples", most)
     chosen = check_choices("batches", "dtypes", dtypes, _ALL_DTYPES)
-    return _batches(least, most, chosen, check_flag("batches", "nested", nested))
+    return _batches(least, most, chosen, check_flag("nested", nested, where="batches"))
 
 
 @st.composite

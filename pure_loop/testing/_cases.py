@@ -1,4 +1,4 @@
-"""Problems, and cases: what whole runs of ``fit`` are made from."""
+"""The strategies of problems and cases, which determine whole runs of ``fit``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pure_loop.algorithms._arguments import check_flag, check_integer, check_positive
+from pure_loop._internal.arguments import check_flag, check_integer, check_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import Plan
 from pure_loop.precision import Precision
@@ -28,40 +28,41 @@ def problems(
     """Problems: tiny real models with their data and loss. They shrink to the first one, ``"linear"``.
 
     Args:
-        among: problems, or names of those that come along; None: all of these.
-        separable: True for those whose loss is the mean over samples that don't see each other, False for the others.
-        images: True for those with images, False for the others.
+        among: problems, or names of built-in ones; None: all built-in problems.
+        separable: True for problems whose loss is the mean over samples that don't influence each other, False for
+            the others.
+        images: True for problems with images, False for the others.
 
     Raises:
-        ArgumentError: a name that is not known, or no problem is like this.
+        ArgumentError: an unknown name, or no problem that meets the options.
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import find
     >>> find(problems(separable=False), lambda problem: True)
     Problem('mlp')
     """
-    found = _chosen("problems", "among", among)
+    result = _chosen("problems", "among", among)
     for name, wanted in (("separable", separable), ("images", images)):
         if wanted is not None:
-            check_flag("problems", name, wanted)
-            found = tuple(problem for problem in found if getattr(problem, name) is wanted)
-    if not found:
+            check_flag(name, wanted, where="problems")
+            result = tuple(problem for problem in result if getattr(problem, name) is wanted)
+    if not result:
         raise ArgumentError(
-            f"problems: none of those given has separable={separable!r} and images={images!r}; leave one of these out, "
-            "or give a testing.Problem(...) that has."
+            f"problems: no problem has separable={separable!r} and images={images!r}; leave one of these out, or pass "
+            "a testing.Problem(...) that has both."
         )
-    return _drawn_from(found)
+    return _drawn_from(result)
 
 
-def _chosen(where: str, name: str, given: Any) -> tuple[Problem, ...]:
-    if given is not None and not isinstance(given, Problem | Iterable):
-        raise ArgumentTypeError(f"{where}: {name}={given!r}: give names such as ['linear'], or a testing.Problem(...).")
-    return as_problems(PROBLEMS if given is None else given)
+def _chosen(where: str, name: str, value: Any) -> tuple[Problem, ...]:
+    if value is not None and not isinstance(value, Problem | Iterable):
+        raise ArgumentTypeError(f"{where}: {name}={value!r}: pass names such as ['linear'], or a testing.Problem(...).")
+    return as_problems(PROBLEMS if value is None else value)
 
 
-def _drawn_from(found: Iterable[Problem]) -> st.SearchStrategy[Problem]:
-    # By the call that gives it: a failure could show nothing else of a problem than its functions.
-    return st.builds(as_problem, st.sampled_from([_written(problem) for problem in found]))
+def _drawn_from(result: Iterable[Problem]) -> st.SearchStrategy[Problem]:
+    # By the call that makes it: the repr of a problem could show nothing but its functions.
+    return st.builds(as_problem, st.sampled_from([_written(problem) for problem in result]))
 
 
 def _written(problem: Problem) -> Problem | str:
@@ -77,20 +78,20 @@ def cases(
     clip_grads: Sequence[float | None] = (None, 0.5),
     max_seed: int = 3,
 ) -> st.SearchStrategy[Case]:
-    """Cases: a plan, a problem and settings, to be run again and again.
+    """Cases: a plan, a problem and settings, which determine a run.
 
     They shrink to ``Case(plan=Plan(batches=(1,), max_duration="1ba"))``.
 
     Args:
         plans: a strategy of plans; None: :func:`plans`.
-        problems: a strategy of problems, or problems and names of such; None: :func:`problems`.
+        problems: a strategy of problems, or problems and names of problems; None: :func:`problems`.
         optimizers: names of optimizers, as in :class:`pure_loop.testing.case.Case`.
-        precisions: as ``fit`` takes them; what comes twice is drawn twice as often, here and in the other lists.
+        precisions: as ``fit`` takes them; a repeated item is drawn more often, here and in the other lists.
         clip_grads: norms to clip gradients to, and None.
-        max_seed: seeds go from 0 to this one.
+        max_seed: seeds are from 0 to this number.
 
     Raises:
-        ArgumentError: something that is not known, or nothing to draw from.
+        ArgumentError: an unknown name, or nothing to draw from.
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import find
@@ -108,9 +109,9 @@ def cases(
         Precision.parse(precision)
     for norm in _listed("clip_grads", clip_grads, "[None, 1.0]"):
         if norm is not None:
-            check_positive(where, "clip_grads", norm, "cases(clip_grads=[None, 1.0])")
+            check_number("clip_grads", norm, where=where, above=0, example="cases(clip_grads=[None, 1.0])")
     settings = {
-        "seed": st.integers(0, check_integer(where, "max_seed", max_seed, "cases(max_seed=3)", least=0)),
+        "seed": st.integers(0, check_integer("max_seed", max_seed, where=where, least=0, example="cases(max_seed=3)")),
         "optimizer": st.sampled_from(chosen),
         "precision": st.sampled_from(tuple(precisions)),
         "clip_grad": st.sampled_from(tuple(clip_grads)),

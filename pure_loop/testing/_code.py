@@ -29,8 +29,8 @@ def code(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(code, value)) + (",)" if len(value) == 1 else ")")
     if attrs.has(type(value)):
-        given = [field for field in attrs.fields(type(value)) if not _at_default(field, value)]
-        arguments = [f"{field.alias}={code(getattr(value, field.name))}" for field in given]
+        argument = [field for field in attrs.fields(type(value)) if not _at_default(field, value)]
+        arguments = [f"{field.alias}={code(getattr(value, field.name))}" for field in argument]
         return f"{type(value).__name__}({', '.join(arguments)})"
     return repr(value)
 

@@ -3,66 +3,41 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import torch
 from hypothesis import strategies as st
 
+from pure_loop import algorithms as library
+from pure_loop._internal.arguments import check_integer
 from pure_loop.algorithm import Algorithm, Composition, compose
-from pure_loop.algorithms import apply_blurpool, blurpool, ema, gradient_clipping, label_smoothing, sam
-from pure_loop.algorithms._arguments import check_integer
-from pure_loop.errors import ArgumentError, ModelError
-from pure_loop.metrics import class_axes
+from pure_loop.errors import ArgumentError
+from pure_loop.metrics._classes import class_axes
 from pure_loop.testing._arguments import check_choices, check_range
+from pure_loop.testing._settings import built
 from pure_loop.testing.problems import Problem, as_problem
 
 __all__ = ["ALGORITHMS", "algorithms"]
 
-Drawn: TypeAlias = "st.SearchStrategy[Algorithm]"
+
+def _factories() -> dict[str, Callable[..., Algorithm]]:
+    """The library's algorithms by their names, those that serve any problem first."""
+    names = [name for name in library.__all__ if getattr(library, name).__module__ == f"{library.__name__}.{name}"]
+    return {name: getattr(library, name) for name in sorted(names, key=lambda name: _needs(name) or "")}
 
 
-def _gradient_clipping(**name: Any) -> Drawn:
-    kinds = st.sampled_from(("norm", "value", "adaptive"))
-    return st.builds(gradient_clipping, kinds, st.floats(0.01, 8.0), **name)
+def _needs(name: str) -> str | None:
+    """What an algorithm needs of a problem, as its module says: classes or images; None: nothing."""
+    needed: str | None = getattr(sys.modules[f"{library.__name__}.{name}"], "SERVES", None)
+    return needed
 
 
-def _ema(**name: Any) -> Drawn:
-    fast = st.builds("{}{}".format, st.integers(1, 8), st.sampled_from(("ba", "sp", "tok")))
-    slow = st.sampled_from(("1ep", "2ep"))
-    interval = st.builds("{}{}".format, st.integers(1, 3), st.sampled_from(("ba", "ep")))
-    return st.one_of(
-        st.builds(ema, half_life=fast | slow, **name),
-        st.builds(ema, half_life=fast, interval=interval, **name),
-        st.builds(ema, smoothing=st.floats(0.0, 0.99), interval=interval, **name),
-    )
+ALGORITHMS = _factories()
+"""The library's algorithms by their names, those that serve any problem first."""
 
-
-def _sam(**name: Any) -> Drawn:
-    rho = st.floats(0.01, 1.0)
-    return st.builds(sam, rho=rho, **name) | st.builds(
-        sam, rho=rho, interval=st.integers(1, 3), adaptive=st.booleans(), **name
-    )
-
-
-def _label_smoothing(**name: Any) -> Drawn:
-    return st.builds(label_smoothing, st.floats(0.0, 0.5), **name)
-
-
-def _blurpool(**name: Any) -> Drawn:
-    return st.builds(blurpool, min_channels=st.just(1), blur_first=st.booleans(), **name)
-
-
-ALGORITHMS: dict[str, Callable[..., Drawn]] = {
-    "gradient_clipping": _gradient_clipping,
-    "ema": _ema,
-    "sam": _sam,
-    "label_smoothing": _label_smoothing,
-    "blurpool": _blurpool,
-}
-"""The library's algorithms by their names, the simplest first."""
-
-_FOR_ANY_PROBLEM = ("gradient_clipping", "ema", "sam")
+# Those that make another model of it are drawn only where they are named: twice there would be nothing to change.
+_ONLY_NAMED = frozenset(name for name in ALGORITHMS if _needs(name) == "images")
 
 
 def algorithms(
@@ -78,9 +53,9 @@ def algorithms(
 
     Args:
         problem: what they are to train: label smoothing comes in where targets are classes. None: any problem.
-        among: their names, such as ``["ema", "sam"]``. None: all that serve the problem, BlurPool excepted, which makes
-            another model of it and is drawn only where it is named.
-        min_size, max_size: how many.
+        among: their names, such as ``["ema", "sam"]``. None: all that serve the problem, but those that make another
+            model of it (BlurPool), which are drawn only where they are named.
+        min_size, max_size: how many; no two that claim the same.
 
     Raises:
         ArgumentError: a name that is not known, an algorithm that can't serve the problem, or a range without a number.
@@ -88,18 +63,20 @@ def algorithms(
 
     >>> from hypothesis import find
     >>> find(algorithms(), lambda drawn: any(member.name == "sam" for member in drawn.members))
-    Composition(members=(Algorithm('sam', after_train_batch),))
+    compose(sam(...))
     """
     where = "algorithms"
-    least = check_integer(where, "min_size", min_size, "algorithms(min_size=1)", least=0)
-    most = check_integer(where, "max_size", max_size, "algorithms(max_size=3)", least=0)
+    least = check_integer("min_size", min_size, where=where, least=0, example="algorithms(min_size=1)")
+    most = check_integer("max_size", max_size, where=where, least=0, example="algorithms(max_size=3)")
     check_range(where, "min_size", least, "max_size", most)
-    serving = _FOR_ANY_PROBLEM if problem is None else _serving(as_problem(problem))
+    serving = _serving(None if problem is None else as_problem(problem))
     if among is None:
-        return _algorithms(tuple(name for name in serving if name != "blurpool"), least, most)
+        return _algorithms(tuple(name for name in serving if name not in _ONLY_NAMED), least, most)
     chosen = check_choices(where, "among", among, ALGORITHMS)
+    if all(map(_claims, chosen)) and least > len(set().union(*map(_claims, chosen))):
+        raise ArgumentError(f"algorithms: min_size={least}, and those in among claim the same: one of them a run.")
     for name in chosen:
-        # Without a problem, whoever names them knows what for.
+        # Without a problem, any name that is passed is right.
         if problem is not None and name not in serving:
             raise ArgumentError(
                 f"algorithms: among holds {name!r}, which can't serve {as_problem(problem)!r}; there are "
@@ -109,27 +86,35 @@ def algorithms(
 
 
 @functools.cache
-def _serving(problem: Problem) -> tuple[str, ...]:
-    """The names of the algorithms that can train a problem."""
-    names = list(_FOR_ANY_PROBLEM)
+def _serving(problem: Problem | None) -> tuple[str, ...]:
+    """The names of the algorithms that can train a problem; None: any."""
+    if problem is None:
+        return tuple(name for name in ALGORITHMS if _needs(name) is None)
     model = problem.model(0)
     (batch,) = problem.batches([2], seed=0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = model.eval()(batch[0])
-    if 1 in class_axes(outputs, batch):
-        names.append("label_smoothing")
-    try:
-        apply_blurpool(model, min_channels=1)
-        names.append("blurpool")
-    except ModelError:
-        pass
-    return tuple(names)
+    has = {None: True, "classes": 1 in class_axes(outputs, batch), "images": problem.images}
+    return tuple(name for name in ALGORITHMS if has[_needs(name)])
 
 
 # Strategies are kept: making them takes much longer than drawing from them.
 @functools.cache
 def _algorithms(names: tuple[str, ...], min_size: int, max_size: int) -> st.SearchStrategy[Composition]:
-    return st.lists(st.sampled_from(names), min_size=min_size, max_size=max_size).map(tuple).flatmap(_composed)
+    drawn = st.lists(st.sampled_from(names), min_size=min_size, max_size=max_size).map(tuple)
+    return (drawn.filter(_are_compatible) if any(map(_claims, names)) else drawn).flatmap(_composed)
+
+
+def _claims(name: str) -> frozenset[str]:
+    """What an algorithm of the library claims, as its module says."""
+    claimed: frozenset[str] = getattr(sys.modules[f"{library.__name__}.{name}"], "CLAIMS", frozenset())
+    return claimed
+
+
+def _are_compatible(names: Sequence[str]) -> bool:
+    """Whether no two of these algorithms claim the same."""
+    claimed = [claim for name in names for claim in _claims(name)]
+    return len(set(claimed)) == len(claimed)
 
 
 @functools.cache
@@ -137,5 +122,5 @@ def _composed(names: tuple[str, ...]) -> st.SearchStrategy[Composition]:
     members = []
     for position, name in enumerate(names):
         before = names[:position].count(name)
-        members.append(ALGORITHMS[name](**({"name": st.just(f"{name}_{before + 1}")} if before else {})))
+        members.append(built(ALGORITHMS[name], **({"name": st.just(f"{name}_{before + 1}")} if before else {})))
     return st.builds(compose, *members)

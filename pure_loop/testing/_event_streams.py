@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pure_loop.algorithms._arguments import check_flag
+from pure_loop._internal.arguments import check_flag
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, Order, Plan, expected
@@ -26,7 +26,7 @@ def event_streams(
     Args:
         order: ``"current"``, which is the default, or ``"2021"``.
         plans: of the runs, in place of an order; None: :func:`plans` of that order.
-        going_on: some of the runs go on from a State kept at a boundary: their streams begin with FIT_START.
+        going_on: some of the runs resume from a State kept at a boundary: their streams begin with FIT_START.
 
     Raises:
         ArgumentError: an order that is not known, or an order and plans.
@@ -40,7 +40,7 @@ def event_streams(
     (21, Event.INIT, Event.FIT_END)
     """
     where = "event_streams"
-    check_flag(where, "going_on", going_on)
+    check_flag("going_on", going_on, where=where)
     if plans is None:
         plans = all_plans(orders=check_choices(where, "order", ["current" if order is None else order], ORDERS))
     elif order is not None:

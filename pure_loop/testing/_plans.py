@@ -1,4 +1,4 @@
-"""Plans: what is drawn fits together, so that nothing is drawn in vain."""
+"""The strategy of plans. Drawn values fit together, so that no example is discarded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from pure_loop.algorithms._arguments import check_flag, check_integer
+from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Order, Plan, expected
@@ -44,26 +44,28 @@ def plans(
     min_evaluators: int = 0,
     max_evaluators: int = 2,
     iterations: bool = True,
+    stops: bool = False,
 ) -> st.SearchStrategy[Plan]:
-    """Plans of short runs, with all that makes runs differ.
+    """Plans of short runs of all kinds.
 
     Durations in every unit; batches of unequal sizes; whole batches and microbatches; loaders with and without a
-    length; epochs that ``batches_per_epoch`` cuts, or that have fewer batches than it says; iterations; evaluators with
-    intervals in every unit. They shrink to ``Plan(batches=(1,), max_duration="1ba")``; with ``min_batches=0`` to a
-    duration of ``"0ba"``.
+    length; epochs that ``batches_per_epoch`` cuts, or that have fewer batches; iterations; evaluators with intervals in
+    every unit. They shrink to ``Plan(batches=(1,), max_duration="1ba")``; with ``min_batches=0`` to a duration of
+    ``"0ba"``.
 
     Args:
-        units: what ``max_duration`` counts; None: all that go with the other options.
-        interval_units: what the evaluators' intervals count: all but iterations.
-        orders: of the events; ``["current", "current", "2021"]`` draws the one twice as often as the other.
-        min_batches, max_batches: how many batches the whole run trains on; 0 for runs that have nothing to do.
+        units: of ``max_duration``; None: all that are possible with the other options.
+        interval_units: of the evaluators' intervals: all but iterations.
+        orders: of the events; ``["current", "current", "2021"]`` draws ``"current"`` twice as often as ``"2021"``.
+        min_batches, max_batches: how many batches the whole run trains on; 0 for runs without a batch.
         max_batches_per_epoch: how many batches the loader has, at most; never more than ``max_batches``.
         max_samples: how many samples a batch has, at most; microbatches too.
         min_evaluators, max_evaluators: how many evaluators.
         iterations: whether some plans have an ``iteration_length``, in epochs or in tokens.
+        stops: whether an algorithm stops some of the runs (``stop_at``), before ``max_duration`` or at it.
 
     Raises:
-        ArgumentError: a number out of range, something that is not known, or options that no plan can meet.
+        ArgumentError: a number out of range, an unknown unit or order, or options that no plan can meet.
         ArgumentTypeError: an option of another type.
 
     >>> from hypothesis import find
@@ -73,16 +75,19 @@ def plans(
     Time('3ep')
     """
     where = "plans"
-    least = check_integer(where, "min_batches", min_batches, "plans(min_batches=1)", least=0)
-    most = check_integer(where, "max_batches", max_batches, "plans(max_batches=9)", least=0)
+    least = check_integer("min_batches", min_batches, where=where, least=0, example="plans(min_batches=1)")
+    most = check_integer("max_batches", max_batches, where=where, least=0, example="plans(max_batches=9)")
     check_range(where, "min_batches", least, "max_batches", most)
     example = "plans(max_batches_per_epoch=4)"
-    per_epoch = check_integer(where, "max_batches_per_epoch", max_batches_per_epoch, example, least=1)
-    samples = check_integer(where, "max_samples", max_samples, "plans(max_samples=6)", least=1)
-    fewest = check_integer(where, "min_evaluators", min_evaluators, "plans(min_evaluators=1)", least=0)
-    evaluators = check_integer(where, "max_evaluators", max_evaluators, "plans(max_evaluators=2)", least=0)
+    per_epoch = check_integer("max_batches_per_epoch", max_batches_per_epoch, where=where, least=1, example=example)
+    samples = check_integer("max_samples", max_samples, where=where, least=1, example="plans(max_samples=6)")
+    fewest = check_integer("min_evaluators", min_evaluators, where=where, least=0, example="plans(min_evaluators=1)")
+    evaluators = check_integer(
+        "max_evaluators", max_evaluators, where=where, least=0, example="plans(max_evaluators=2)"
+    )
     check_range(where, "min_evaluators", fewest, "max_evaluators", evaluators)
-    check_flag(where, "iterations", iterations)
+    check_flag("iterations", iterations, where=where)
+    check_flag("stops", stops, where=where)
     intervals = check_choices(where, "interval_units", interval_units, _INTERVALS)
     chosen = check_choices(where, "orders", orders, ORDERS)
     # fit refuses an interval that is a fraction of a duration in iterations.
@@ -102,6 +107,7 @@ def plans(
         samples=samples,
         evaluators=(fewest, evaluators),
         iterations=iterations,
+        stops=stops,
     )
 
 
@@ -149,6 +155,14 @@ def _lengths(samples: int) -> st.SearchStrategy[Time | None]:
 
 
 @functools.cache
+def _stop(samples: int, tokens: bool, seconds: bool) -> st.SearchStrategy[Time | None]:
+    """Where an algorithm stops training; ``tokens`` and ``seconds`` say whether any go by."""
+    numbers = {EPOCH: 2, BATCH: 4, SAMPLE: 4 * samples, **({TOKEN: 4 * samples} if tokens else {})}
+    counts = [st.builds(Time, st.integers(1, most), st.just(unit)) for unit, most in numbers.items()]
+    return st.one_of(st.none(), *counts, *([st.builds(Time, st.sampled_from((1, 0.5, 3)), st.just(SECOND))] * seconds))
+
+
+@functools.cache
 def _intervals(units: tuple[TimeUnit, ...], samples: int) -> st.SearchStrategy[Time]:
     numbers: dict[TimeUnit, st.SearchStrategy[Any]] = {
         EPOCH: st.sampled_from((1, 2, 0)),
@@ -189,15 +203,18 @@ def _plans(
     samples: int,
     evaluators: tuple[int, int],
     iterations: bool,
+    stops: bool,
 ) -> Plan:
     # Units are drawn before the numbers, which are then such that something passes in each of them. The other way
     # round, the choice of units would depend on numbers, and a failure could not shrink the one without the other.
     order = draw(_one_of(orders))
     iterating = order != "2021"
-    unit = draw(_one_of(tuple(each for each in units if each is not ITERATION or iterating)))
+    unit = draw(_one_of(tuple(item for item in units if item is not ITERATION or iterating)))
     length = draw(_lengths(samples)) if iterations and iterating and unit is not ITERATION else None
     length_unit = draw(_one_of((EPOCH, TOKEN))) if unit is ITERATION else None if length is None else length.unit
-    counted = tuple(each for each in interval_units if each is not DURATION or unit is not ITERATION)
+    counted = tuple(
+        interval_unit for interval_unit in interval_units if interval_unit is not DURATION or unit is not ITERATION
+    )
     drawn: dict[str, EvaluatorPlan] = {}
     eval_interval = Time(1, EPOCH)
     if evaluators[1]:
@@ -207,7 +224,7 @@ def _plans(
         if any(evaluator.interval is None for evaluator in drawn.values()):
             eval_interval = common
     own = (evaluator.interval for evaluator in drawn.values())
-    used = {unit, length_unit, eval_interval.unit, *(each.unit for each in own if each is not None)}
+    used = {unit, length_unit, eval_interval.unit, *(item.unit for item in own if item is not None)}
     tokens = draw(_whole(int(TOKEN in used), 3))
     seconds = draw(_one_of((1.0, 0.5, 2.0) if SECOND in used else (0.0, 1.0, 0.5, 2.0)))
 
@@ -217,7 +234,7 @@ def _plans(
     sized = not draw(_SELDOM)
     if unit in (EPOCH, ITERATION):
         if not sized:
-            sizes = sizes[:cut]  # so that all epochs are alike: they would go on where the one before was cut
+            sizes = sizes[:cut]  # so that all epochs are alike: each would start where the one before was cut
         if len(fewer := shortened(sizes[:cut], batches)) < len(sizes[:cut]):
             sizes = fewer
     if sized and cut is not None:
@@ -226,7 +243,7 @@ def _plans(
     if unit is ITERATION:
         numbers = range(1, 3 if length_unit is EPOCH else 4 * samples + 1)
         lengths = (Time(number, length_unit) for number in numbers)
-        fitting = [each for each in lengths if ends_between(count_iterations(each, counts), batches)]
+        fitting = [item for item in lengths if ends_between(count_iterations(item, counts), batches)]
         length = fitting[draw(_whole(0, len(fitting) - 1))]
         counts[ITERATION] = count_iterations(length, counts)
     return Plan(
@@ -241,6 +258,7 @@ def _plans(
         sized=sized,
         iteration_length=length,
         order=order,
+        stop_at=draw(_stop(samples, bool(tokens), bool(seconds))) if stops else None,
     )
 
 

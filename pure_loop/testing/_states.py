@@ -1,4 +1,4 @@
-"""States as runs have them."""
+"""The strategy of States, as runs of ``fit`` yield them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from pure_loop._internal.arguments import check_integer
 from pure_loop.algorithm import AlgorithmLike, compose, flatten
-from pure_loop.algorithms._arguments import check_integer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.order import expected, expected_evaluate, expected_predict
@@ -34,17 +34,17 @@ def states(
 ) -> st.SearchStrategy[State]:
     """States as ``fit`` yields them: a case is run as far as to some event.
 
-    They shrink to the State at INIT, or at the first of the events asked for, of the simplest case.
+    They shrink to the State at INIT, or at the first event of ``at``, of the simplest case.
 
     Args:
         cases: what to run; None: :func:`cases`.
-        at: an event, or several, at one of which the State is yielded; None: any. Of the cases given, those whose run
-            never comes there are thrown away; without cases, each one drawn comes there.
-        algorithms: what runs in them: a strategy of algorithms, or algorithms; ``()`` for none. None:
-            :func:`algorithms` that serve the problem.
+        at: an event, or several, at one of which the State is yielded; None: any. Of ``cases``, those whose run has no
+            such event are discarded; if ``cases`` is None, every run drawn has one.
+        algorithms: algorithms of the run: a strategy, or algorithms; ``()`` for none. None: :func:`algorithms` that
+            work on the problem.
 
     Raises:
-        ArgumentError: an event that there is not, or that no run of ``fit`` has.
+        ArgumentError: an unknown event, or one that no run of ``fit`` has.
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import given, settings
@@ -66,17 +66,17 @@ def states(
 def _events(at: Event | str | Iterable[Event | str]) -> frozenset[Event]:
     if not isinstance(at, Iterable):
         raise ArgumentTypeError(f"states: at={at!r}: write an event such as Event.BATCH_END, or a list of events.")
-    given = [at] if isinstance(at, str) else list(at)
+    value = [at] if isinstance(at, str) else list(at)
     try:
-        events = frozenset(Event(each) for each in given)
+        events = frozenset(Event(item) for item in value)
     except ValueError as error:
         raise ArgumentError(f"states: at={at!r}: {error}") from None
     if not events:
         raise ArgumentError(f"states: at={at!r} holds no event; write at=Event.BATCH_END, or leave it out.")
     for event in sorted(events & _NOT_IN_FIT):
         raise ArgumentError(
-            f"states: at holds {event!r}, which no run of fit has: states come from fit. Draw one at Event.BATCH_END, "
-            "and give it to pl.evaluate or pl.predict."
+            f"states: at holds {event!r}, which no run of fit has, and States are drawn from runs of fit. Draw one at "
+            "Event.BATCH_END, and pass it to pl.evaluate or pl.predict."
         )
     return events
 
@@ -94,13 +94,13 @@ def _states(
     composition = draw(all_algorithms(problem=case.problem) if algorithms is None else algorithms)
     position = positions[draw(st.integers(0, len(positions) - 1))]
     running: list[Any] = [] if composition == compose() else [composition]
-    # A State can't be written down, but a failure shows this call, which gives it again.
+    # A State has no repr that makes it again; a failure shows this call, which does.
     state: State = draw(st.builds(state_at, *map(st.just, [case, position, *running])))
     return state
 
 
 def state_at(case: Case, position: int, algorithms: AlgorithmLike | Sequence[AlgorithmLike] = ()) -> State:
-    """The State that a case's run yields at a position: the one at INIT is at 0. The run goes no further.
+    """The State that a case's run yields at a position: that of INIT is at 0. The run ends there.
 
     Raises:
         ArgumentError: the run is shorter.
@@ -109,7 +109,7 @@ def state_at(case: Case, position: int, algorithms: AlgorithmLike | Sequence[Alg
     >>> state_at(Case(plan=Plan(batches=(4,), max_duration="1ba")), 3)
     State(fit_start, epoch 0, batch 0, 2 parameters (8 numbers))
     """
-    check_integer("state_at", "position", position, "state_at(case, 0)", least=0)
+    check_integer("position", position, where="state_at", least=0, example="state_at(case, 0)")
     stream = case.stream(algorithms)
     try:
         pair = next(itertools.islice(stream, position, None), None)

@@ -1,4 +1,4 @@
-"""What is around a function and none of its business: random generators, modes and settings of the process."""
+"""Random generators, modes and settings of the process, which a function under test may not change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _READ: dict[str, Callable[[], Any]] = {
 }
 
 
-# What puts each of them back. Some can't be: a mode of inference that was entered, and the generators of CUDA where
-# there were none before.
+# What restores each of them. Some can't be restored: an inference mode that was entered, and the generators of CUDA
+# if CUDA was not initialised before.
 _PUT_BACK: dict[str, Callable[[Any], object]] = {
     "torch's random generator": lambda state: torch.set_rng_state(_bytes(state)),
     "CUDA's random generators": lambda states: torch.cuda.set_rng_state_all(list(map(_bytes, states))),
@@ -44,7 +44,7 @@ _PUT_BACK: dict[str, Callable[[Any], object]] = {
     "NumPy's random generator": lambda state: _put_back_numpy(state),
     "the grad mode": torch.set_grad_enabled,
     "the default dtype": torch.set_default_dtype,
-    # None is what it is without a device having been chosen; another one slows each call of torch.
+    # None: no default device is set. A set one, even the CPU, slows each call of torch.
     "the default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     "autocast": lambda on: torch.set_autocast_enabled("cpu", on),
     "anomaly detection": torch.autograd.set_detect_anomaly,
@@ -55,7 +55,7 @@ _PUT_BACK: dict[str, Callable[[Any], object]] = {
     "the working directory": lambda folder: _go_back_to(folder),
     "the environment variables": lambda variables: _put_back_environment(variables),
 }
-# More that a process has, which a library may change when it is imported: put back, and held against nobody.
+# Further settings, which a library may change when it is imported: restored, and never a failure.
 _QUIETLY: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),
     (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -119,7 +119,7 @@ def _numpy_random() -> Any:
 
 
 class Surroundings:
-    """What they were, to see later what changed.
+    """The values at construction, to find out later what changed.
 
     >>> before = Surroundings()
     >>> with torch.random.fork_rng(devices=[]):
@@ -133,12 +133,12 @@ class Surroundings:
         self._besides = [read() for read, _ in _QUIETLY]
 
     def changed(self, *, hastily: bool = False) -> str | None:
-        """The first thing that is not what it was; ``hastily``: without the last ones, which take longer to read."""
+        """The name of the first setting that changed; ``hastily``: without the last ones, which are slower to read."""
         names = _OFTEN if hastily else _READ
         return next((name for name in names if _READ[name]() != self._before[name]), None)
 
     def put_back(self) -> str | None:
-        """Make all that it was again; gives the first thing that can't be put back, if there is one."""
+        """Restore all settings; returns the name of the first that can't be restored, if there is one."""
         for (read, write), before in zip(_QUIETLY, self._besides, strict=True):
             if read() != before:
                 write(before)
@@ -146,7 +146,7 @@ class Surroundings:
         for name, read in _READ.items():
             before = self._before[name]
             if before is None or before == []:
-                continue  # it was not there: NumPy, or CUDA, has been imported or begun since
+                continue  # it did not exist: NumPy was imported, or CUDA initialised, since
             if read() != before:
                 if name in _PUT_BACK:
                     _PUT_BACK[name](before)
@@ -157,7 +157,7 @@ class Surroundings:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Puts back on exit whatever was changed around what is inside: what is on trial must not decide about others.
+    """Restores on exit all settings that the body changed, so that one subject can't change the result of another.
 
     >>> with unchanged():
     ...     torch.set_default_dtype(torch.float64)
@@ -174,7 +174,7 @@ def unchanged() -> Iterator[None]:
 
 @contextmanager
 def reseeded(seed: int) -> Iterator[None]:
-    """Seeds the global random generators of torch, Python and NumPy, and puts them back on exit."""
+    """Seeds the global random generators of torch, Python and NumPy, and restores them on exit."""
     numpy: Any = sys.modules.get("numpy")
     before = torch.get_rng_state(), _cuda(), random.getstate(), numpy and numpy.random.get_state()
     torch.default_generator.manual_seed(seed)

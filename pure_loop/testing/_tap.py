@@ -26,8 +26,8 @@ class Call:
         position: of the algorithm in the list.
         event: the event of the State.
         index: of the handler among those of the event.
-        state: what it is called with.
-        rest: what it is called with besides: the stages, or nothing.
+        state: the first argument.
+        rest: further arguments: the stages, or nothing.
         function: the function itself.
     """
 
@@ -54,14 +54,14 @@ class Call:
         return function(self.state)
 
     @property
-    def who(self) -> str:
-        """What to call the function in a message."""
+    def name(self) -> str:
+        """The name of the function in messages."""
         part = {"handler": "", "when": "the predicate `when` of ", "init": "`init` of "}[self.kind]
         return f"{part}algorithm {self.algorithm!r}"
 
     @property
     def where(self) -> str:
-        """What to call the moment in a message."""
+        """The name of the moment in messages."""
         return moment(self.state)
 
 
@@ -69,7 +69,7 @@ Tap = Callable[[Call], Any]
 
 
 def tapped(subject: Subject, algorithms: Sequence[Algorithm], tap: Tap) -> tuple[Algorithm, ...]:
-    """The algorithms, with ``tap`` called instead of each of their functions; it gives what the function should."""
+    """The algorithms, with ``tap`` called instead of each of their functions; it returns what the function would."""
     subject.watched = True
     return tuple(_tapped(subject, algorithm, position, tap) for position, algorithm in enumerate(algorithms))
 
@@ -80,7 +80,7 @@ def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> 
     def around(kind: str, function: Callable[..., Any], event: Event | None = None, index: int = 0) -> Any:
         def call(state: State, *rest: Any) -> Any:
             if kind == "init" and any(tensor.is_meta for tensor in state.params.values()):
-                return function(state, *rest)  # the loop asks what it would give, and no State has what it gives then
+                return function(state, *rest)  # the loop reads shapes from it, and no State receives it
             at = event if event is not None else state.event or Event.INIT
             if kind == "handler":
                 subject.fired[name, at] += 1
@@ -90,13 +90,13 @@ def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> 
 
     def handler(function: Callable[..., Any], event: Event, index: int, takes_stages: bool) -> Callable[..., Any]:
         call = around("handler", function, event, index)
-        # The loop looks at the signature to see whether the stages are asked for.
+        # The loop reads from the signature whether the handler takes the stages.
         if takes_stages:
             return lambda state, stages: call(state, stages)
         return lambda state: call(state)
 
     handlers = {
-        event: [handler(each.function, event, index, each.takes_stages) for index, each in enumerate(listed)]
+        event: [handler(bound.function, event, index, bound.takes_stages) for index, bound in enumerate(listed)]
         for event, listed in bind([algorithm]).items()
     }
     init = None if algorithm.init is None else around("init", algorithm.init)

@@ -9,7 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop._internal.arguments import check_number
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import Plan, expected
 from pure_loop.testing._arguments import check_choices, check_range, check_strategy
@@ -48,11 +49,8 @@ def times(
 
 
 def _bound(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"times: {name} is a number, got {value!r} of type {type(value).__name__}.")
-    if not 0 <= value < math.inf:
-        raise ArgumentError(f"times: {name} is at least 0 and finite, got {value!r}; a time counts from 0.")
-    return value
+    check_number(name, value, where="times", least=0)
+    return value  # type: ignore[no-any-return]  # an int stays one: it may be more than a float holds
 
 
 def _times(unit: TimeUnit, low: float, high: float | None) -> st.SearchStrategy[Time]:

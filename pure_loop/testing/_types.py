@@ -22,18 +22,18 @@ __all__ = ["BY_TYPE"]
 Drawn: TypeAlias = "st.SearchStrategy[Any]"
 
 
-def _algorithms(asked: Any) -> Drawn:
+def _algorithms(requested: Any) -> Drawn:
     return strategies.algorithms(min_size=1, max_size=1).map(lambda composition: composition.members[0])
 
 
-def _evaluator_plans(asked: Any) -> Drawn:
+def _evaluator_plans(requested: Any) -> Drawn:
     plans = strategies.plans(min_evaluators=1, max_evaluators=1)
     return plans.map(lambda plan: next(iter(plan.evaluators.values())))
 
 
-def _frozen_dicts(asked: Any) -> Drawn:
+def _frozen_dicts(requested: Any) -> Drawn:
     """Names of parameters to tensors, as a State has them; or what ``FrozenDict[K, V]`` says."""
-    keys, values = get_args(asked) or (str, Tensor)
+    keys, values = get_args(requested) or (str, Tensor)
     names = st.sampled_from(("weight", "bias", "head.weight", "head.bias"))
     tensors = strategies.batches(dtypes=[torch.float32], nested=False).map(lambda batch: batch[0])
     items = st.dictionaries(
@@ -44,7 +44,7 @@ def _frozen_dicts(asked: Any) -> Drawn:
     return st.builds(pl.FrozenDict, items)
 
 
-def _evaluators(asked: Any) -> Drawn:
+def _evaluators(requested: Any) -> Drawn:
     sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
     return st.builds(
         pl.Evaluator,
@@ -55,7 +55,7 @@ def _evaluators(asked: Any) -> Drawn:
     )
 
 
-def _optimizers(asked: Any) -> Drawn:
+def _optimizers(requested: Any) -> Drawn:
     rates = st.floats(0.001, 0.5) | st.just(pl.schedules.linear(0.05, 0.01, "12ba"))
     return st.builds(pl.optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(pl.optim.adamw, lr=rates)
 
@@ -68,7 +68,7 @@ def _tokens(batch: Any) -> int:
     return int(batch[1].numel())
 
 
-def _tasks(asked: Any) -> Drawn:
+def _tasks(requested: Any) -> Drawn:
     tokens = st.just(_tokens)
     return st.builds(pl.Task, loss=st.just(_cross_entropy)) | st.builds(
         pl.Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
@@ -80,7 +80,7 @@ def _absolute(outputs: Any, batch: Any) -> Tensor:
     return size
 
 
-def _metrics(asked: Any) -> Drawn:
+def _metrics(requested: Any) -> Drawn:
     mean = st.builds(pl.metrics.mean, st.just(_absolute), st.just("size"))
     return st.builds(pl.metrics.loss) | mean | st.builds(pl.metrics.accuracy)
 

@@ -1,4 +1,4 @@
-"""Cases: everything that a run of ``fit`` is made from, as a value, so that a law can run it again and again."""
+"""Cases: all inputs of a run of ``fit`` as a value, so that a law can repeat the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 from torch import nn
 
 import pure_loop as pl
-from pure_loop.algorithm import AlgorithmLike
+from pure_loop.algorithm import Algorithm, AlgorithmLike, flatten
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.optim import Optimizer
@@ -23,7 +23,7 @@ from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
 __all__ = ["OPTIMIZERS", "Case", "Fit", "Pairs"]
 
 Fit: TypeAlias = Callable[..., Any]
-"""``pl.fit``, or a loop that is held against it."""
+"""``pl.fit``, or a loop with the same arguments and events."""
 
 Pairs: TypeAlias = list[tuple[Event, State]]
 
@@ -37,7 +37,7 @@ def _adamw() -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
-"""Optimizers of cases: one with a memory, and one that also has a schedule."""
+"""Optimizers of cases: both have a state, and AdamW has a schedule as well."""
 
 
 class _Unsized:
@@ -58,25 +58,39 @@ def _one_of(choices: Any) -> Any:
     return validate
 
 
+def _stopping(plan: Plan) -> Algorithm:
+    """The algorithm that stops training at the plan's ``stop_at``."""
+
+    when = plan.stop_at
+    assert when is not None
+
+    def stop(state: State) -> State:
+        return state.replace(stop=True) if state.timestamp >= when else state
+
+    of_2021 = plan.order == "2021"
+    events = (Event.BATCH_END, Event.EPOCH_END) if of_2021 else (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT)
+    return Algorithm("stopping", dict.fromkeys(events, stop))
+
+
 def _never(interval: pl.Time | None) -> pl.Time | int | None:
-    """An interval as ``fit`` takes it, which refuses 0 of a unit."""
+    """An interval as ``fit`` takes it: it refuses a zero with a unit, and takes 0 for "never"."""
     return 0 if interval is not None and not interval else interval
 
 
 @attrs.frozen(kw_only=True, repr=False)
 class Case:
-    """A plan, a problem and settings: what one run of ``fit`` needs besides algorithms and callbacks.
+    """A plan, a problem and settings: all inputs of a run of ``fit`` except algorithms and callbacks.
 
     Args:
-        plan: how long, in which batches, with which evaluators (:class:`pure_loop.order.Plan`).
-        problem: a :class:`Problem`, or the name of one.
-        seed: of the parameters, the data, and the run.
+        plan: duration, batch sizes and evaluators (:class:`pure_loop.order.Plan`).
+        problem: a :class:`Problem`, or the name of a built-in one.
+        seed: of the parameters, the data and the run.
         optimizer: a name in :data:`OPTIMIZERS`.
         precision: as in ``fit``.
         clip_grad: as in ``fit``.
 
     Raises:
-        ArgumentError: a name that is not known, or a plan that doesn't begin with INIT.
+        ArgumentError: an unknown name, or a plan that doesn't begin with INIT.
 
     >>> from pure_loop.order import Plan
     >>> case = Case(plan=Plan(batches=(4,), max_duration="1ba"))
@@ -96,7 +110,9 @@ class Case:
     def __attrs_post_init__(self) -> None:
         Precision.parse(self.precision)
         if not self.plan.fresh:
-            raise ArgumentError("a case is a whole run: its plan has fresh=True; stream(start=state) goes on.")
+            raise ArgumentError(
+                "Case: its plan must have fresh=True, since a case is a run from INIT; stream(start=state) resumes."
+            )
 
     def model(self) -> nn.Module:
         """A module with this case's first parameters; a new one in every call."""
@@ -109,10 +125,10 @@ class Case:
 
     def held_out(self) -> dict[str, Any]:
         """The batches of each evaluator, by its label."""
-        return {label: self.problem.batches(each.batches, seed=7) for label, each in self.plan.evaluators.items()}
+        return {label: self.problem.batches(plan.batches, seed=7) for label, plan in self.plan.evaluators.items()}
 
     def arguments(self) -> dict[str, Any]:
-        """What ``fit`` is called with, besides the model and the data."""
+        """The arguments of ``fit`` after the model and the data."""
         plan, held_out = self.plan, self.held_out()
         return {
             "loss": self.problem.loss,
@@ -125,15 +141,15 @@ class Case:
             "clip_grad": self.clip_grad,
             "evaluators": {
                 label: pl.Evaluator(
-                    held_out[label], interval=_never(each.interval), microbatch_size=each.microbatch_size
+                    held_out[label], interval=_never(evaluator.interval), microbatch_size=evaluator.microbatch_size
                 )
-                for label, each in plan.evaluators.items()
+                for label, evaluator in plan.evaluators.items()
             },
             "eval_interval": _never(plan.eval_interval),
             "batches_per_epoch": plan.batches_per_epoch,
             "iteration_length": plan.iteration_length,
             "order": plan.order,
-            # A clock that the plan knows: a second, or whatever it says, a batch.
+            # A simulated clock: each batch takes the plan's seconds_per_batch.
             "clock": itertools.count(0.0, plan.seconds_per_batch).__next__,
         }
 
@@ -148,11 +164,13 @@ class Case:
         """The stream of a run.
 
         Args:
-            algorithms: what runs in it.
-            fit: the loop that runs it.
-            start: a State to go on from, or a module; None for :meth:`model`.
-            **overrides: further arguments of ``fit``, or others than those of the case.
+            algorithms: as in ``fit``.
+            fit: the loop.
+            start: a State to resume from, or a module; None for :meth:`model`.
+            **overrides: arguments of ``fit`` that are added to those of the case, or replace them.
         """
+        if self.plan.stop_at is not None:
+            algorithms = (*flatten(algorithms), _stopping(self.plan))
         arguments = {**self.arguments(), "algorithms": algorithms, **overrides}
         return fit(self.model() if start is None else start, self.data(), **arguments)
 
@@ -164,7 +182,7 @@ class Case:
         start: State | nn.Module | None = None,
         **overrides: Any,
     ) -> Pairs:
-        """All pairs of :meth:`stream`, kept."""
+        """All pairs of :meth:`stream`, as a list."""
         return list(self.stream(algorithms, fit=fit, start=start, **overrides))
 
     def __repr__(self) -> str:

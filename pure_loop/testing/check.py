@@ -1,4 +1,4 @@
-"""The whole kit in one call: every law that applies, tried on what Hypothesis draws."""
+"""Checks: all laws that apply to an algorithm, loop, callback or script, tried on cases that Hypothesis draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis.strategies import SearchStrategy
 import pure_loop as pl
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop import Script
+from pure_loop.loop.training import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.callbacks import CallbackSubject
@@ -38,22 +38,24 @@ def check_algorithm(
     """Try every law on an algorithm, and raise if one doesn't hold.
 
     Args:
-        make_algorithm: a function without arguments that makes a fresh algorithm, a composition or a list of such;
-            or an algorithm, which is copied as it is.
+        make_algorithm: a function without arguments that makes a fresh algorithm, a composition or a list of them;
+            or an algorithm, which is copied for each run.
         fit: the loop: ``functools.partial(pl.fit, device="cuda")`` tries it on a GPU.
-        problems: models and data to train on, by name or as :class:`Problem`; None: all that come along.
+        problems: models and data to train on, by name or as :class:`Problem`; None: all built-in ones.
         plans: a strategy of :class:`pure_loop.order.Plan`; None: :func:`pure_loop.testing.plans`, short ones.
-        expected_failures: names of laws that it doesn't keep, each with the reason. Strict: one that holds fails.
-        skip: names of laws that are not to be tried, each with the reason.
-        max_examples: how many cases a law is tried on.
+        expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
+            check fails.
+        skip: names of laws that should not be tried, each with the reason.
+        max_examples: the number of cases for each law.
 
     Returns:
-        What was tried: ``print(report)`` is a table.
+        The results of all laws: ``print(report)`` shows a table.
 
     Raises:
-        CheckFailed: an AssertionError: a law doesn't hold, one holds that was expected to fail, or no handler ever ran.
-        ArgumentError: the name of a law that is not known, or a reason that is empty.
-        ArgumentTypeError: ``make_algorithm`` makes something else.
+        CheckFailed: an AssertionError: a law doesn't hold, a law holds that was expected to fail, or no handler ever
+            ran.
+        ArgumentError: an unknown name of a law, or an empty reason.
+        ArgumentTypeError: ``make_algorithm`` does not make an algorithm.
 
     >>> import pure_loop as pl
     >>> report = check_algorithm(lambda: pl.algorithms.sam(rho=0.1), problems="linear", max_examples=2)
@@ -73,7 +75,7 @@ def check_loop(
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
 ) -> Report:
-    """Try every law on a loop: a function that is called as ``pl.fit`` is, and yields what it yields.
+    """Try every law on a loop: a function with the arguments of ``pl.fit`` that yields the same pairs.
 
     Args:
         fit: the loop.
@@ -90,13 +92,15 @@ def check_loop(
 
 
 def not_none(make_algorithm: Any) -> Any:
-    """What is given, if it is something.
+    """The argument; None is refused.
 
     Raises:
-        ArgumentTypeError: it is None, which laws take for no algorithm.
+        ArgumentTypeError: it is None, which a law takes as "no algorithm".
     """
     if make_algorithm is None:
-        raise ArgumentTypeError("check_algorithm(None): give a function that makes an algorithm.")
+        raise ArgumentTypeError(
+            "check_algorithm(None): give a function that makes an algorithm, such as lambda: pl.algorithms.sam()."
+        )
     return make_algorithm
 
 
@@ -117,11 +121,11 @@ def check_callback(
         problems, plans, expected_failures, skip, max_examples: as in :func:`check_algorithm`.
 
     Returns:
-        What was tried: ``print(report)`` is a table.
+        The results of all laws: ``print(report)`` shows a table.
 
     Raises:
         CheckFailed: an AssertionError: a law doesn't hold.
-        ArgumentTypeError: ``make_callback`` makes something else.
+        ArgumentTypeError: ``make_callback`` does not make a callback.
 
     >>> import pure_loop as pl
     >>> check_callback(pl.callbacks.SpeedMonitor, problems="linear", max_examples=2).ok
@@ -144,20 +148,21 @@ def check_script(
     """Try the laws of scripts, and raise if one doesn't hold.
 
     Args:
-        make_script: makes the generator from the State with which it starts, or from which it goes on.
-        start: the first State; or a function of a seed that makes it, of which several are tried.
-        boundaries: events at which a State can be kept so that the script goes on from it.
-        stages: what algorithms that ask for stages are given.
-        expected_failures: names of laws that it doesn't keep, each with the reason; strict.
-        skip: names of laws that are not to be tried, each with the reason.
-        max_examples: how many seeds are tried.
+        make_script: makes the generator from the State at which it starts or resumes.
+        start: the first State; or a function that makes it from a seed, and is tried with several seeds.
+        boundaries: events from whose States the script can resume.
+        stages: the stages for algorithms that take them.
+        expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
+            check fails.
+        skip: names of laws that should not be tried, each with the reason.
+        max_examples: the number of seeds.
 
     Returns:
-        What was tried: ``print(report)`` is a table.
+        The results of all laws: ``print(report)`` shows a table.
 
     Raises:
         CheckFailed: an AssertionError: a law doesn't hold.
-        ArgumentTypeError: something else than a function, or a State.
+        ArgumentTypeError: ``make_script`` is not a function, or ``start`` is or returns something other than a State.
 
     >>> import torch, pure_loop as pl
     >>> def decay(state):

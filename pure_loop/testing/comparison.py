@@ -12,9 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.loop.strict import same
 from pure_loop.state import State
-from pure_loop.strict import same
 from pure_loop.time import Timestamp
 
 __all__ = [
@@ -59,12 +59,12 @@ def shown(value: Any) -> str:
     return f"tensor({f'[{listed}]' if value.ndim else listed}) {dtype}{shape}"
 
 
-def apart(given: Any, wanted: Any) -> str:
+def apart(value: Any, wanted: Any) -> str:
     """Where two values differ that are shown alike: the first number of tensors, in full."""
-    tensors = isinstance(given, Tensor) and isinstance(wanted, Tensor)
-    if not tensors or given.shape != wanted.shape or given.dtype != wanted.dtype:
-        return f"{given!r} and {wanted!r}"
-    a, b = given.detach().flatten(), wanted.detach().flatten()
+    tensors = isinstance(value, Tensor) and isinstance(wanted, Tensor)
+    if not tensors or value.shape != wanted.shape or value.dtype != wanted.dtype:
+        return f"{value!r} and {wanted!r}"
+    a, b = value.detach().flatten(), wanted.detach().flatten()
     index = int(((a != b) & ~((a != a) & (b != b))).nonzero()[0])
     return f"number {index} is {a[index].item()!r}, and should be {b[index].item()!r}"
 
@@ -84,10 +84,10 @@ class Difference:
     wanted: Any
 
     def __str__(self) -> str:
-        given, wanted = shown(self.given), shown(self.wanted)
-        if given == wanted:
+        value, wanted = shown(self.given), shown(self.wanted)
+        if value == wanted:
             wanted += f": {apart(self.given, self.wanted)}"
-        return f"{self.leaf} is {given}, and should be {wanted}"
+        return f"{self.leaf} is {value}, and should be {wanted}"
 
 
 def is_wall_clock(path: tuple[Any, ...]) -> bool:
@@ -106,25 +106,25 @@ def _leaves(tree: Any) -> Leaves:
 
 def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
     """Where a leaf is, as code that reads it."""
-    for found, accessor in zip(
+    for result, accessor in zip(
         optree.tree_paths(tree, namespace=NAMESPACE, none_is_leaf=True),
         optree.tree_accessors(tree, namespace=NAMESPACE, none_is_leaf=True),
         strict=True,
     ):
-        if found == path:
+        if result == path:
             return accessor.codify(name)
     return name + "".join(f"[{key!r}]" for key in path)
 
 
 def differences(
-    given: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
+    argument: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
 ) -> list[Difference]:
     """The leaves in which two States, or other trees, are not equal by value; wall-clock times don't count.
 
     Tensors are equal where all their numbers are, in one dtype: no rounding is allowed for. NaN equals itself.
 
     Args:
-        given, wanted: the trees.
+        argument, wanted: the trees.
         name: what to call the tree.
         without: fields of the State to leave out.
 
@@ -134,36 +134,36 @@ def differences(
     >>> [difference.leaf for difference in differences(state, other)]
     ["state.params['weight']"]
     """
-    return list(_differences(given, wanted, name, without))
+    return list(_differences(argument, wanted, name, without))
 
 
-def _differences(given: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
-    one, other = _leaves(given), _leaves(wanted)
+def _differences(value: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
+    one, other = _leaves(value), _leaves(wanted)
     for path in dict.fromkeys([*one, *other]):
         if path and (path[0] in without or is_wall_clock(path)):
             continue
         a, b = one.get(path, _MISSING), other.get(path, _MISSING)
         if not same(a, b):
-            yield Difference(_code(given if path in one else wanted, path, name), a, b)
+            yield Difference(_code(value if path in one else wanted, path, name), a, b)
 
 
-def close(given: Any, wanted: Any, *, tolerance: float, name: str = "state") -> Difference | None:
+def close(value: Any, wanted: Any, *, tolerance: float, name: str = "state") -> Difference | None:
     """The first leaf in which two trees differ by more than rounding.
 
     Args:
-        given, wanted: the trees.
+        value, wanted: the trees.
         tolerance: how far numbers may be apart, relative to the greatest of their tensor.
         name: what to call the tree.
     """
-    for found in _differences(given, wanted, name, frozenset()):
-        a, b = found.given, found.wanted
+    for result in _differences(value, wanted, name, frozenset()):
+        a, b = result.given, result.wanted
         if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype):
             if isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * max(abs(a), abs(b), 1.0):
                 continue
-            return found
+            return result
         a, b = a.detach().double(), b.detach().double()
         if not bool(((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1.0)).item()):
-            return found
+            return result
     return None
 
 
@@ -189,12 +189,12 @@ class Comparer:
     def __init__(self) -> None:
         self._equal: set[tuple[int, int]] = set()
 
-    def equal(self, given: State, wanted: State) -> bool:
+    def equal(self, value: State, wanted: State) -> bool:
         """Whether they are bitwise equal, wall-clock times excepted; True is sure, :func:`differences` looks again."""
-        if type(given) is not type(wanted):
+        if type(value) is not type(wanted):
             return False
-        for name in _fields(cast(Hashable, type(given))):
-            a, b = getattr(given, name), getattr(wanted, name)
+        for name in _fields(cast(Hashable, type(value))):
+            a, b = getattr(value, name), getattr(wanted, name)
             if a is b or name == "model":
                 continue
             if isinstance(a, Timestamp) and isinstance(b, Timestamp):
@@ -234,7 +234,7 @@ def _same_leaf(a: Any, b: Any) -> bool:
 
 
 class Snapshot:
-    """A State by value, to see later whether anybody wrote to it.
+    """A State by value, to see later whether it was written to.
 
     >>> import torch, pure_loop as pl
     >>> state = pl.State.create(torch.nn.Linear(1, 1, bias=False))
@@ -283,10 +283,10 @@ class Snapshot:
 def copied(state: State) -> State:
     """A State with copies of all tensors, which keeps none of its own."""
     tree: Any = state
-    made: Any = optree.tree_map(
+    result: Any = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return made  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 class Keeper:

@@ -1,4 +1,4 @@
-"""Laws: what holds for every case, each with its name, its words, and the function that tries it."""
+"""Laws: properties that hold for every case, each with its name, its statement, and the function that tries it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pure_loop.testing.violation import LawViolation, broken_off
 __all__ = ["EXAMPLES", "Law", "law", "try_examples"]
 
 EXAMPLES = 20
-"""How many cases a law is tried on, where nothing else is said."""
+"""The default number of cases on which a law is tried."""
 
 Check = Callable[[Any, Any, Fit], None]
-"""Tries a law on a subject of its kind, and on one of what such are tried on."""
+"""Tries a law on a subject and one case, with a loop; raises a LawViolation if it does not hold."""
 
 
 def _any(problem: Problem) -> bool:
@@ -33,16 +33,16 @@ def _any(problem: Problem) -> bool:
 
 @attrs.frozen(eq=False, repr=False)
 class Law:
-    """One law. It is called like a function, and raises where it doesn't hold.
+    """One law. Called like a function, it raises if it does not hold.
 
     Attributes:
         name: its name in reports, and in ``expected_failures``.
         statement: the law in words.
         check: tries it on one case.
-        rests_on: laws without which this one says nothing: it isn't tried where one of them fails.
-        serves: whether a problem is one on which it can hold.
-        serves_what: what problems these are.
-        of: the kind of subject of which it is a law.
+        rests_on: names of laws that it presupposes: it isn't tried if one of them fails.
+        serves: whether the law can hold on a problem.
+        serves_what: the problems on which it can hold, in words.
+        of: the class of its subjects.
 
     >>> import pure_loop as pl
     >>> from pure_loop.testing import laws
@@ -70,41 +70,41 @@ class Law:
         """Try the law.
 
         Args:
-            subject: what makes the algorithm or the callback that is on trial, or a :class:`pure_loop.testing.Scripted`
-                where it is a law of scripts; None: the loop alone.
-            case: the one case, or :class:`pure_loop.testing.Seed` of a script, to try it on; None: what Hypothesis
-                draws.
+            subject: a function that makes the algorithm or the callback on trial; for a law of scripts a
+                :class:`pure_loop.testing.Scripted`; None: the loop alone.
+            case: the case, or for a script the :class:`pure_loop.testing.Seed`, to try it on; None: Hypothesis draws
+                cases.
             fit: the loop.
             problems: models and data of the cases, by name or as :class:`Problem`; None: all on which it can hold.
-            cases: where to draw from, instead of ``problems``.
-            max_examples: how many to draw.
+            cases: a strategy of cases, instead of ``problems``.
+            max_examples: the number of cases to draw.
 
         Raises:
-            LawViolation: it doesn't hold; says for which case, at which event, in which leaf.
+            LawViolation: it doesn't hold; the message has the case, the event and the leaf.
             ArgumentError: the law can't hold on the case's problem.
-            ArgumentTypeError: another kind of subject, or of case.
+            ArgumentTypeError: a subject or a case of another kind.
         """
-        made = self.of.made_of(subject)
+        result = self.of.made_of(subject)
         if problems is not None and self.of.tried_on is not Case:
-            raise ArgumentError(f"{self.name}: a {self.of.kind} has a model and data of its own; leave out problems=.")
+            raise ArgumentError(f"{self.name}: a {self.of.kind} has its own model and data; leave out problems=.")
         if case is not None:
             if not isinstance(case, self.of.tried_on):
                 raise ArgumentTypeError(
                     f"{self.name}(..., {case!r}): a law of {self.of.kind}s is tried on a "
-                    f"testing.{self.of.tried_on.__name__}; without one it draws some."
+                    f"testing.{self.of.tried_on.__name__}; pass one, or leave it out to draw cases."
                 )
             if not self._serves(case):
                 raise ArgumentError(
                     f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
                 )
-            self.on(made, case, fit)
+            self.on(result, case, fit)
             return
-        drawn = self.cases(problems) if problems is not None else made.drawn(self)
+        drawn = self.cases(problems) if problems is not None else result.drawn(self)
         if cases is not None:
             drawn = cases.filter(self._serves)
         if isinstance(drawn, str):
             raise ArgumentError(f"{self.name}: {drawn}.")
-        try_examples(self, made, drawn, fit=fit, max_examples=max_examples)
+        try_examples(self, result, drawn, fit=fit, max_examples=max_examples)
 
     def _serves(self, case: Any) -> bool:
         return not isinstance(case, Case) or self.serves(case.problem)
@@ -114,41 +114,46 @@ class Law:
         problems: Problems = None,
         plans: SearchStrategy[Any] | None = None,
     ) -> SearchStrategy[Case] | str:
-        """Cases on which it can hold, or why there are none: of these problems and plans, by default all, and short."""
+        """The cases of these problems and plans on which it can hold, or a text that says why there are none.
+
+        Args:
+            problems: None: all built-in problems.
+            plans: None: short plans.
+        """
         from pure_loop.testing.strategies import cases
         from pure_loop.testing.strategies import plans as all_plans
 
         listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
         served = [problem for problem in listed if self.serves(problem)]
         if not served:
-            return f"no problem given is {self.serves_what}"
-        # Shorter than those that the strategy gives: what a law needs happens within few batches.
+            return f"none of the problems is {self.serves_what}"
+        # Shorter than the strategy's default: a few batches are enough for every law.
         short = all_plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
         return cases(problems=served, plans=short)
 
     def on(self, subject: Subject, case: Any, fit: Fit = pl.fit) -> None:
-        """Try it on one case; a violation then says all that there is to say."""
+        """Try it on one case; a violation gets the law, the case and code that reproduces it."""
         try:
             with unchanged():
                 self.check(subject, case, fit)
         except LawViolation as violation:
-            raise self._told(violation, subject, case, fit) from violation.__cause__
+            raise self._completed(violation, subject, case, fit) from violation.__cause__
         except Exception as error:
-            # Only what an algorithm raised says something of it; the driver leaves a note.
+            # Only an error of an algorithm is a violation; the driver adds a note to it.
             if not any(note.startswith("raised by algorithm") for note in getattr(error, "__notes__", ())):
                 raise
-            raise self._told(broken_off([], error), subject, case, fit) from error
+            raise self._completed(broken_off([], error), subject, case, fit) from error
 
-    def _told(self, violation: LawViolation, subject: Subject, case: Any, fit: Fit) -> LawViolation:
-        """The violation, with all that there is to say."""
+    def _completed(self, violation: LawViolation, subject: Subject, case: Any, fit: Fit) -> LawViolation:
+        """The violation, with the law, the case and code that reproduces it."""
         violation.law, violation.statement, violation.case = self.name, self.statement, case
-        violation.code = subject.reproduction(self._called(), case, standard=fit is pl.fit)
+        violation.code = subject.reproduction(self._code(), case, standard=fit is pl.fit)
         return violation
 
-    def _called(self) -> str:
-        """How to write it in code: those of one's own are not in this package."""
-        ours = self.check.__module__.startswith("pure_loop.testing.laws.")
-        return f"{self.of.laws}.{self.name}" if ours else self.name
+    def _code(self) -> str:
+        """The law as code: custom laws are not in this package."""
+        is_built_in = self.check.__module__.startswith("pure_loop.testing.laws.")
+        return f"{self.of.laws}.{self.name}" if is_built_in else self.name
 
     def __repr__(self) -> str:
         return f"<law {self.name}: {self.statement}>"
@@ -162,14 +167,14 @@ def law(
     serves_what: str = "any",
     of: type[Subject] = AlgorithmSubject,
 ) -> Callable[[Check], Law]:
-    """Make a law of a function that tries one case: of ``(subject, case, fit)``, which raises a LawViolation.
+    """Make a law of a function ``(subject, case, fit)`` that raises a LawViolation if the law doesn't hold on the case.
 
     Args:
         statement: the law in words.
-        rests_on: the names of laws without which it says nothing.
-        serves: whether it can hold on a problem.
-        serves_what: what problems these are, in words.
-        of: the kind of subject of which it is a law.
+        rests_on: names of laws that it presupposes: it isn't tried if one of them fails.
+        serves: whether the law can hold on a problem.
+        serves_what: the problems on which it can hold, in words.
+        of: the class of its subjects.
 
     >>> @law("the loss is never negative")
     ... def positive_loss(subject, case, fit):
@@ -194,10 +199,13 @@ def try_examples(
     max_examples: int = EXAMPLES,
     tolerant: bool = False,
 ) -> int:
-    """Try a law on cases that Hypothesis draws; gives their number.
+    """Try a law on cases that Hypothesis draws.
 
-    ``tolerant``: cases on which an algorithm raises are passed over, because that is expected and said elsewhere; 0 if
-    they were all.
+    Args:
+        tolerant: skip cases on which the algorithm raises, because another law reports that.
+
+    Returns:
+        The number of cases that were tried; 0 if all were skipped.
 
     Raises:
         LawViolation: that of the smallest case that was found.
@@ -206,9 +214,8 @@ def try_examples(
     found_after = 0
     last: LawViolation | None = None
 
-    # Drawn in the same way every time: a report that changes from one run to the next would be of no use, and the
-    # failure's own code reproduces it. So there is no database either. Not by derandomize=True, which draws something
-    # else after every change in what stands below.
+    # A fixed seed and no database: the report must be the same in every run, and the code in a failure reproduces it.
+    # derandomize=True would draw other cases after every change to the function below.
     @hypothesis.seed(0)
     @hypothesis.settings(
         max_examples=max_examples,
@@ -236,7 +243,7 @@ def try_examples(
         holds()
     except LawViolation as violation:
         violation.examples = found_after
-        violation.__notes__ = []  # Hypothesis's account of the case, which is in the message already
+        violation.__notes__ = []  # Hypothesis notes the case, which is in the message already
         raise
     except hypothesis.errors.Unsatisfiable:
         if not tolerant:
@@ -245,8 +252,8 @@ def try_examples(
         if last is None:
             raise
         last.finding += (
-            " Tried once more on the same case, it was not found again: what is on trial depends on something that no "
-            "State holds, such as a global variable."
+            " Tried again on the same case, the violation did not occur: the behaviour depends on something outside "
+            "the State, such as a global variable."
         )
         last.examples = found_after
         raise last from flaky

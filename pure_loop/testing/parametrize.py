@@ -1,4 +1,4 @@
-"""Each law as a test of its own, under pytest or without."""
+"""``parametrize_with_checks``: one test for each algorithm and law, with or without pytest."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ __all__ = ["parametrize_with_checks"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _by_name(given: Any, names: list[str]) -> list[Mapping[str, str] | None]:
-    """Expected failures that are given for each algorithm; empty if they are given for all."""
-    if not isinstance(given, Mapping) or not any(isinstance(value, Mapping) for value in given.values()):
+def _by_name(argument: Any, names: list[str]) -> list[Mapping[str, str] | None]:
+    """Expected failures of each algorithm; an empty list if they are not listed by algorithm."""
+    if not isinstance(argument, Mapping) or not any(isinstance(value, Mapping) for value in argument.values()):
         return []
-    for name in given:
+    for name in argument:
         if name not in names:
             raise ArgumentError(f"expected_failures: no algorithm in the list is named {name!r}; there are {names}.")
-    return [given.get(name) for name in names]
+    return [argument.get(name) for name in names]
 
 
 class _Check:
-    """One law, as a function of one algorithm: what :func:`parametrize_with_checks` gives to a test."""
+    """One law for one algorithm, as a function: the ``check`` that :func:`parametrize_with_checks` passes to a test."""
 
-    def __init__(self, given: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
-        self._given = given
+    def __init__(self, value: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+        self._algorithm = value
         self._trial = trial
         self._together = together
         self.subject = trial.subject.name
         self.name = self.__name__ = name
 
     def __call__(self, algorithm: Any = None) -> Outcome:
-        """
+        """Try the law.
+
         Raises:
             CheckFailed: the law doesn't hold, or holds and was expected to fail.
-            unittest.SkipTest: it was not tried; says why.
+            unittest.SkipTest: it was not tried; the message has the reason.
         """
-        if algorithm is not None and algorithm is not self._given:
+        if algorithm is not None and algorithm is not self._algorithm:
             raise ArgumentError(
-                f"check({algorithm!r}): this check is that of {self._given!r}; give it the test's own `algorithm`, and "
-                "put what you make of it into the list of parametrize_with_checks."
+                f"check({algorithm!r}): this check is that of {self._algorithm!r}; pass the `algorithm` of the test. "
+                "To check another algorithm, put it into the list of parametrize_with_checks."
             )
         outcome = self._trial.outcome(self.name)
         if outcome.result in ("skipped", "not run"):
@@ -67,7 +68,7 @@ class _Check:
             outcome = attrs.evolve(outcome, result="passed", reason="")
         pytest: Any = sys.modules.get("pytest")
         if outcome.result == "expected failure" and pytest is not None:
-            # It raises: a check that returned would be listed as passed, and without its reason.
+            # It raises: if the check returned, pytest would report it as passed, and without its reason.
             pytest.xfail(outcome.reason)
         if outcome.failed or problem:
             raise CheckFailed(Report(self._trial.subject.name, (outcome,), problem=problem))
@@ -86,20 +87,20 @@ def parametrize_with_checks(
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
 ) -> Callable[[F], F]:
-    """Make one test of each algorithm and each law; decorates a function of ``(algorithm, check)``.
+    """Make one test for each algorithm and each law; decorates a function of ``(algorithm, check)``.
 
-    Under pytest each pair is a test of its own. Elsewhere the function runs all pairs when it is called.
+    Under pytest each pair is a test. Without pytest the decorated function runs all pairs.
 
     Args:
         algorithms: algorithms, or functions that make them.
-        expected_failures: as in :func:`pure_loop.testing.check_algorithm`, for each of the algorithms by its name,
-            ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all of them, and then at least
-            one must fail.
+        expected_failures: as in :func:`pure_loop.testing.check_algorithm`, by the name of the algorithm,
+            ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all algorithms, of which then
+            at least one must fail.
         problems, plans, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
 
     Raises:
-        ArgumentError: no algorithm, or the name of a law that is not known.
-        ArgumentTypeError: something that is neither an algorithm nor a function that makes one.
+        ArgumentError: an empty list, or an unknown name of a law.
+        ArgumentTypeError: an item is neither an algorithm nor a function that makes one.
 
     >>> import pure_loop as pl
     >>> decorate = parametrize_with_checks([pl.algorithms.ema(half_life="10ba")], max_examples=5)
@@ -110,9 +111,9 @@ def parametrize_with_checks(
         )
     listed = list(algorithms)
     if not listed:
-        raise ArgumentError("parametrize_with_checks([]): give one algorithm at least.")
+        raise ArgumentError("parametrize_with_checks([]): give at least one algorithm.")
     problems = None if problems is None else as_problems(problems)  # once: it may be an iterator
-    subjects = [AlgorithmSubject(not_none(given), problems, plans) for given in listed]
+    subjects = [AlgorithmSubject(not_none(value), problems, plans) for value in listed]
     by_name = _by_name(expected_failures, [subject.name for subject in subjects])
     everywhere: list[Any] = [expected_failures] * len(subjects)
     trials = [
@@ -121,14 +122,14 @@ def parametrize_with_checks(
     ]
     together = () if by_name else tuple(trials)
     pairs = [
-        (given, _Check(given, trial, name, together))
-        for given, trial in zip(listed, trials, strict=True)
+        (value, _Check(value, trial, name, together))
+        for value, trial in zip(listed, trials, strict=True)
         for name in trial.names
     ]
     names = [f"{check.subject}-{check.name}" for _, check in pairs]
 
     def decorate(function: F) -> F:
-        # Where pytest is not running, there is nobody to ask for its mark.
+        # Where pytest is not running, there are no marks.
         pytest: Any = sys.modules.get("pytest")
         if pytest is not None:
             return pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)  # type: ignore[no-any-return]

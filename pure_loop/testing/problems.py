@@ -1,8 +1,8 @@
 """Problems: tiny real models with their data and their loss, for laws to be tried on.
 
-Each takes under a millisecond a step, and each has something that goes wrong in training loops: random numbers drawn
-in the forward, buffers written in the forward, a weight used twice, a parameter that is not trained, tokens that are
-padding. On the exact one all sums are exact, so that what should be equal is equal in every bit.
+Each takes under a millisecond a step, and each has something that training loops get wrong: random numbers drawn in
+the forward, buffers written in the forward, a weight used twice, a parameter that is not trained, tokens that are
+padding. In ``"exact"`` all sums are exact, so that results that should be equal are bitwise equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pure_loop.data import map_tensors
+from pure_loop.data.batch import map_tensors
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import seeded
 
@@ -36,7 +36,7 @@ class Problem:
         loss: ``(outputs, targets) -> tensor`` of shape (), the mean over samples.
         separable: the loss of a batch is the mean of the losses of its samples, each alone. It isn't with dropout, and
             with BatchNorm.
-        images: the inputs are images, for algorithms that need such.
+        images: the inputs are images, for algorithms that need them.
 
     >>> problem = PROBLEMS["linear"]
     >>> problem.model(seed=0)
@@ -55,9 +55,9 @@ class Problem:
     def model(self, seed: int) -> nn.Module:
         """The model with the parameters of this seed; torch's generator stays as it was."""
         with seeded(seed):
-            made = self.make_model()
-        # It may be one that others have, too; what is on trial may write to it.
-        return copy.deepcopy(made)
+            result = self.make_model()
+        # make_model may return the same module each time, and the subject may write to it.
+        return copy.deepcopy(result)
 
     def batches(self, sizes: Iterable[int], seed: int) -> list[Any]:
         """One batch for each number of samples."""
@@ -206,35 +206,35 @@ PROBLEMS: dict[str, Problem] = {
         Problem(name="exact", make_model=_whole_numbers, make_batch=_exact_batch, loss=_half_square),
     )
 }
-"""The problems that come along, the simplest one first."""
+"""The built-in problems, the simplest first."""
 
 
-def as_problem(given: Problem | str) -> Problem:
+def as_problem(value: Problem | str) -> Problem:
     """A problem, or the one of this name.
 
     Raises:
         ArgumentError: no problem has this name.
         ArgumentTypeError: neither a name nor a problem.
     """
-    if isinstance(given, Problem):
-        return given
-    if not isinstance(given, str):
-        raise ArgumentTypeError(f"problem={given!r}: give a name such as 'linear', or a testing.Problem(...).")
-    if given not in PROBLEMS:
-        raise ArgumentError(f"problem={given!r} is not known; there are {', '.join(map(repr, PROBLEMS))}.")
-    return PROBLEMS[given]
+    if isinstance(value, Problem):
+        return value
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"problem={value!r}: give a name such as 'linear', or a testing.Problem(...).")
+    if value not in PROBLEMS:
+        raise ArgumentError(f"problem={value!r} is not known; there are {', '.join(map(repr, PROBLEMS))}.")
+    return PROBLEMS[value]
 
 
-def as_problems(given: Problem | str | Iterable[Problem | str]) -> tuple[Problem, ...]:
+def as_problems(value: Problem | str | Iterable[Problem | str]) -> tuple[Problem, ...]:
     """What a ``problems=`` argument holds.
 
     Raises:
         ArgumentError: nothing, or a name that is not known.
         ArgumentTypeError: neither names nor problems.
     """
-    if not isinstance(given, Problem | str | Iterable):
-        raise ArgumentTypeError(f"problems={given!r}: give names such as ['linear', 'mlp'], or testing.Problem(...)s.")
-    listed = [given] if isinstance(given, Problem | str) else list(given)
+    if not isinstance(value, Problem | str | Iterable):
+        raise ArgumentTypeError(f"problems={value!r}: give names such as ['linear', 'mlp'], or testing.Problem(...)s.")
+    listed = [value] if isinstance(value, Problem | str) else list(value)
     if not listed:
         raise ArgumentError("problems=(): give one at least, such as problems=['linear'].")
-    return tuple(as_problem(each) for each in listed)
+    return tuple(as_problem(item) for item in listed)

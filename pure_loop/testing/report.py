@@ -1,4 +1,4 @@
-"""Reports: which laws ran on how many examples, which did not and why, and what was found."""
+"""Reports: the result of each law, its number of examples, and the violations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 import attrs
 
+from pure_loop._internal.reprs import table
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.testing.violation import LawViolation
@@ -18,17 +19,17 @@ Result = Literal["passed", "FAILED", "expected failure", "UNEXPECTED PASS", "ski
 
 @attrs.frozen
 class Outcome:
-    """What became of one law.
+    """The result of one law.
 
     Attributes:
         law: its name.
         statement: the law in words.
         result: ``"passed"``, ``"FAILED"``, ``"expected failure"``, ``"UNEXPECTED PASS"`` (it was expected to fail),
             ``"skipped"`` or ``"not run"``.
-        examples: on how many cases it was tried.
+        examples: the number of cases it was tried on.
         reason: why it was skipped, not run, or expected to fail.
-        violation: what was found, if it failed.
-        seconds: how much processor time it took.
+        violation: the violation, if it failed.
+        seconds: processor time, in seconds.
     """
 
     law: str
@@ -41,20 +42,20 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the check fails because of it."""
+        """Whether it makes the check fail."""
         return self.result in ("FAILED", "UNEXPECTED PASS")
 
 
 @attrs.frozen
 class Report:
-    """What a check found; printed, it is a table.
+    """The results of a check; printed, it is a table.
 
     Attributes:
-        subject: what was checked.
-        outcomes: one a law, in the order in which they were tried.
-        fired: how often each handler ran, by algorithm and event.
-        never: events that are bound, and at which nothing ran.
-        problem: what is wrong apart from the laws, such as an algorithm that never ran; empty if nothing is.
+        subject: the name of the algorithm, callback or script that was checked.
+        outcomes: one for each law, in the order in which they were tried.
+        fired: number of calls of each handler, by algorithm and event.
+        never: algorithms and events whose handlers never ran.
+        problem: a failure apart from the laws, such as an algorithm that never ran; empty if there is none.
     """
 
     subject: str
@@ -71,19 +72,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether the check passed: no law failed, and there is no other problem."""
         return not self.problem and not any(outcome.failed for outcome in self.outcomes)
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
-        """The laws because of which the check fails."""
+        """The outcomes that make the check fail."""
         return tuple(outcome for outcome in self.outcomes if outcome.failed)
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self, *, seconds: bool = True) -> str:
-        """The report as text; without ``seconds`` it is the same every time."""
+        """The report as text; with ``seconds=False`` the text is the same in every run."""
         lines = [f"{self.subject}: {self._summary()}", ""]
         width = max((len(outcome.law) for outcome in self.outcomes), default=0)
         for outcome in self.outcomes:
@@ -105,11 +106,21 @@ class Report:
             lines += ["", textwrap.fill(self.problem, 110, initial_indent="  ", subsequent_indent="  ")]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """The outcomes as a table, for notebooks."""
+        head = ("law", "statement", "result", "examples", "reason")
+        rows = [
+            (outcome.law, outcome.statement, outcome.result, outcome.examples or "", outcome.reason)
+            for outcome in self.outcomes
+        ]
+        problem = f". {self.problem}" if self.problem else ""
+        return table(rows, head, caption=f"{self.subject}: {self._summary()}{problem}")
+
     def _summary(self) -> str:
-        counted: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for outcome in self.outcomes:
-            counted[outcome.result] = counted.get(outcome.result, 0) + 1
-        return ", ".join(f"{count} {result}" for result, count in counted.items()) or "no law was tried"
+            counts[outcome.result] = counts.get(outcome.result, 0) + 1
+        return ", ".join(f"{count} {result}" for result, count in counts.items()) or "no law was tried"
 
 
 class CheckFailed(PureLoopError, AssertionError):  # noqa: N818
@@ -126,9 +137,9 @@ class CheckFailed(PureLoopError, AssertionError):  # noqa: N818
             if outcome.violation is not None:
                 parts.append(str(outcome.violation))
             else:
-                passed = (
-                    f"{outcome.law} was expected to fail ({outcome.reason!r}), and holds on all of {outcome.examples} "
-                    "examples: take it out of expected_failures."
+                text = (
+                    f"{outcome.law} was expected to fail ({outcome.reason!r}), but holds on all {outcome.examples} "
+                    "examples: remove it from expected_failures."
                 )
-                parts.append(textwrap.fill(passed, 95))
+                parts.append(textwrap.fill(text, 95))
         super().__init__("\n\n".join(parts))

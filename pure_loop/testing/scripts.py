@@ -1,4 +1,4 @@
-"""Scripts on trial: loops of one's own, that ``pl.drive`` runs."""
+"""Scripts as subjects of laws: custom loops that ``pl.drive`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pure_loop as pl
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop import Script
+from pure_loop.loop.training import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.case import Pairs
@@ -25,12 +25,12 @@ __all__ = ["CUSTOMARY", "Scripted", "Seed"]
 _LONGEST = 100_000
 
 CUSTOMARY = (Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT)
-"""The events from which a script goes on, where nothing else is said."""
+"""The default ``boundaries``: the events from whose States a script can resume."""
 
 
 @attrs.frozen(repr=False)
 class Seed:
-    """What a script is tried on: the seed of its first State.
+    """The case of a script: the seed of its first State.
 
     >>> Seed(3)
     Seed(3)
@@ -43,16 +43,16 @@ class Seed:
 
 
 class Scripted(Subject):
-    """A script on trial, with the State from which it starts.
+    """A script on trial, with its first State.
 
     Args:
-        make_script: makes the generator from the State with which it starts, or from which it goes on.
-        start: the first State; or a function of a seed that makes it, of which several are tried.
-        boundaries: events at which a State can be kept so that the script goes on from it.
-        stages: what algorithms that ask for stages are given.
+        make_script: makes the generator from the State at which it starts or resumes.
+        start: the first State; or a function that makes it from a seed, and is tried with several seeds.
+        boundaries: events from whose States the script can resume.
+        stages: the stages for algorithms that take them.
 
     Raises:
-        ArgumentTypeError: something else than a function, or a State.
+        ArgumentTypeError: ``make_script`` is not a function, or ``start`` is or returns something other than a State.
 
     >>> import torch
     >>> def stop(state):
@@ -78,8 +78,8 @@ class Scripted(Subject):
     ) -> None:
         if not callable(make_script) or isinstance(make_script, Algorithm):
             raise ArgumentTypeError(
-                f"{make_script!r} is no script: give a function of a State that makes the generator, such as lambda "
-                "state: adversarial(state, 5)."
+                f"{make_script!r} is no script: give a function of a State that makes the generator, such as "
+                "lambda state: adversarial(state, 5)."
             )
         self.make_script, self.start, self.stages = make_script, _starts(start), stages
         self.boundaries = frozenset(map(Event, boundaries))
@@ -88,31 +88,31 @@ class Scripted(Subject):
         super().__init__(name, (), lambda law: seeds, _code(make_script, start, self.boundaries, stages))
 
     @classmethod
-    def made_of(cls, given: Any) -> Scripted:
-        if not isinstance(given, cls):
+    def made_of(cls, value: Any) -> Scripted:
+        if not isinstance(value, cls):
             raise ArgumentTypeError(
-                f"a law of scripts was given {given!r}: give testing.Scripted(make_script, start), which says from "
-                "which State the script starts."
+                f"a law of scripts was given {value!r}: give testing.Scripted(make_script, start), which has the first "
+                "State as well."
             )
-        return given
+        return value
 
     def stream(self, case: Seed, start: State | None = None, **arguments: Any) -> Any:
-        """The stream of the script, from its first State or from another one."""
+        """The stream of the script from ``start``; None: from its first State."""
         first = self.start(case.seed) if start is None else start
         return pl.drive(self.make_script(first), stages=self.stages, **arguments)
 
     def run(self, case: Seed, start: State | None = None, **arguments: Any) -> Pairs:
-        """All pairs of :meth:`stream`, kept.
+        """All pairs of :meth:`stream`, as a list.
 
         Raises:
-            LawViolation: it doesn't end.
+            LawViolation: the script does not end.
         """
         pairs: Pairs = []
         for pair in self.stream(case, start, **arguments):
             pairs.append(pair)
             if len(pairs) > _LONGEST:
                 raise LawViolation(
-                    f"the script yielded {_LONGEST:,} times and did not end; give check_script a shorter one."
+                    f"the script yielded {_LONGEST:,} times and did not end; give check_script a shorter script."
                 )
         return pairs
 
@@ -122,19 +122,19 @@ class Scripted(Subject):
 
 def _starts(start: Any) -> Callable[[int], State]:
     if isinstance(start, State):
-        # What is on trial may write to it, and has to find it as it is now in every run.
+        # The script may write to it, and every run must start from the same values.
         first = copied(start)
         return lambda seed: copied(first)
     if not callable(start):
         raise ArgumentTypeError(
-            f"start={start!r}: give the first State, pl.State.create(module), or a function of a seed that makes it."
+            f"start={start!r}: give the first State, pl.State.create(module), or a function that makes it from a seed."
         )
 
     def make(seed: int) -> State:
         state = start(seed)
         if not isinstance(state, State):
             raise ArgumentTypeError(
-                f"start({seed}) returned {state!r}, not a State: pl.State.create(module, seed=seed)."
+                f"start({seed}) returned {state!r}, not a State: return pl.State.create(module, seed=seed)."
             )
         return copied(state)
 
@@ -143,18 +143,18 @@ def _starts(start: Any) -> Callable[[int], State]:
 
 
 def _code(make_script: Any, start: Any, boundaries: frozenset[Event], stages: Stages | None) -> str:
-    """How to write it in code that reproduces a failure."""
+    """Code that makes the subject, for the code that reproduces a failure."""
     imports, unknown, arguments = [], [], []
-    for name, given in (("make_script", make_script), ("start", start)):
-        found = imported(given)
-        if found is None:
-            unknown.append(f"{name} = ...  # what was checked")
+    for name, argument in (("make_script", make_script), ("start", start)):
+        result = imported(argument)
+        if result is None:
+            unknown.append(f"{name} = ...  # the function that was checked")
         else:
-            imports.append(found[0])
-        arguments.append(name if found is None else found[1])
+            imports.append(result[0])
+        arguments.append(name if result is None else result[1])
     if boundaries != frozenset(CUSTOMARY):
         arguments.append(f"boundaries={sorted(event.value for event in boundaries)}")
     if stages is not None:
-        unknown.append("stages = ...  # what was given")
+        unknown.append("stages = ...  # the stages that were checked")
         arguments.append("stages=stages")
     return "\n".join([*imports, "", *unknown, f"script = testing.Scripted({', '.join(arguments)})"])

@@ -43,3 +43,7 @@ __all__ = [
 _hypothesis.register()
 _hypothesis.register_types(Case, Problem)
 _hypothesis.show(Case)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""Subjects: what is on trial, made anew for every run."""
+"""Subjects: the algorithm, callback or script on trial; every run gets a fresh instance."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ __all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 
 Draw: TypeAlias = "Callable[[Law], SearchStrategy[Any] | str]"
-"""Of a law, the strategy of what it is tried on; or a text that says why there is nothing to try it on."""
+"""Gives the strategy of the cases on which a law is tried, or a text that says why there are none."""
 
 
 class Subject(ABC):
-    """What is on trial, as laws and reports see it.
+    """The algorithm, callback or script on trial, as laws and reports see it.
 
     Args:
-        name: what to call it.
-        bound: what it is bound to: pairs of a name and an event.
-        drawn: of a law, the strategy of what it is tried on; or a text that says why there is nothing to try it on.
-        code: how to make it, for the code that reproduces a failure.
+        name: its name in reports.
+        bound: the events it is bound to, as pairs of a name and an event.
+        drawn: gives the strategy of the cases on which a law is tried, or a text that says why there are none.
+        code: code that makes it, for the code that reproduces a failure.
 
     Attributes:
-        kind: what it is, in a word.
-        laws: where its laws are, in code.
-        tried_on: the class of what its laws are tried on.
-        called: what its laws are called with in :attr:`code`.
-        fired: how often each handler ran, where it was looked at.
-        watched: whether anybody looked.
-        on_processes: on how many cases real processes ran it.
+        kind: ``"algorithm"``, ``"callback"`` or ``"script"``.
+        laws: the module of its laws, as code.
+        tried_on: the class of its cases.
+        called: the name of the law's first argument in :attr:`code`.
+        fired: number of calls of each handler, counted by the laws that observe handlers.
+        watched: whether a law has observed its handlers.
+        on_processes: number of cases that real processes ran.
         on_worlds: the cases on which several ranks trained together.
-        runs: those that laws share; None where they don't.
+        runs: runs that several laws share; None if they are not shared.
     """
 
     kind: ClassVar[str]
@@ -66,11 +66,11 @@ class Subject(ABC):
 
     @classmethod
     @abstractmethod
-    def made_of(cls, given: Any) -> Subject:
-        """What a law is called with, as a subject: it may be one already."""
+    def made_of(cls, value: Any) -> Subject:
+        """The subject for the first argument of a law, which may be a subject already."""
 
     def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
-        """Code that tries a law on this subject and one case; on another loop than ``pl.fit`` if not ``standard``."""
+        """Code that tries a law on this subject and one case; with ``standard=False`` it passes ``fit=fit``."""
         arguments = [self.called, "case", *(() if standard else ("fit=fit",))]
         return "\n".join(
             [
@@ -85,14 +85,15 @@ class Subject(ABC):
 
 
 def drawn_from(problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> Draw:
-    """Cases of these problems and plans; None: of all that come along.
+    """Cases of these problems and plans; None: of all built-in problems.
 
     Raises:
-        ArgumentError, ArgumentTypeError: what is neither problems nor plans.
+        ArgumentError, ArgumentTypeError: unknown or no problems, or plans that are not a strategy.
     """
     if plans is not None and not isinstance(plans, SearchStrategy):
         raise ArgumentTypeError(
-            f"plans={plans!r}: give a strategy, testing.plans(max_batches=3) or hypothesis.strategies.just(plan)."
+            f"plans={plans!r} is not a strategy: write plans=testing.plans(max_batches=3), or "
+            "plans=hypothesis.strategies.just(plan)."
         )
     listed = as_problems(tuple(PROBLEMS.values()) if problems is None else problems)
     return lambda law: law.cases(listed, plans)
@@ -102,16 +103,16 @@ class AlgorithmSubject(Subject):
     """Algorithms on trial.
 
     Args:
-        given: a function that makes an algorithm (or a composition, or a list of them); an algorithm, which is copied
-            as it is now; None for none, where it is the loop that is on trial.
-        problems, plans: what to draw cases from, as in :func:`pure_loop.testing.check_algorithm`.
+        value: a function that makes an algorithm (or a composition, or a list of them); an algorithm, which is copied
+            as it is now; None for no algorithm, if the loop itself is on trial.
+        problems, plans: of the cases, as in :func:`pure_loop.testing.check_algorithm`.
 
     Attributes:
-        make: gives fresh instances, which share nothing.
-        names: of the algorithms.
+        make: makes fresh instances, which share nothing.
+        names: the names of the algorithms.
 
     Raises:
-        ArgumentTypeError: something else, or a function that makes something else.
+        ArgumentTypeError: ``value`` is not, and does not make, an algorithm.
 
     >>> import pure_loop as pl
     >>> subject = AlgorithmSubject(lambda: pl.algorithms.ema(half_life="10ba"))
@@ -122,25 +123,25 @@ class AlgorithmSubject(Subject):
     kind = "algorithm"
     laws = "testing.laws"
 
-    def __init__(self, given: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
-        self.make = _maker(given)
+    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
+        self.make = _maker(value)
         with unchanged():
-            made = self.make()
-        self.names = tuple(algorithm.name for algorithm in made)
-        self.called = "None" if given is None else "make_algorithm"
+            result = self.make()
+        self.names = tuple(algorithm.name for algorithm in result)
+        self.called = "None" if value is None else "make_algorithm"
         super().__init__(
             " + ".join(self.names) or "the loop",
-            ((algorithm.name, event) for algorithm in made for event in algorithm.handlers),
+            ((algorithm.name, event) for algorithm in result for event in algorithm.handlers),
             drawn_from(problems, plans),
-            "" if given is None else assigned(self.called, given),
+            "" if value is None else assigned(self.called, value),
         )
 
     @classmethod
-    def made_of(cls, given: Any) -> AlgorithmSubject:
-        return given if isinstance(given, cls) else cls(given)
+    def made_of(cls, value: Any) -> AlgorithmSubject:
+        return value if isinstance(value, cls) else cls(value)
 
     def alone(self, case: Case, fit: Fit) -> Pairs:
-        """A run of a case with nothing besides; laws that need the same one share it while :attr:`runs` is a dict."""
+        """A plain run of a case; laws that need the same run share it while :attr:`runs` is a dict."""
         if self.runs is None:
             return case.run(self.make(), fit=fit)
         key = repr(case), id(case.problem), id(fit)
@@ -149,89 +150,90 @@ class AlgorithmSubject(Subject):
         return self.runs[key]
 
 
-def _maker(given: Any) -> Callable[[], tuple[Algorithm, ...]]:
-    if given is None:
+def _maker(value: Any) -> Callable[[], tuple[Algorithm, ...]]:
+    if value is None:
         return lambda: ()
-    if isinstance(given, Algorithm | Composition):
-        copy = fresh_copies(given)
+    if isinstance(value, Algorithm | Composition):
+        copy = fresh_copies(value)
         return lambda: flatten(copy())
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        makers = [_maker(each) for each in given]
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        makers = [_maker(item) for item in value]
         return lambda: tuple(algorithm for maker in makers for algorithm in maker())
-    if isinstance(given, type) or not callable(given):
+    if isinstance(value, type) or not callable(value):
         raise ArgumentTypeError(
-            f"an algorithm, or a function that makes one, is needed, and {given!r} of type {type(given).__name__} is "
-            "neither: check_algorithm(lambda: my_algorithm(strength=0.3))."
+            f"{value!r} of type {type(value).__name__} is neither an algorithm nor a function that makes one: write "
+            "check_algorithm(lambda: my_algorithm(strength=0.3))."
         )
-    name = getattr(given, "__name__", type(given).__name__)
+    name = getattr(value, "__name__", type(value).__name__)
 
     def make() -> tuple[Algorithm, ...]:
         try:
-            made = given()
+            result = value()
         except TypeError as error:
             error.add_note(f"raised by {name}(), which is called without arguments to make an algorithm")
             raise
-        if made is None or (isinstance(made, Iterable) and not made):
+        if result is None or (isinstance(result, Iterable) and not result):
             raise ArgumentTypeError(
-                f"the factory {name} returned {made!r}, not an algorithm: does it lack a `return`? Write "
+                f"the factory {name} returned {result!r}, not an algorithm: does it lack a `return`? Write "
                 "lambda: my_algorithm(strength=0.3)."
             )
-        if callable(made) and not isinstance(made, Algorithm | Composition):
-            inner = getattr(made, "__name__", type(made).__name__)
+        if callable(result) and not isinstance(result, Algorithm | Composition):
+            inner = getattr(result, "__name__", type(result).__name__)
             raise ArgumentTypeError(
                 f"the factory {name} returned the function {inner}, not an algorithm: call it too, lambda: "
-                f"{inner}(...). If {inner} is one itself, bind it to an event: pl.algorithm(Event.BATCH_END)({inner})."
+                f"{inner}(...). If {inner} is a function of a State, bind it to an event: "
+                f"pl.algorithm(Event.BATCH_END)({inner})."
             )
         try:
-            return flatten(made)
+            return flatten(result)
         except PureLoopError as error:
             raise ArgumentTypeError(
-                f"the factory {name} returned {made!r} of type {type(made).__name__}, and makes an algorithm, a "
-                f"composition, or a list of algorithms: {error}"
+                f"the factory {name} returned {result!r} of type {type(result).__name__}; it must return an algorithm, "
+                f"a composition, or a list of algorithms: {error}"
             ) from None
 
     return make
 
 
 def fresh_copies(algorithm: Any) -> Callable[[], Any]:
-    """A function that gives copies of an algorithm as it is now, closures included.
+    """A function that makes copies of an algorithm as it is now, closures included.
 
     Raises:
         MissingExtraError: cloudpickle is not installed.
-        ArgumentError: something in it can't be copied.
+        ArgumentError: the algorithm can't be copied.
     """
     try:
         import cloudpickle  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
         raise MissingExtraError(
-            "checking an algorithm that is made already copies it with cloudpickle, which is not installed: "
+            "an algorithm object is copied with cloudpickle for each run, which is not installed: "
             "pip install 'pure_loop[testing]', or give a function that makes the algorithm."
         ) from None
     try:
         data = cloudpickle.dumps(algorithm)
         cloudpickle.loads(data)
-    except Exception as error:  # anything, raised by the __reduce__ of whatever it closes over
+    except Exception as error:  # any error of the __reduce__ of an object in a closure
         raise ArgumentError(
-            f"{algorithm!r} can't be copied ({type(error).__name__}: {error}), and every run needs a fresh one: give a "
-            "function that makes it, check_algorithm(lambda: my_algorithm(strength=0.3))."
+            f"{algorithm!r} can't be copied ({type(error).__name__}: {error}), and every run needs a fresh instance: "
+            "give a function that makes it, check_algorithm(lambda: my_algorithm(strength=0.3))."
         ) from error
     return lambda: cloudpickle.loads(data)
 
 
-def imported(given: Any) -> tuple[str, str] | None:
-    """The line that imports a function or a class, and how it is then called; None where it can't be imported.
+def imported(value: Any) -> tuple[str, str] | None:
+    """The import statement of a function or a class, and the expression for it; None if it can't be imported.
 
     >>> imported(fresh_copies)
     ('from pure_loop.testing.subject import fresh_copies', 'fresh_copies')
     """
-    name = getattr(given, "__qualname__", "")
-    module = getattr(given, "__module__", "")
+    name = getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", "")
     if name and "<" not in name and module and module != "__main__":
         return f"from {module} import {name.partition('.')[0]}", name
     return None
 
 
-def assigned(name: str, given: Any) -> str:
-    """Code that gives a name to what was checked, for its reader to fill in where it can't be imported."""
-    found = imported(given)
-    return f"{name} = ...  # what was checked" if found is None else f"{found[0]}\n\n{name} = {found[1]}"
+def assigned(name: str, value: Any) -> str:
+    """Code that assigns the checked object to a name; ``...``, to be filled in, if it can't be imported."""
+    result = imported(value)
+    return f"{name} = ...  # the object that was checked" if result is None else f"{result[0]}\n\n{name} = {result[1]}"

@@ -1,4 +1,4 @@
-"""Trials: a subject before its laws, each tried once, and not where one on which it rests has failed."""
+"""Trials: tries each law on a subject once, and not if a law that it rests on has failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest import SkipTest
 
 import attrs
 
+from pure_loop._internal.arguments import check_integer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.testing.case import Fit
 from pure_loop.testing.law import Law, try_examples
@@ -19,24 +20,24 @@ from pure_loop.testing.violation import LawViolation
 __all__ = ["Trial"]
 
 
-# Laws of which a violation says that something was changed that no State holds.
-_ON_TRACES = ("purity", "memory", "value", "determinism", "closing")
+# Laws whose violation means that the process was changed, not only a State.
+_ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
 _NONE = Outcome("", "", "not run")
 
 
 @attrs.define
 class Trial:
-    """One subject before its laws.
+    """The laws for one subject, and their outcomes so far.
 
     Attributes:
-        subject: what is on trial.
-        laws: the laws, each after those on which it rests.
+        subject: the subject on trial.
+        laws: the laws, each after those that it rests on.
         unavailable: names of laws that can't be tried, each with the reason.
         fit: the loop.
         expected_failures, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument of the user's that can't be used.
+        ArgumentError, ArgumentTypeError: ``expected_failures``, ``skip`` or ``max_examples`` can't be used.
     """
 
     subject: Subject
@@ -54,15 +55,14 @@ class Trial:
         self.skip = _reasons("skip", self.skip, known)
         both = self.expected_failures.keys() & self.skip.keys()
         if both:
-            raise ArgumentError(f"{sorted(both)} are in expected_failures and in skip; write them in one of the two.")
-        if isinstance(self.max_examples, bool) or not isinstance(self.max_examples, int):
-            raise ArgumentTypeError(f"max_examples={self.max_examples!r}: give a whole number.")
-        if self.max_examples < 1:
-            raise ArgumentError(f"max_examples={self.max_examples!r}: give at least 1.")
+            raise ArgumentError(
+                f"{sorted(both)} are in expected_failures and in skip; write them in one of the two only."
+            )
+        check_integer("max_examples", self.max_examples, least=1)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all laws, also of those that can't be tried."""
+        """The names of all laws, including those that can't be tried."""
         return (*(law.name for law in self.laws), *self.unavailable)
 
     def outcome(self, name: str) -> Outcome:
@@ -75,9 +75,9 @@ class Trial:
         """Try all laws.
 
         Raises:
-            CheckFailed: something is not as it should be; holds the report.
+            CheckFailed: a law fails, or there is another problem; holds the report.
         """
-        # Kept for as long as the laws are tried one after the other: they are many States.
+        # Runs are shared only while laws are tried: they hold many States.
         self.subject.runs = {}
         try:
             outcomes = tuple(self.outcome(name) for name in self.names)
@@ -91,13 +91,13 @@ class Trial:
         return report
 
     def _renew_processes(self) -> None:
-        """End the processes on which a subject ran that may have left behind there what nothing can put back."""
+        """End the shared processes if the subject may have changed them in a way that can't be undone."""
         ran = self.subject.on_processes or self.subject.on_worlds
-        if ran and any(self._outcomes.get(name, _NONE).violation is not None for name in _ON_TRACES):
+        if ran and any(self._outcomes.get(name, _NONE).violation is not None for name in _ABOUT_PROCESS):
             close_shared_pools()
 
     def never_ran(self) -> str:
-        """What to say of an algorithm that ran in none of the cases; empty if all of them ran."""
+        """The problem of an algorithm that ran in none of the cases; empty if every algorithm ran."""
         if not any(outcome.examples for outcome in self._outcomes.values()):
             return ""
         ran = {name for name, _ in self.subject.fired}
@@ -106,9 +106,9 @@ class Trial:
             return ""
         events = ", ".join(event.name for name, event in self.subject.bound if name == silent[0])
         return (
-            f"The {self.subject.kind} {silent[0]!r} never ran in the plans that were drawn, so nothing is known of it. "
-            f"It is bound to {events}; perhaps its `when` is true less often than a few batches allow. Give it a "
-            "shorter interval, or longer plans: plans=testing.plans(...)."
+            f"The {self.subject.kind} {silent[0]!r} never ran in the plans that were drawn, so it was not tested. "
+            f"It is bound to {events}; perhaps its `when` is false in runs of a few batches. Give it a shorter "
+            "interval, or longer plans: plans=testing.plans(...)."
         )
 
     def _try(self, name: str) -> Outcome:
@@ -139,29 +139,29 @@ class Trial:
             return Outcome(name, law.statement, result, violation.examples, expected, violation, seconds)  # type: ignore[arg-type]
         seconds = time.process_time() - began
         if not count:
-            reason = "every case that was drawn ended in an error, as it was expected to"
+            reason = "every case ended in an error, as expected_failures or skip says of the law `order`"
             return Outcome(name, law.statement, "not run", reason=reason)
         if expected:
             return Outcome(name, law.statement, "UNEXPECTED PASS", count, expected, None, seconds)
         return Outcome(name, law.statement, "passed", count, "", None, seconds)
 
     def _tolerant(self, name: str) -> bool:
-        """Whether errors are expected, because it is known that runs do not always come to their end."""
+        """Whether errors of a run are expected, because ``order`` is expected to fail or skipped."""
         known = {**(self.expected_failures or {}), **(self.skip or {})}
         return name != "order" and "order" in known
 
 
-def _reasons(argument: str, given: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
-    if given is None:
+def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
+    if value is None:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise ArgumentTypeError(
-            f"{argument}={given!r}: give the names of laws with the reason of each: "
+            f"{argument}={value!r}: write a dict from the name of each law to the reason: "
             f'{argument}={{"microbatch_invariance": "uses batch statistics"}}.'
         )
-    for name, reason in given.items():
+    for name, reason in value.items():
         if name not in known:
             raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(known))}.")
         if not isinstance(reason, str) or not reason.strip():
-            raise ArgumentError(f"{argument}[{name!r}]={reason!r}: say why, in words.")
-    return dict(given)
+            raise ArgumentError(f"{argument}[{name!r}]={reason!r}: write the reason, as a text.")
+    return dict(value)

@@ -1,4 +1,4 @@
-"""What is said when a law doesn't hold: the law in words, the smallest case, the event, the leaf, and code."""
+"""Violations: the error of a law that does not hold, with the event, the leaf, the smallest case and code."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["LawViolation", "broken_off", "moment", "written_to"]
 
 
 def moment(state: State) -> str:
-    """What to call the moment of a State in a message."""
+    """The event and batch of a State, for messages."""
     return f"{state.event.name if state.event else 'no event'}, batch {state.timestamp.batch}"
 
 
 class LawViolation(PureLoopError, AssertionError):  # noqa: N818
-    """A law does not hold for what was checked.
+    """A law does not hold for the algorithm, callback, script or loop that was checked.
 
     Attributes:
-        finding: what was found, in a sentence.
+        finding: the violation, in a sentence.
         law: the name of the law.
         statement: the law in words.
-        event: the event at which it was found, if it was at one.
-        leaf: the leaf that is wrong, as code; None where it is not about a leaf.
-        given, wanted: what the leaf is, and what it should be.
+        event: the event at which it was found; None if it is not about one.
+        leaf: the wrong leaf, as code that reads it; None if it is not about a leaf.
+        given, wanted: the value of the leaf, and the value that it should have.
         case: the smallest case that was found.
-        code: code that reproduces it.
-        broke_off: it is about a run that ended in an error.
-        examples: on how many cases the law was tried before, and while a smaller case was looked for.
+        code: code that reproduces the violation.
+        broke_off: whether the run ended in an error.
+        examples: the number of cases that were tried, those of the search for a smaller case included.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
 
 
 def written_to(finding: str, event: Event | None, difference: Difference, advice: str = "") -> LawViolation:
-    """A violation for a State that was written to in place; ``advice`` where another than the usual one fits."""
+    """A violation for a State that was written to in place; ``advice`` replaces the usual one."""
     return LawViolation(
         finding,
         event=event,
         difference=difference,
         labels=("it is", "it was"),
         advice=advice
-        or "Compute a new tensor, x = x + 1 and not x += 1 or x.add_(1), and put it in with state.replace(...). What a "
-        "State has is its own for good.",
+        or "Compute a new tensor, x = x + 1 and not x += 1 or x.add_(1), and put it in with state.replace(...). "
+        "Tensors of a State must never change.",
     )
 
 
 def _filled(text: str) -> str:
-    """Indented, and broken where a line is too long; lines that the text has stay."""
+    """The text, indented and wrapped; its own line breaks stay."""
     indents = {"initial_indent": "  ", "subsequent_indent": "  "}
     return "\n".join(textwrap.fill(line, 110, break_on_hyphens=False, **indents) for line in text.splitlines())  # type: ignore[arg-type]
 
 
 def broken_off(events: list[Event], error: Exception) -> LawViolation:
-    """A violation for a run that ended in an error after these events."""
+    """A violation for a run that ended in an error after ``events``."""
     violation = LawViolation(
-        f"the run ended in an error after {events[-1].name if events else 'the call'}: {type(error).__name__}: {error}",
+        f"after {events[-1].name if events else 'the call'}, the run ended in {type(error).__name__}: {error}",
         event=events[-1] if events else None,
         advice=" ".join(getattr(error, "__notes__", ())),
     )

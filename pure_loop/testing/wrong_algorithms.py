@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 import pure_loop as pl
+from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.algorithm import Algorithm
 from pure_loop.event import Event
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 
 __all__ = ["WRONG_ALGORITHMS"]
@@ -56,7 +58,9 @@ def steps_with_a_fused_kernel() -> Algorithm:
     def step(state: State) -> State:
         assert state.grads is not None
         pairs = [(state.params[name], gradient) for name, gradient in state.grads.items() if gradient is not None]
-        torch._fused_sgd_(
+        if fused_sgd is None:
+            raise RuntimeError("this version of torch lacks the fused kernel of SGD, which this algorithm calls.")
+        fused_sgd(
             [tensor for tensor, _ in pairs],
             [gradient for _, gradient in pairs],
             [],
@@ -78,7 +82,7 @@ def lends_its_memory_to_batchnorm() -> Algorithm:
     name = "statistics"
 
     def update(state: State) -> State:
-        losses = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        losses = total_loss(state.loss)
         mean, variance = state.algorithm_state[name]
         values = torch.stack([losses, losses + 1]).detach().to(mean.dtype).reshape(2, 1)
         torch.nn.functional.batch_norm(values, mean, variance, training=True)
@@ -132,7 +136,7 @@ def looks_at_the_global_generator() -> Algorithm:
 def leaks_gradients() -> Algorithm:
     @pl.algorithm(Event.AFTER_LOSS)
     def backward(state: State) -> State:
-        total = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        total: Any = total_loss(state.loss)
         total.backward(retain_graph=True)
         return state
 
@@ -151,7 +155,7 @@ def leaves_grad_mode_off() -> Algorithm:
 def hooks_a_tensor() -> Algorithm:
     @pl.algorithm(Event.AFTER_LOSS)
     def halve(state: State) -> State:
-        total = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        total: Any = total_loss(state.loss)
         total.register_hook(lambda gradient: gradient * 0.5)
         return state
 
@@ -218,7 +222,7 @@ def lets_its_memory_grow() -> Algorithm:
 
 def remembers_a_graph() -> Algorithm:
     def note(state: State) -> State:
-        total = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        total = total_loss(state.loss)
         return state.remember("gap", total - total.detach())
 
     return Algorithm(
@@ -278,7 +282,7 @@ def fails_in_prediction() -> Algorithm:
 
     @pl.algorithm(Event.AFTER_LOSS, Event.PREDICT_BATCH_END)
     def look(state: State) -> State:
-        return state.replace(loss=state.loss * 1.0)
+        return state.replace(loss=total_loss(state.loss) * 1.0)
 
     return look
 
@@ -299,7 +303,7 @@ def takes_the_mean_of_means() -> Algorithm:
         return state.remember(name, (0.0, 0))
 
     def add(state: State) -> State:
-        total = state.loss["total"] if isinstance(state.loss, dict) else state.loss
+        total = total_loss(state.loss)
         seen, count = state.algorithm_state[name]
         return state.remember(name, (seen + float(total.detach()), count + 1))
 
@@ -355,7 +359,7 @@ def depends_on_its_neighbours() -> Algorithm:
 
 
 def starts_over_at_fit_start() -> Algorithm:
-    """FIT_START comes in every call, when training goes on too."""
+    """FIT_START comes in every call, when training resumes too."""
 
     def reset(state: State) -> State:
         return state.remember("ramp", 0)

@@ -19,12 +19,16 @@ import attrs
 import torch
 
 import pure_loop as pl
-from pure_loop import Event, _evaluation, _ownership, driver, loop, stages
-from pure_loop._weights import Weights
-from pure_loop.donation import Donation
+from pure_loop import Event
+from pure_loop._internal.weights import Weights
+from pure_loop.donation import references
+from pure_loop.donation.donation import Donation
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.loop import LoopStages
-from pure_loop.stages import Stages
+from pure_loop.loop import driver
+from pure_loop.loop import evaluation as _evaluation
+from pure_loop.loop import training as loop
+from pure_loop.loop.training import LoopStages
+from pure_loop.stages import Stages, settings, stages
 from pure_loop.testing.case import Fit
 
 __all__ = ["WRONG_LOOPS"]
@@ -91,9 +95,11 @@ def evaluates_twice_at_the_end() -> Fit:
 def counts_microbatches_as_batches() -> Fit:
     real = loop.gradients
 
-    def gradients(state: pl.State, given: LoopStages) -> Any:
-        for piece in given.microbatches(state.batch):
-            state = yield from real(state.replace(batch=piece, grads=None), attrs.evolve(given, microbatch_size=None))
+    def gradients(state: pl.State, loop_stages: LoopStages) -> Any:
+        for piece in loop_stages.microbatches(state.batch):
+            state = yield from real(
+                state.replace(batch=piece, grads=None), attrs.evolve(loop_stages, microbatch_size=None)
+            )
             state = yield Event.BATCH_END, state
         return state
 
@@ -126,22 +132,22 @@ def updates_through_data() -> Fit:
 
 
 def overwrites_what_was_kept() -> Fit:
-    """It takes everybody for the loop variable, and writes the new parameters where the old ones are."""
+    """It takes every reference for the loop variable, and writes the new parameters where the old ones are."""
 
-    look = Donation.look
+    look = Donation.record_references
 
     def alone(*_: Any, **__: Any) -> bool:
         return True
 
     return while_patched(
-        lambda: patch.multiple(_ownership.Held, mappings_alone=alone, tensors_alone=alone),
-        lambda: patch.object(driver, "gives_up", alone),
-        lambda: patch.object(Donation, "look", lambda self, *_, **__: look(self, 0, None, replaced=True)),
+        lambda: patch.multiple(references.OwnedBuffers, mappings_alone=alone, tensors_alone=alone),
+        lambda: patch.object(driver, "rebinds_loop_variable", alone),
+        lambda: patch.object(Donation, "record_references", lambda self, *_, **__: look(self, 0, None, replaced=True)),
     )
 
 
 def lends_its_buffers_to_batchnorm() -> Fit:
-    from pure_loop.model import Instance
+    from pure_loop.model.instance import Instance
 
     def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
         real(self, params, buffers, training)
@@ -153,8 +159,10 @@ def lends_its_buffers_to_batchnorm() -> Fit:
 
 
 def draws_from_the_global_generator() -> Fit:
-    nothing: Any = {"seeded": lambda *args: nullcontext(), "seed_host": lambda seed: None}
-    return while_patched(lambda: patch.multiple(stages, **nothing))
+    return while_patched(
+        lambda: patch.object(settings, "seeded", lambda *args: nullcontext()),
+        lambda: patch.object(stages, "push_cpu_seed", lambda seed: None),
+    )
 
 
 def reseeds_the_global_generator() -> Fit:
@@ -167,7 +175,7 @@ def reseeds_the_global_generator() -> Fit:
 
 
 def starts_the_epoch_again() -> Fit:
-    from pure_loop.sources import Source
+    from pure_loop.data.source import Source
 
     real = Source.epoch
     return while_patched(
@@ -175,7 +183,7 @@ def starts_the_epoch_again() -> Fit:
     )
 
 
-def forgets_the_optimizer_memory() -> Fit:
+def forgets_the_optimizer_state() -> Fit:
     def wrong(start: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(start, pl.State):
             start = start.replace(opt_state=None)
@@ -206,8 +214,8 @@ def trains_the_first_microbatch_twice() -> Fit:
 def evaluation_trains_batchnorm() -> Fit:
     real = _evaluation.evaluation
 
-    def evaluation(state: pl.State, given: Stages, evaluator: BoundEvaluator) -> Any:
-        after = yield from real(state, given, evaluator)
+    def evaluation(state: pl.State, loop_stages: Stages, evaluator: BoundEvaluator) -> Any:
+        after = yield from real(state, loop_stages, evaluator)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
     return while_patched(lambda: patch.object(loop, "evaluation", evaluation))
@@ -280,15 +288,15 @@ def weighs_ranks_alike() -> Fit:
     """The mean over ranks of each one's mean, whatever the samples that it has."""
 
     def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        from pure_loop.distributed.joint import JointEngine
+        from pure_loop.distributed.multi_rank import MultiRankEngine
 
-        real = JointEngine.divisor
+        real = MultiRankEngine.divisor
 
-        def divisor(self: JointEngine, weights: Weights) -> Any:
+        def divisor(self: MultiRankEngine, weights: Weights) -> Any:
             real(self, weights)
             return (self._weights[self.rank] or 1.0) * self.ranks / self._power
 
-        with patch.object(JointEngine, "divisor", divisor):
+        with patch.object(MultiRankEngine, "divisor", divisor):
             yield from pl.fit(*args, **kwargs)
 
     return wrong
@@ -362,7 +370,7 @@ def evaluates_the_weights_of_training() -> Fit:
     )
 
 
-def clips_though_nobody_asked() -> Fit:
+def clips_without_clip_grad() -> Fit:
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return pl.fit(*args, **{**kwargs, "clip_grad": 1e-3})
 
@@ -370,7 +378,7 @@ def clips_though_nobody_asked() -> Fit:
 
 
 def loads_the_weights_alone() -> Fit:
-    """It leaves the memory of the optimizer, and where the run was, in the file."""
+    """It leaves the optimizer state, and the position of the run, in the file."""
 
     def wrong(*args: Any, load_path: Any = None, **kwargs: Any) -> Any:
         if load_path is None:
@@ -382,7 +390,7 @@ def loads_the_weights_alone() -> Fit:
 
 
 def scales_the_weights_where_fewer_events_are_watched() -> Fit:
-    """Whoever watches some events only is shown other parameters than whoever watches all of them."""
+    """A consumer that watches some events only is given other parameters than one that watches all of them."""
 
     def wrong(*args: Any, watch: Any = None, **kwargs: Any) -> Any:
         for event, state in pl.fit(*args, watch=watch, **kwargs):
@@ -394,7 +402,7 @@ def scales_the_weights_where_fewer_events_are_watched() -> Fit:
 
 
 def scales_the_weights_where_memory_is_donated() -> Fit:
-    """As above, for whoever gives the memory of past States away."""
+    """As above, where the memory of past States is donated."""
 
     def wrong(*args: Any, donate: Any = "auto", **kwargs: Any) -> Any:
         for event, state in pl.fit(*args, donate=donate, **kwargs):
@@ -406,7 +414,7 @@ def scales_the_weights_where_memory_is_donated() -> Fit:
 
 
 def scales_the_weights_where_steps_are_compiled() -> Fit:
-    """As above, for whoever compiles."""
+    """As above, where steps are compiled."""
 
     def wrong(*args: Any, compile: Any = False, **kwargs: Any) -> Any:
         for event, state in pl.fit(*args, compile=compile, **kwargs):
@@ -434,7 +442,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     counts_microbatches_as_batches: "order",
     ignores_the_batch_of_algorithms: "visibility",
     evaluates_the_weights_of_training: "visibility",
-    clips_though_nobody_asked: "visibility",
+    clips_without_clip_grad: "visibility",
     the_identity_costs_a_rounding: "visibility",
     updates_in_place: "value",
     updates_through_data: "value",
@@ -451,7 +459,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     callbacks_shift_the_seed: "observer_invariance",
     composes_backwards: "composition",
     starts_the_epoch_again: "resumption",
-    forgets_the_optimizer_memory: "resumption",
+    forgets_the_optimizer_state: "resumption",
     loads_the_weights_alone: "checkpoint",
     scales_the_weights_where_fewer_events_are_watched: "watch_equality",
     scales_the_weights_where_memory_is_donated: "donate_equality",

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import events, growth, length, limits, malloc, memory, parts, saving, startup, tables
+from tests.benchmarks import costs, events, growth, length, limits, malloc, memory, parts, saving, startup, tables
 from tests.benchmarks.loops import HAND, OURS, Loop
 from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.steps import measure
 from tests.benchmarks.workloads import WORKLOADS
 
-MEASURED = ("steps", "parts", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc")
+MEASURED = (
+    *("steps", "parts", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc"),
+    "costs",
+)
 
 
 def main() -> int:
@@ -123,6 +126,8 @@ def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: 
             return saving.measure(max(options.turns // 5, 3))
         case "malloc":
             return malloc.measure(max(options.turns // 5, 3))
+        case "costs":
+            return costs.measure(options.turns, options.seconds)
     raise AssertionError(name)
 
 

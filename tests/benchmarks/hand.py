@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -13,24 +14,35 @@ from tests.benchmarks.workloads import Workload
 __all__ = ["hand_written", "kernels_alone"]
 
 
-def hand_written(*, fused: bool = False, compiled: bool = False) -> Callable[[Workload], Steps]:
-    """zero_grad, forward, loss, backward, AdamW."""
+def hand_written(
+    *,
+    fused: bool = False,
+    compiled: bool = False,
+    loader: Callable[[Workload], Iterable[Any]] = Workload.data,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+) -> Callable[[Workload], Steps]:
+    """zero_grad, forward, loss, backward, AdamW or another class; one pass over a loader after another."""
 
     def loop(workload: Workload) -> Steps:
         torch.manual_seed(0)
         model = workload.model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
+        kind: Any = optimizer
+        update: Any = (
+            torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
+            if kind is None
+            else kind(model.parameters(), lr=1e-3)
+        )
         forward = torch.compile(model) if compiled else model
         count = workload.microbatches
         size = len(workload.data()[0][0]) // count
-        for inputs, targets in itertools.cycle(workload.data()):
-            optimizer.zero_grad()
+        for inputs, targets in itertools.chain.from_iterable(itertools.repeat(loader(workload))):
+            update.zero_grad()
             if count == 1:
                 workload.loss(forward(inputs), targets).backward()
             else:
                 for x, y in zip(inputs.split(size), targets.split(size), strict=True):
                     (workload.loss(forward(x), y) / count).backward()
-            optimizer.step()
+            update.step()
             yield 1
 
     return loop
@@ -39,7 +51,7 @@ def hand_written(*, fused: bool = False, compiled: bool = False) -> Callable[[Wo
 def kernels_alone(workload: Workload) -> Steps:
     """Forward, loss, autograd's engine, the fused kernel and a look for NaN, each called directly.
 
-    What is left if a loop costs nothing: it asks nobody anything, keeps nothing, and whatever can be made once is. The
+    What is left if a loop costs nothing: it checks nothing, keeps nothing, and whatever can be made once is. The
     module finds its tensors and submodules as attributes, at once.
     """
     torch.manual_seed(0)

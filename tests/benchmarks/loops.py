@@ -14,7 +14,7 @@ from tests.benchmarks.hand import hand_written, kernels_alone
 from tests.benchmarks.turns import OfGenerator, Steps, Turns
 from tests.benchmarks.workloads import Workload
 
-__all__ = ["BASE", "HAND", "OURS", "Loop", "ours"]
+__all__ = ["BASE", "EPOCH", "HAND", "OURS", "Loop", "ours"]
 
 # Batches of an epoch of ours, so that an epoch's events are few and a turn of one that yields them alone is short.
 EPOCH = 32
@@ -39,8 +39,9 @@ class Loop:
         return OfGenerator(self.make(workload))
 
 
-def ours(**options: Any) -> Callable[[Workload], Steps]:
+def ours(loader: Callable[[Workload], Any] | None = None, **options: Any) -> Callable[[Workload], Steps]:
     """``pl.fit`` with AdamW and these options; it is called, and refuses them, when the generator is made."""
+    options = {"optimizer": pl.optim.adamw(lr=1e-3), **options}
 
     def loop(workload: Workload) -> Steps:
         torch.manual_seed(0)
@@ -49,9 +50,8 @@ def ours(**options: Any) -> Callable[[Workload], Steps]:
         count = workload.microbatches
         stream = pl.fit(
             workload.model(),
-            [data[index % len(data)] for index in range(EPOCH)],
+            [data[index % len(data)] for index in range(EPOCH)] if loader is None else loader(workload),
             loss=workload.loss,
-            optimizer=pl.optim.adamw(lr=1e-3),
             max_duration="1000000000ba",
             microbatch_size=None if count == 1 else len(data[0][0]) // count,
             **options,

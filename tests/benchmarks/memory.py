@@ -1,7 +1,7 @@
 """The peak of parameters, gradients and optimizer's memory, by allocation: what torch's allocator was asked for.
 
 A GPT of 25 million parameters on a batch of eight tokens, so that activations are a hundredth of it. torch's profiler
-writes down every allocation and release; from them comes how much was alive at once, whoever held it.
+writes down every allocation and release; from them comes how much was alive at once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _MARK = itertools.count(1_000_003, 64 * 1024)
 
 
 def _mark() -> int:
-    """An allocation of a size that nobody else asks for; how much it was."""
+    """An allocation of a size that occurs nowhere else; how much it was."""
     size = next(_MARK)
     torch.empty(size, dtype=torch.uint8)
     return size

@@ -18,7 +18,10 @@ from unittest.mock import patch
 import attrs
 from torch import nn
 
-from pure_loop import Event, donation, driver, stages
+from pure_loop import Event
+from pure_loop.donation import donation
+from pure_loop.loop import driver
+from pure_loop.stages import stages, update
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import ours
 from tests.benchmarks.turns import OfGenerator
@@ -34,10 +37,10 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
     ("backward", stages, "gradient_of"),
     ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
-    ("the look for NaN", stages, "is_nonfinite"),
-    ("who else has parameters and memory", donation.Donation, "take"),
-    ("what was left on the parameters", donation.Donation, "leaves"),
-    ("the consumer's variable", driver, "gives_up"),
+    ("the check for NaN", update, "is_nonfinite"),
+    ("counting references", donation.Donation, "donate"),
+    ("hooks and gradients on parameters", donation.Donation, "leaves"),
+    ("the consumer's variable", driver, "rebinds_loop_variable"),
 ]
 
 

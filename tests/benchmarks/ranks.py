@@ -2,7 +2,7 @@
 
 The loops take turns on the same two processes; a figure is the median over the turns of a loop's wall-clock time a
 step divided by that of its hand-written loop in the same turn. Memory is that of one rank: the peak of parameters,
-gradients and optimizer's memory of a GPT with 25 million parameters.
+gradients and optimizer state of a GPT with 25 million parameters.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def in_turns(loops: Mapping[str, Turns], turns: int, seconds: float) -> dict[str
             steps, used = steps + done, used + more
     used, done = next(iter(loops.values())).run(10)
     steps = max(2, int(seconds / (used / done)))
-    # What libraries keep for ever is not looked through in somebody's turn.
+    # What libraries keep for ever is not traversed in a turn.
     gc.collect()
     gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in loops}

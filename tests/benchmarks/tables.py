@@ -53,7 +53,7 @@ def _missing(results: Results) -> Table:
 
 
 def _compilation(results: Results) -> Table:
-    """CPU seconds of the first step, where somebody compiles."""
+    """CPU seconds of the first step, where a loop compiles."""
     found = results["steps"]
     rows = [["CPU seconds of the first step", *found]]
     for name in _rows(found):
@@ -142,6 +142,13 @@ def _malloc(results: Results) -> Table:
     return [["", *workloads], *([name, *(f"{cell[each]:.2f}" for each in workloads)] for name, cell in found.items())]
 
 
+def _costs(results: Results) -> Table:
+    rows = [["", "by hand, us", "pl.fit, us", "ratio"]]
+    for name, cell in results["costs"].items():
+        rows.append([name, f"{cell['hand_us']:.0f}", f"{cell['us']:.0f}", f"{cell['ratio']:.2f}"])
+    return rows
+
+
 def _versions(results: Results) -> Table:
     return [["package", "version"], *([name, version] for name, version in results["versions"].items())]
 
@@ -186,5 +193,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "length": _length,
     "saving": _saving,
     "malloc": _malloc,
+    "costs": _costs,
     "versions": _versions,
 }

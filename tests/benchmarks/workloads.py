@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SCALED", "SCALED_MICROBATCHES", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
+__all__ = ["LARGE", "SCALED", "SCALED_MICROBATCHES", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
 
 
 @attrs.frozen
@@ -154,6 +154,19 @@ WORKLOADS = [
     Workload("W3", "GPT, 4 layers of 128, 128 tokens, batch 8", _GPT, _tokens),
     Workload("W4", "MLP of 48 residual blocks, 292 tensors, batch 16", lambda: residual_blocks(48), _classes(16, 64)),
     Workload("W5", "ResNet-8 with BatchNorm, 32x32 pixels, batch 32", _resnet, _classes(32, 3, 32, 32)),
+]
+
+
+def _wide(width: int) -> nn.Module:
+    """Six layers of one width, and two more."""
+    inside = [module for _ in range(6) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *inside, nn.Linear(width, 10))
+
+
+# Of which a step is mostly the optimizer's, and memory for gradients.
+LARGE = [
+    Workload("6M", "MLP of 6 million parameters, batch 32", lambda: _wide(1024), _classes(32, 64)),
+    Workload("25M", "MLP of 25 million parameters, batch 32", lambda: _wide(2048), _classes(32, 64)),
 ]
 
 # For memory: 25 million parameters, and a batch so small that activations are nothing beside them.

@@ -177,7 +177,7 @@ def install() -> None:
 
     generator = Generator()
     pools = itertools.count(1)
-    # Where torch's allocator takes memory from until it is told to stop, and who has memory there.
+    # Where torch's allocator takes memory from until it is told to stop, and which blocks are in use there.
     underway: set[Any] = set()
     recorded: dict[Any, WeakSet[Any]] = {}
 

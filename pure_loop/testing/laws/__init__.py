@@ -1,4 +1,4 @@
-"""The laws, each a function that works alone, and that raises where it doesn't hold.
+"""The laws; each can be called by itself, and raises a LawViolation if it doesn't hold.
 
 >>> import pure_loop as pl
 >>> from pure_loop.testing import laws
@@ -74,7 +74,7 @@ OF_ALGORITHMS: tuple[Law, ...] = (
     world_size,
     compile_equality,
 )
-"""The laws that an algorithm keeps; each comes after those on which it rests."""
+"""The laws of algorithms; each comes after those that it rests on."""
 
 OF_LOOPS: tuple[Law, ...] = (
     order,
@@ -95,7 +95,7 @@ OF_LOOPS: tuple[Law, ...] = (
     world_size,
     compile_equality,
 )
-"""The laws that a loop keeps."""
+"""The laws of loops."""
 
 OF_CALLBACKS: tuple[Law, ...] = (
     of_callbacks.completion,
@@ -104,7 +104,7 @@ OF_CALLBACKS: tuple[Law, ...] = (
     of_callbacks.joining,
     of_callbacks.closing,
 )
-"""The laws that a callback or a logger keeps."""
+"""The laws of callbacks and loggers."""
 
 OF_SCRIPTS: tuple[Law, ...] = (
     of_scripts.completion,
@@ -115,7 +115,11 @@ OF_SCRIPTS: tuple[Law, ...] = (
     of_scripts.observer_invariance,
     of_scripts.resumption,
 )
-"""The laws that a script keeps."""
+"""The laws of scripts."""
 
 UNAVAILABLE: dict[str, str] = {}
-"""Laws that join when the library gets what they are about, and what that is."""
+"""Laws that can't be tried yet, each with the feature that is missing."""
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

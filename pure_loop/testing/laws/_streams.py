@@ -1,4 +1,4 @@
-"""What laws say of whole streams."""
+"""Comparisons and runs of whole streams, which several laws share."""
 
 from __future__ import annotations
 
@@ -19,84 +19,91 @@ from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = [
     "TRAINING",
-    "as_far_as_it_goes",
-    "found",
-    "nosy_run",
-    "outside_fit",
+    "leaf_violation",
+    "observed_run",
+    "run_until_error",
     "same_events",
     "same_state",
     "same_stream",
+    "standalone_streams",
     "training_states",
 ]
 
 TRAINING = frozenset({Event.BATCH_END, Event.EPOCH_END, Event.FIT_END})
-"""The events at which training has come to something."""
+"""The events at which the results of training are compared."""
 
 
-def same_events(given: list[Event], wanted: list[Event], what: str) -> None:
-    """
+def same_events(value: list[Event], wanted: list[Event], what: str) -> None:
+    """Refuse a stream with other events than ``wanted``.
+
+    Args:
+        value, wanted: the events of the stream, and those that it should have.
+        what: what the stream is, for the message.
+
     Raises:
         LawViolation: names the first event that differs.
     """
-    if given == wanted:
+    if value == wanted:
         return
     index = next(
-        (i for i, (a, b) in enumerate(zip(given, wanted, strict=False)) if a is not b), min(len(given), len(wanted))
+        (i for i, (a, b) in enumerate(zip(value, wanted, strict=False)) if a is not b), min(len(value), len(wanted))
     )
-    came = given[index].name if index < len(given) else "nothing"
-    due = wanted[index].name if index < len(wanted) else "nothing"
-    after = f"after {wanted[index - 1].name}" if index else "as the first event"
+    event = value[index].name if index < len(value) else "the end of the stream"
+    due = wanted[index].name if index < len(wanted) else "the end of the stream"
+    after = f"after {wanted[index - 1].name}" if index else "at the start"
     raise LawViolation(
-        f"{what}: {after} came {came}, and {due} should have come (event number {index}).",
-        event=given[index] if index < len(given) else None,
+        f"{what}: {after} came {event}, expected {due} (event number {index}).",
+        event=value[index] if index < len(value) else None,
     )
 
 
-def same_state(given: State, wanted: State, what: str) -> None:
-    """
+def same_state(value: State, wanted: State, what: str) -> None:
+    """Refuse a State that is not equal to ``wanted``.
+
     Raises:
         LawViolation: names the first leaf that differs.
     """
-    for difference in differences(given, wanted):
-        raise found(what, given, difference)
+    for difference in differences(value, wanted):
+        raise leaf_violation(what, value, difference)
 
 
-def found(what: str, state: State, difference: Difference) -> LawViolation:
+def leaf_violation(what: str, state: State, difference: Difference) -> LawViolation:
     """A violation in a leaf of a State."""
-    return LawViolation(f"{what}: at {moment(state)}, a leaf is another.", event=state.event, difference=difference)
+    return LawViolation(f"{what}: at {moment(state)}, a leaf differs.", event=state.event, difference=difference)
 
 
-def same_stream(given: Pairs, wanted: Pairs, what: str) -> None:
-    """
+def same_stream(value: Pairs, wanted: Pairs, what: str) -> None:
+    """Refuse a stream whose events or States are not equal to those of ``wanted``.
+
     Raises:
         LawViolation: names the first event, or the first leaf of a State, that differs.
     """
-    same_events([event for event, _ in given], [event for event, _ in wanted], what)
+    same_events([event for event, _ in value], [event for event, _ in wanted], what)
     comparer = Comparer()
-    for (_, a), (_, b) in zip(given, wanted, strict=True):
+    for (_, a), (_, b) in zip(value, wanted, strict=True):
         if not comparer.equal(a, b):
             same_state(a, b, what)
-            raise LawViolation(f"{what}: at {moment(a)}, a container is of another kind.", event=a.event)
+            raise LawViolation(f"{what}: at {moment(a)}, a container has another type.", event=a.event)
 
 
 def training_states(pairs: Pairs) -> list[State]:
-    """What training came to at each batch and epoch."""
+    """The States after each batch and each epoch."""
     return [state for event, state in pairs if event in TRAINING]
 
 
-def as_far_as_it_goes(subject: Subject, case: Case, fit: Fit, **arguments: Any) -> Pairs:
-    """A run, and then an evaluation and a prediction with the same algorithms; ends early where something raises.
+def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) -> Pairs:
+    """A run, then an evaluation and a prediction with the same algorithms; an error of an algorithm ends it early.
 
-    For laws about single calls, which have nothing to say of errors: that a run comes to its end is another law.
+    It serves laws about single calls. That a run reaches its end is a law of its own, ``order``.
 
     Raises:
-        LawViolation: raised inside of it.
+        LawViolation: raised during the run.
     """
     pairs: Pairs = []
     try:
         for pair in case.stream(fit=fit, **arguments):
             pairs.append(pair)
-        for stream in outside_fit(subject, case, pairs[-1][1], arguments["algorithms"]):
+        for stream in standalone_streams(subject, case, pairs[-1][1], arguments["algorithms"]):
             pairs.extend(stream)
     except LawViolation:
         raise
@@ -106,8 +113,8 @@ def as_far_as_it_goes(subject: Subject, case: Case, fit: Fit, **arguments: Any) 
     return pairs
 
 
-def outside_fit(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
-    """Streams of an evaluation and a prediction by themselves, where the algorithms are bound to such events."""
+def standalone_streams(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
+    """The streams of ``pl.evaluate`` and ``pl.predict``, each where the algorithms are bound to its events."""
     bound = {event for _, event in subject.bound}
     data = case.problem.batches((2, 1), seed=7)
     if any(event.is_eval for event in bound):
@@ -117,12 +124,12 @@ def outside_fit(subject: Subject, case: Case, state: State, algorithms: Any) -> 
 
 
 def _raised_inside(error: BaseException) -> bool:
-    """Whether an algorithm raised it, by the note that the driver leaves."""
+    """Whether an algorithm raised it: the driver adds a note to the error."""
     return any(note.startswith("raised by algorithm") for note in getattr(error, "__notes__", ()))
 
 
-class _Nosy(pl.Callback):
-    """Draws random numbers, keeps what it sees, computes with it, and changes nothing."""
+class _BusyObserver(pl.Callback):
+    """Draws random numbers, keeps every State, computes with its tensors, and changes nothing."""
 
     def __init__(self) -> None:
         self.kept: list[State] = []
@@ -132,18 +139,18 @@ class _Nosy(pl.Callback):
         random.random()
         self.kept.append(state)
         sum(float(tensor.detach().sum()) for tensor in state.params.values())
-        logger.log_metrics({"nosy": 1.0}, state)
+        logger.log_metrics({"observer": 1.0}, state)
 
 
-def nosy_run(stream: Callable[..., Any]) -> Pairs:
-    """All pairs of a stream, watched by callbacks that draw random numbers, in a body that does too."""
-    watched: Pairs = []
+def observed_run(stream: Callable[..., Any]) -> Pairs:
+    """All pairs of a stream with callbacks attached that draw random numbers, in a loop body that draws too."""
+    pairs: Pairs = []
     before = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            for pair in stream(callbacks=[_Nosy(), lambda event, state: None]):
+            for pair in stream(callbacks=[_BusyObserver(), lambda event, state: None]):
                 torch.rand(5)
-                watched.append(pair)
+                pairs.append(pair)
     finally:
         random.setstate(before)
-    return watched
+    return pairs

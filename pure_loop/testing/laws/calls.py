@@ -1,4 +1,4 @@
-"""Laws about single calls: what an algorithm's functions do with a State, and to what is around them."""
+"""Laws about single calls: an algorithm's functions must not write to a State, nor change the process around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.order import BOUNDARIES
 from pure_loop.state import NOT_READY, State
 from pure_loop.testing._surroundings import Surroundings, reseeded
@@ -15,7 +15,7 @@ from pure_loop.testing._tap import Call, tapped
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Difference, Keeper, Snapshot, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import as_far_as_it_goes
+from pure_loop.testing.laws._streams import run_until_error
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment, written_to
 
@@ -24,7 +24,10 @@ __all__ = ["memory", "purity", "structure"]
 
 @law("an algorithm is a function of the State alone, and changes nothing but what it returns")
 def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Calls each function twice, on fresh instances and with other global random states, and looks around."""
+    """Calls each function twice, on fresh instances and under different global random states, and compares.
+
+    After each call, the State that was passed and the settings of the process must be as they were before it.
+    """
     keeper = Keeper()
     module = case.model()
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
@@ -40,8 +43,8 @@ def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                     results.append(call.of(subject.make()))
                 except LawViolation:
                     raise
-                except Exception:  # whatever the function on trial raises; the call below raises it in the run itself
-                    break  # if that one doesn't raise as well, it remembers something: the law of memory says so
+                except Exception:  # an error of the function on trial; the call below raises it in the run itself
+                    break  # if that one doesn't raise, the instance has a state of its own: the law `memory` reports it
                 _left_alone(call, around)
             _not_written(call, snapshot)
         if len(results) == 2:
@@ -54,13 +57,13 @@ def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
             keeper.keep(result)
         return result
 
-    as_far_as_it_goes(subject, case, fit, start=module, algorithms=tapped(subject, subject.make(), tap))
+    run_until_error(subject, case, fit, start=module, algorithms=tapped(subject, subject.make(), tap))
     changed = keeper.changed()
     if changed is not None:
         state, difference = changed
         raise written_to(
-            f"a State that {subject.name} had at {moment(state)}, was written to later: something kept one of its "
-            "tensors and wrote to it in place.",
+            f"a State that {subject.name} had at {moment(state)}, was written to later: something kept a reference to "
+            "one of its tensors, and wrote to it in place.",
             state.event,
             difference,
         )
@@ -69,7 +72,7 @@ def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
             raise LawViolation(f"the user's module has a gradient after the run, in {name}.grad.")
     for name, tensor in module.state_dict().items():
         for _ in differences(tensor, before[name]):
-            raise LawViolation(f"the user's module was written to: {name} is not what it was.")
+            raise LawViolation(f"the user's module was written to: {name} has changed.")
 
 
 def _not_written(call: Call, snapshot: Snapshot) -> None:
@@ -78,14 +81,16 @@ def _not_written(call: Call, snapshot: Snapshot) -> None:
         return
     if changed.leaf.endswith(".grad"):
         raise written_to(
-            f"{call.who} left a gradient in a tensor of the State that it was given at {call.where}.",
+            f"{call.name} left a gradient in a tensor of the State that was passed to it, at {call.where}.",
             call.event,
             changed,
-            "loss.backward() writes to .grad. torch.autograd.grad(loss, tensors) writes to nothing, and "
-            "stages.gradients(state) is the loop's own gradient.",
+            "loss.backward() writes to .grad. Use torch.autograd.grad(loss, tensors), which writes to nothing, or "
+            "stages.gradients(state), which is the loop's own gradient.",
         )
     raise written_to(
-        f"{call.who} changed a leaf of the State that it was given, in place, at {call.where}.", call.event, changed
+        f"{call.name} wrote in place to a leaf of the State that was passed to it, at {call.where}.",
+        call.event,
+        changed,
     )
 
 
@@ -96,41 +101,42 @@ def _left_alone(call: Call, around: Surroundings) -> None:
     advice = ""
     if "generator" in changed:
         advice = "Draw from a generator of your own: pl.random.generator(state.seed, 'name', state.timestamp.batch)."
-    raise LawViolation(f"{call.who} changed {changed} at {call.where}.", event=call.event, advice=advice)
+    raise LawViolation(f"{call.name} changed {changed} at {call.where}.", event=call.event, advice=advice)
 
 
-def _equal(call: Call, one: Any, other: Any) -> None:
-    if type(one) is not type(other):
+def _equal(call: Call, first: Any, second: Any) -> None:
+    if type(first) is not type(second):
         raise LawViolation(
-            f"{call.who} gave {one!r} at {call.where}, and {other!r} when it was called again with the same State.",
+            f"{call.name} returned {first!r} at {call.where}, and {second!r} when it was called again with the same "
+            "State.",
             event=call.event,
         )
-    name = "state" if isinstance(one, State) else "result"
-    for difference in differences(_readable(one), _readable(other), name=name):
+    name = "state" if isinstance(first, State) else "result"
+    for difference in differences(_readable(first), _readable(second), name=name):
         raise LawViolation(
-            f"{call.who} gave two results for one State at {call.where}. The global random generators were in another "
-            "state, and time went by; neither may matter.",
+            f"{call.name} returned two different results for the same State at {call.where}. Between the calls the "
+            "global random generators were reseeded and time passed; the result must depend on neither.",
             event=call.event,
             difference=difference,
-            labels=("at first", "again"),
+            labels=("first call", "second call"),
             advice="Draw from pl.random.generator(state.seed, 'name', state.timestamp.batch), and take the time from "
             "state.timestamp.",
         )
 
 
 def _readable(result: Any) -> Any:
-    """A State whose gradients can be compared: inside a call there stands something else where there are none."""
+    """A State whose gradients can be compared: during a call, gradients that are not complete are a marker."""
     if isinstance(result, State) and result._grads is NOT_READY:
         return result.replace(grads=None)
     return result
 
 
 @law(
-    "what an algorithm remembers is in the State: a fresh instance goes on where another one stopped",
+    "an algorithm keeps all its state in the State: a fresh instance continues exactly where another one stopped",
     rests_on=("purity",),
 )
 def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """At every call, an instance that saw all that came before gives what a fresh one gives."""
+    """At every call, the instance that was called at all events before returns what a fresh one returns."""
 
     def tap(call: Call) -> Any:
         result = call()
@@ -140,8 +146,8 @@ def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
             raise
         except Exception as error:
             raise LawViolation(
-                f"a fresh instance of {call.who} raised {type(error).__name__}: {error} at {call.where}, and this one, "
-                "which had been called before, did not: it remembers something in itself.",
+                f"a fresh instance of {call.name} raised {type(error).__name__}: {error} at {call.where}; the instance "
+                "that had been called at the events before did not. It keeps a state of its own, outside the State.",
                 event=call.event,
                 advice=_KEEP.format(name=call.algorithm),
             ) from error
@@ -150,32 +156,32 @@ def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         if type(result) is type(fresh):
             different = differences(_readable(result), _readable(fresh), name="state")
         else:
-            different = [Difference("what it returned", result, fresh)]
+            different = [Difference("the result", result, fresh)]
         for difference in different:
             raise LawViolation(
-                f"{call.who}, which had been called before, gave something else at {call.where} than a fresh instance: "
-                "it remembers something in itself.",
+                f"{call.name}, called at all events before, returned something else at {call.where} than a fresh "
+                "instance. It keeps a state of its own, outside the State.",
                 event=call.event,
                 difference=difference,
-                labels=("this one", "fresh one"),
+                labels=("this instance", "a fresh one"),
                 advice=_KEEP.format(name=call.algorithm),
             )
         return result
 
-    as_far_as_it_goes(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
+    run_until_error(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
 
 
 _KEEP = (
-    "Keep it in the State, where going on finds it: init=lambda state: 0, state.algorithm_state['{name}'], "
-    "state.remember('{name}', memory)."
+    "A closure, a global or an attribute is lost when training resumes. Keep it in the State: init=lambda state: 0 "
+    "makes it, state.algorithm_state['{name}'] reads it, state.remember('{name}', value) writes it."
 )
 
 _OF_TENSORS = ("params", "buffers", "grads")
 
 
-@law("trees, shapes, dtypes and devices stay as they are, those of an algorithm's memory too")
+@law("trees, shapes, dtypes and devices stay as they are, also in algorithm_state")
 def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Looks at what each handler returns, and at its memory from its first to its last."""
+    """Compares the State that each handler returns with the one it got, and algorithm_state from batch to batch."""
 
     def tap(call: Call) -> Any:
         result = call()
@@ -183,7 +189,7 @@ def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
             return result
         if not isinstance(result, State):
             raise LawViolation(
-                f"{call.who} returned {result!r} at {call.where}, not a State.",
+                f"{call.name} returned {result!r} at {call.where}, not a State.",
                 event=call.event,
                 advice="End it with `return state.replace(...)`, or `return state` where nothing changes.",
             )
@@ -192,59 +198,60 @@ def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                 name = "_grads" if field == "grads" else field
                 before, after = getattr(call.state, name), getattr(result, name)
                 if after is not before and before is not None and after is not None and before is not NOT_READY:
-                    what = f"{call.who} changed the kind of a leaf"
+                    what = f"{call.name} changed the structure of state.{field}"
                     _same_kind(what, call.state, before, after, f"state.{field}", nones=field == "grads")
         return result
 
-    pairs = as_far_as_it_goes(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
+    pairs = run_until_error(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
     first: dict[str, Any] = {}
-    # Within a batch a memory may hold what is to be put back at the end of a pair; a State that is kept has none of it.
+    # Within a batch an algorithm may hold values that it puts back at the end of a pair; at a boundary it holds none.
     for event, state in pairs:
         if event in BOUNDARIES:
             for name in subject.names:
                 if name in state.algorithm_state:
-                    mine = state.algorithm_state[name]
-                    _refuse_graph(name, state, mine)
+                    value = state.algorithm_state[name]
+                    _refuse_graph(name, state, value)
                     _same_kind(
-                        f"the memory of algorithm {name!r} became another",
+                        f"the state of algorithm {name!r} changed its structure",
                         state,
-                        first.setdefault(name, mine),
-                        mine,
+                        first.setdefault(name, value),
+                        value,
                         f"state.algorithm_state[{name!r}]",
                     )
 
 
-def _refuse_graph(name: str, state: State, memory: Any) -> None:
-    paths, leaves, _ = optree.tree_flatten_with_path(memory, namespace=NAMESPACE)
+def _refuse_graph(name: str, state: State, value: Any) -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(value, namespace=NAMESPACE)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             where = f"state.algorithm_state[{name!r}]" + "".join(f"[{key!r}]" for key in path)
             raise LawViolation(
-                f"the memory of algorithm {name!r} holds the graph of a forward at {moment(state)}, in {where}; it "
-                "keeps that batch alive, and grows with every one.",
+                f"the state of algorithm {name!r} holds the autograd graph of a forward at {moment(state)}, in "
+                f"{where}; the graph keeps its batch in memory, and grows with every batch.",
                 event=state.event,
-                advice="Remember numbers: state.loss.detach().",
+                advice="Store detached tensors: state.loss.detach().",
             )
 
 
 def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, nones: bool = False) -> None:
     if before is after:
         return
-    one, other = _described(before), _described(after)
-    for path in dict.fromkeys([*one, *other]):
-        a, b = one.get(path, "nothing"), other.get(path, "nothing")
+    kinds_before, kinds_after = _kinds(before), _kinds(after)
+    for path in dict.fromkeys([*kinds_before, *kinds_after]):
+        a, b = kinds_before.get(path, "nothing"), kinds_after.get(path, "nothing")
         if a == b or (nones and "None" in (a, b)):
             continue
         where = name + "".join(f"[{key!r}]" for key in path)
         raise LawViolation(
             f"{what} at {moment(state)}: {where} was {a}, and is {b}.",
             event=state.event,
-            advice="Names, shapes, dtypes and devices stay as they are, so that a State fits whatever goes on from it. "
-            "Memory that grows can have its full size from the start, and a count of what is used.",
+            advice="Names, shapes, dtypes and devices must stay as they are, so that training can resume from any "
+            "State. For a list that grows, allocate its full size at the start and count the entries in use.",
         )
 
 
-def _described(tree: Any) -> dict[tuple[Any, ...], str]:
+def _kinds(tree: Any) -> dict[tuple[Any, ...], str]:
+    """Shape, dtype and device of each tensor of a tree, and the type of each other leaf, by path."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, map(_kind, leaves), strict=True))
 

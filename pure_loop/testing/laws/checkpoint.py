@@ -1,4 +1,4 @@
-"""The law of checkpoints: what was saved and loaded is the State, and training goes on from it."""
+"""The law of checkpoints: a State that was saved and loaded is equal to the original, and training resumes from it."""
 
 from __future__ import annotations
 
@@ -25,44 +25,46 @@ _BEFORE_TRAINING = [Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD]
 
 
 @law(
-    "a State that was saved and loaded is the same, and training goes on from it",
+    "a State that was saved and loaded is equal to the original, and training resumes from it",
     rests_on=("resumption",),
 )
 def checkpoint(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """From two boundaries, which the seed chooses, by way of a file, to the end of the next batch."""
-    whole = subject.alone(case, fit)
-    boundaries = [index for index, (event, _) in enumerate(whole) if event in BOUNDARIES]
+    """Saves the State at two boundaries, which the seed chooses; runs from each file to the end of the next batch."""
+    uninterrupted = subject.alone(case, fit)
+    boundaries = [index for index, (event, _) in enumerate(uninterrupted) if event in BOUNDARIES]
     chosen = {boundaries[(case.seed * 5 + step) % len(boundaries)] for step in (1, 8)}
     with tempfile.TemporaryDirectory() as folder:
         for index in sorted(chosen):
-            _through(Path(folder) / f"{index}.safetensors", whole, index, subject, case, fit)
+            _save_and_resume(Path(folder) / f"{index}.safetensors", uninterrupted, index, subject, case, fit)
 
 
-def _through(path: Path, whole: Pairs, index: int, subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    event, kept = whole[index]
-    what = f"saved at {moment(kept)}, and loaded"
-    module = kept.module()
+def _save_and_resume(
+    path: Path, uninterrupted: Pairs, index: int, subject: AlgorithmSubject, case: Case, fit: Fit
+) -> None:
+    event, state = uninterrupted[index]
+    what = f"saved at {moment(state)}, and loaded"
+    module = state.module()
     try:
-        pl.save(kept, path)
+        pl.save(state, path)
     except ArgumentTypeError as error:
-        raise LawViolation(f"the State of {moment(kept)} can't be saved: {error}", event=event) from error
+        raise LawViolation(f"the State of {moment(state)} can't be saved: {error}", event=event) from error
     loaded = pl.load(path, model=module)
-    same_state(loaded, outside_batch(kept).replace(event=kept.event), what)
+    same_state(loaded, outside_batch(state).replace(event=state.event), what)
     algorithms = subject.make()
-    # What an algorithm does before training it would do again where the loop itself loads.
-    beforehand = {each for algorithm in flatten(algorithms) for each in algorithm.handlers}.intersection(
+    # With load_path=, handlers of the events before training would run a second time; then the loaded State is passed.
+    acts_before = {handler for algorithm in flatten(algorithms) for handler in algorithm.handlers}.intersection(
         _BEFORE_TRAINING
     )
-    starts: dict[str, Any] = {"start": loaded} if beforehand else {"start": module, "load_path": path}
+    start: dict[str, Any] = {"start": loaded} if acts_before else {"start": module, "load_path": path}
     try:
-        stream: Any = case.stream(algorithms, fit=fit, **starts)
+        stream: Any = case.stream(algorithms, fit=fit, **start)
         again = list(to_the_next_batch(stream))
         stream.close()
     except Exception as error:
-        raise LawViolation(f"{what}, it ended in an error: {type(error).__name__}: {error}", event=event) from error
-    rest = going_on([each for each, _ in whole], index)
-    started = [] if beforehand else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
-    wanted = [*started, *rest]
-    same_events([each for each, _ in again], wanted[: len(again)], what)
-    given = again[len(started) + 1 :]
-    same_stream(given, whole[len(whole) - len(rest) + 1 :][: len(given)], what)
+        raise LawViolation(f"{what}, the run ended in {type(error).__name__}: {error}", event=event) from error
+    rest = going_on([event for event, _ in uninterrupted], index)
+    loading = [] if acts_before else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
+    wanted = [*loading, *rest]
+    same_events([event for event, _ in again], wanted[: len(again)], what)
+    value = again[len(loading) + 1 :]
+    same_stream(value, uninterrupted[len(uninterrupted) - len(rest) + 1 :][: len(value)], what)

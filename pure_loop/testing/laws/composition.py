@@ -11,8 +11,9 @@ from hypothesis.strategies import SearchStrategy
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
 from pure_loop.event import Event
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.law import EXAMPLES, Law, law, try_examples
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import Problem
@@ -23,11 +24,11 @@ __all__ = ["Commutation", "algorithm_order", "commutation", "composition"]
 
 
 def _neighbour(name: str, factor: float) -> Algorithm:
-    """Counts batches, and changes the loss in a way that does not commute with its like."""
+    """Counts batches, and changes the loss so that two of its kind do not commute."""
 
     def scale(state: State) -> State:
         loss = state.loss
-        total = (loss["total"] if isinstance(loss, dict) else loss) * factor + 0.1
+        total = total_loss(loss) * factor + 0.1
         return state.replace(loss={**loss, "total": total} if isinstance(loss, dict) else total)
 
     def count(state: State) -> State:
@@ -37,19 +38,19 @@ def _neighbour(name: str, factor: float) -> Algorithm:
 
 
 @law(
-    "the identity beside it changes nothing, and compose(a, b, c) is the list, however it is grouped",
+    "adding identity algorithms changes nothing, and compose(a, b, c) equals the list [a, b, c], however it is grouped",
     rests_on=("purity", "memory", "order", "determinism", "visibility"),
 )
 def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Runs it alone, between neighbours that do nothing, and composed with two others in some grouping."""
-    # They do nothing in three ways; the one with a memory of its own must be as good as none, too.
+    """Runs it alone, among algorithms that do nothing, and composed with two algorithms in one of three groupings."""
+    # Three ways to do nothing: return the State, return a copy, and keep an algorithm state that is never read.
     identity = Algorithm("identity of the law", dict.fromkeys(Event, lambda state: state))
     copying = Algorithm("copying of the law", dict.fromkeys(Event, lambda state: state.replace()))
     neighbour = Algorithm("neighbour of the law", {Event.INIT: lambda state: state}, init=lambda state: 0)
     alone = subject.alone(case, fit)
     beside = case.run([identity, neighbour, *subject.make(), copying], fit=fit)
     without = [(event, _without(state, neighbour.name)) for event, state in beside]
-    same_stream(without, alone, "beside algorithms that do nothing, the run was another")
+    same_stream(without, alone, "with algorithms added that do nothing, the run differed")
     first, last = _neighbour("first of the law", 2.0), _neighbour("last of the law", 0.5)
     listed = case.run([first, *subject.make(), last], fit=fit)
     groupings: list[list[Any]] = [
@@ -58,19 +59,19 @@ def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         [first, pl.compose(*subject.make(), last)],
     ]
     grouped = case.run(groupings[case.seed % len(groupings)], fit=fit)
-    same_stream(grouped, listed, "composed, the run was another than that of the list")
+    same_stream(grouped, listed, "composed, the run differed from that of the list")
 
 
 def _without(state: State, name: str) -> State:
-    return state.replace(algorithm_state={key: kept for key, kept in state.algorithm_state.items() if key != name})
+    return state.replace(algorithm_state={key: value for key, value in state.algorithm_state.items() if key != name})
 
 
 @law(
-    "algorithms apply in the order given, and in reverse on the AFTER half of a pair, AFTER_DATALOADER excepted",
+    "algorithms apply in the order of the list, and in reverse on the AFTER half of a pair, except at AFTER_DATALOADER",
     rests_on=("order",),
 )
 def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Three algorithms note when they run."""
+    """Three algorithms record their calls."""
     trace: list[tuple[Event, str]] = []
 
     def tracer(name: str) -> Algorithm:
@@ -93,17 +94,17 @@ def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                 event=event,
             )
     if len(trace) != len(wanted):
-        raise LawViolation(f"algorithms ran {len(trace)} times, and should have {len(wanted)} times.")
+        raise LawViolation(f"algorithms ran {len(trace)} times, expected {len(wanted)} times.")
 
 
 @attrs.frozen
 class Commutation:
-    """Whether two algorithms commute: a fact about the pair, and no law.
+    """Whether two algorithms commute: a fact about the pair, not a law.
 
     Attributes:
-        commutes: ``[a, b]`` gave what ``[b, a]`` gave on every case.
+        commutes: ``[a, b]`` and ``[b, a]`` gave the same stream on every case.
         examples: the number of cases that were tried.
-        counterexample: where they don't, what was found on the smallest case.
+        counterexample: if they don't commute, the difference on the smallest case.
 
     >>> import pure_loop as pl
     >>> bool(commutation(lambda: pl.algorithms.ema(half_life="2ba"), lambda: pl.algorithms.sam(), max_examples=2))
@@ -131,26 +132,28 @@ def commutation(
     cases: SearchStrategy[Case] | None = None,
     max_examples: int = EXAMPLES,
 ) -> Commutation:
-    """Whether two algorithms commute, and if they don't, the smallest case on which they don't.
+    """Whether two algorithms commute; if not, the smallest case on which they don't.
 
     Args:
         make_a, make_b: make the algorithms, as in :func:`pure_loop.testing.check_algorithm`.
-        problems: models and data of the cases, by name or as :class:`Problem`; None: all that come along.
-        cases: where to draw from, instead of ``problems``.
-        max_examples: how many to draw.
+        problems: models and data of the cases, by name or as :class:`Problem`; None: all built-in ones.
+        cases: a strategy of cases, instead of ``problems``.
+        max_examples: the number of cases to draw.
 
     Raises:
-        ArgumentError: both have one name.
+        ArgumentError: both have the same name.
     """
     a, b = AlgorithmSubject(make_a), AlgorithmSubject(make_b)
     both = AlgorithmSubject([lambda: list(a.make()), lambda: list(b.make())])
 
     def check(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-        one = case.run([*a.make(), *b.make()], fit=fit)
-        other = case.run([*b.make(), *a.make()], fit=fit)
-        order = [*a.names, *b.names]
-        stripped = [(event, _in_order(state, order)) for event, state in other]
-        same_stream([(event, _in_order(state, order)) for event, state in one], stripped, f"{a.name} before {b.name}")
+        names = [*a.names, *b.names]
+
+        def run(algorithms: list[Algorithm]) -> Pairs:
+            return [(event, _in_order(state, names)) for event, state in case.run(algorithms, fit=fit)]
+
+        a_first, b_first = run([*a.make(), *b.make()]), run([*b.make(), *a.make()])
+        same_stream(a_first, b_first, f"{a.name} before {b.name}")
 
     statement = f"{a.name} and {b.name} commute: each order gives the same stream"
     pair = Law("commutation", statement, check)
@@ -159,10 +162,10 @@ def commutation(
     try:
         return Commutation(True, try_examples(pair, both, drawn, max_examples=max_examples))
     except LawViolation as violation:
-        violation.law = violation.code = ""  # it is no law, and no fault
+        violation.law = violation.code = ""  # not a law, and not a fault
         return Commutation(False, violation.examples, violation)
 
 
 def _in_order(state: State, names: list[str]) -> State:
-    memories = state.algorithm_state
-    return state.replace(algorithm_state={name: memories[name] for name in names if name in memories})
+    values = state.algorithm_state
+    return state.replace(algorithm_state={name: values[name] for name in names if name in values})

@@ -1,4 +1,4 @@
-"""Laws of callbacks and loggers: they observe, at every event, in every run, and leave nothing behind.
+"""Laws of callbacks and loggers: they work in every run, change nothing, and close what they open.
 
 >>> import pure_loop as pl
 >>> from pure_loop.testing import laws
@@ -28,9 +28,9 @@ from pure_loop.testing.violation import LawViolation, broken_off, moment, writte
 __all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
 
 
-@law("it takes part in every run without an error, and in evaluation and prediction by themselves", of=CallbackSubject)
+@law("it raises no error in fit, evaluate or predict", of=CallbackSubject)
 def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
-    """Runs all three, each with a fresh one."""
+    """Runs all three, each with a fresh instance."""
     events: list[Event] = []
     data = case.problem.batches((2, 1), seed=7)
     try:
@@ -51,25 +51,25 @@ def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     same_events(predicted, expected_predict(2), "the order of events in prediction")
 
 
-@law("it changes no State, and nothing around it", rests_on=("completion",), of=CallbackSubject)
+@law("it changes no State, and no setting of the process", rests_on=("completion",), of=CallbackSubject)
 def purity(subject: CallbackSubject, case: Case, fit: Fit) -> None:
-    """Looks at the State and around before and after each call."""
+    """Compares the State and the settings of the process before and after each call."""
     observer = subject.make()
     table = subject.table(observer)
     subject.watched = True
     for event, state in case.stream(fit=fit):
-        for each in table.get(event, ()):
+        for handler in table.get(event, ()):
             subject.fired[subject.name, event] += 1
             snapshot, around = Snapshot(state), Surroundings()
-            each.observe(event, state)
+            handler.observe(event, state)
             changed, difference = around.changed(), snapshot.changed()
             at = moment(state)
             if difference is not None:
                 raise written_to(
-                    f"callback {subject.name} changed a leaf of the State that it was shown, at {at}.",
+                    f"callback {subject.name} changed a leaf of the State that was passed to it, at {at}.",
                     event,
                     difference,
-                    "A callback observes. What changes training is an algorithm.",
+                    "A callback only reads. To change training, write an algorithm.",
                 )
             if changed is not None:
                 raise LawViolation(f"callback {subject.name} changed {changed} at {at}.", event=event)
@@ -77,33 +77,33 @@ def purity(subject: CallbackSubject, case: Case, fit: Fit) -> None:
         observer.close()
 
 
-@law("training is what it is without it", rests_on=("completion", "purity"), of=CallbackSubject)
+@law("training is the same with it and without it", rests_on=("completion", "purity"), of=CallbackSubject)
 def observer_invariance(subject: CallbackSubject, case: Case, fit: Fit) -> None:
-    """Runs with and without."""
-    same_stream(case.run(fit=fit, **subject.arguments()), case.run(fit=fit), "with the callback, the run was another")
+    """Runs with and without it."""
+    alone = case.run(fit=fit, **subject.without())
+    same_stream(case.run(fit=fit, **subject.arguments()), alone, "with the callback, the run differed")
 
 
 @law(
-    "a fresh one can join when training goes on",
+    "a fresh instance can join when training resumes",
     rests_on=("completion", "purity", "observer_invariance"),
     of=CallbackSubject,
 )
 def joining(subject: CallbackSubject, case: Case, fit: Fit) -> None:
-    """Goes on from two of the boundaries, each with a fresh one."""
-    whole = case.run(fit=fit)
-    boundaries = [state for event, state in whole if event in BOUNDARIES]
-    for kept in {boundaries[case.seed % len(boundaries)], boundaries[len(boundaries) // 2]}:
-        event, what = kept.event, f"joining at {moment(kept)}"
+    """Resumes from two of the boundaries, each time with a fresh instance."""
+    boundaries = [state for event, state in case.run(fit=fit) if event in BOUNDARIES]
+    for start in {boundaries[case.seed % len(boundaries)], boundaries[len(boundaries) // 2]}:
+        event, what = start.event, f"joining at {moment(start)}"
         try:
-            again = case.run(fit=fit, start=kept, **subject.arguments())
+            again = case.run(fit=fit, start=start, **subject.arguments())
         except Exception as error:
             raise LawViolation(
-                f"{what}, it ended in an error: {type(error).__name__}: {error}",
+                f"{what}, the run ended in {type(error).__name__}: {error}",
                 event=event,
-                advice="What it keeps since FIT_START, EPOCH_START or BATCH_START may be missing: those events came "
-                "before it was there.",
+                advice="An attribute set at FIT_START, EPOCH_START or BATCH_START may be missing: those events came "
+                "before the callback joined.",
             ) from error
-        same_stream(again, case.run(fit=fit, start=kept), what)
+        same_stream(again, case.run(fit=fit, start=start, **subject.without()), what)
 
 
 @law(
@@ -123,7 +123,7 @@ def closing(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     stream.close()
     del stream
     if _open_files() - files:
-        gc.collect()  # what nobody holds any more is closed
+        gc.collect()  # unreachable objects are closed
     name = left.name if left else "the end"
     running = [thread.name for thread in threading.enumerate() if thread not in threads]
     opened = _open_files() - files
@@ -138,21 +138,25 @@ def closing(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     )
     if what:
         raise LawViolation(
-            f"after the loop was left at {name}, callback {subject.name} left behind {what}.",
+            f"after the loop was left at {name}, callback {subject.name} left {what}.",
             event=left,
-            advice="close(self) is called once however the stream ends: close there what was opened.",
+            advice="Close it in close(self), which is called once however the stream ends.",
         )
 
 
 def _open_files() -> set[tuple[str, str]]:
     """Open files of this process, where the system shows them."""
     folder = "/proc/self/fd"
-    found = set()
+    result = set()
     for number in os.listdir(folder) if os.path.isdir(folder) else ():
         try:
             path = os.readlink(f"{folder}/{number}")
         except OSError:
-            continue  # the one through which the folder was read
+            continue  # the descriptor of the listing itself
         if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
-            found.add((number, path))
-    return found
+            result.add((number, path))
+    return result
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

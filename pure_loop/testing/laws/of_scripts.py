@@ -1,4 +1,4 @@
-"""Laws of scripts: loops of one's own, that ``pl.drive`` runs.
+"""Laws of scripts: custom loops that ``pl.drive`` runs.
 
 >>> import torch, pure_loop as pl
 >>> from pure_loop import testing
@@ -20,14 +20,14 @@ from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import nosy_run, same_events, same_stream
+from pure_loop.testing.laws._streams import observed_run, same_events, same_stream
 from pure_loop.testing.scripts import Scripted, Seed
 from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["completion", "determinism", "identity", "observer_invariance", "resumption", "sending_back", "value"]
 
 
-@law("the script comes to an end, with an event and a State at every step", of=Scripted)
+@law("the script ends without an error, and yields an event and a State at every step", of=Scripted)
 def completion(subject: Scripted, case: Seed, fit: Fit) -> None:
     """Runs it to its end."""
     try:
@@ -35,31 +35,31 @@ def completion(subject: Scripted, case: Seed, fit: Fit) -> None:
     except LawViolation:
         raise
     except Exception as error:
-        raise LawViolation(f"the script ended in an error: {type(error).__name__}: {error}") from error
+        raise LawViolation(f"the script ended in {type(error).__name__}: {error}") from error
     if not pairs:
-        raise LawViolation("the script yielded nothing.", advice="Each event is a line: state = yield EVENT, state.")
+        raise LawViolation("the script yielded nothing.", advice="Write for each event: state = yield EVENT, state.")
 
 
-@law("no State changes, neither the one it starts from nor one that it yielded", rests_on=("completion",), of=Scripted)
+@law("no State changes, neither the first one nor one that was yielded", rests_on=("completion",), of=Scripted)
 def value(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """Keeps all of them, and looks at each once more at the end."""
+    """Keeps every State, and compares each at the end with the copy taken when it was yielded."""
     first = subject.start(case.seed)
-    kept = [Snapshot(first)]
-    kept += [Snapshot(state) for _, state in subject.stream(case, first)]
-    for snapshot in kept:
+    snapshots = [Snapshot(first)]
+    snapshots += [Snapshot(state) for _, state in subject.stream(case, first)]
+    for snapshot in snapshots:
         changed = snapshot.changed()
         if changed is not None:
-            what = f"a State was written to, that of {moment(snapshot.state)}."
-            raise written_to(what, snapshot.state.event, changed)
+            finding = f"the State of {moment(snapshot.state)}, was written to."
+            raise written_to(finding, snapshot.state.event, changed)
 
 
 @law(
-    "equal starts give equal streams whatever the global random state, which is left as it was",
+    "the stream depends on the first State alone, not on the global random state, which the script leaves unchanged",
     rests_on=("completion", "value"),
     of=Scripted,
 )
 def determinism(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """Runs it twice, in other global random states."""
+    """Runs it twice, under different global random states."""
     first = subject.start(case.seed)
     streams = []
     for seed in (11, 12):
@@ -70,22 +70,22 @@ def determinism(subject: Scripted, case: Seed, fit: Fit) -> None:
                 changed = around.changed()
                 if changed is not None:
                     raise LawViolation(
-                        f"the script changed {changed} on the way to {event.name}.",
+                        f"the script changed {changed} before {event.name}.",
                         event=event,
                         advice="Draw from pl.random.generator(state.seed, 'name', state.timestamp.batch), or inside "
                         "`with pl.random.seeded(pl.random.derive(state.seed, 'name', state.timestamp.batch)):`.",
                     )
             streams.append(pairs)
-    same_stream(streams[1], streams[0], "the same run in another global random state")
+    same_stream(streams[1], streams[0], "the same run under another global random state")
 
 
 @law(
-    "what is sent back is what comes after: each event is `state = yield EVENT, state`",
+    "the script continues with the State that is sent back: each event is `state = yield EVENT, state`",
     rests_on=("completion",),
     of=Scripted,
 )
 def sending_back(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """An algorithm counts the events in its memory, and the count must come through."""
+    """An algorithm counts the events in its state; every yielded State must have the count."""
     name = "count of the law"
     counter = Algorithm(
         name,
@@ -96,69 +96,71 @@ def sending_back(subject: Scripted, case: Seed, fit: Fit) -> None:
     for count, (event, state) in enumerate(subject.stream(case, algorithms=[counter]), start=1):
         if state.algorithm_state.get(name) != count:
             raise LawViolation(
-                f"what an algorithm wrote at {before.name if before else 'the start'} was lost: the State of "
-                f"{event.name} that came next does not have it.",
+                f"a value that an algorithm wrote at {before.name if before else 'the start'} was lost: the next "
+                f"State, at {event.name}, does not have it.",
                 event=event,
-                advice="Take back what the driver sends: state = yield Event.BATCH_END, state. A script that goes on "
-                "with a State of its own drops what algorithms did.",
+                advice="Assign the State that the driver sends back: state = yield Event.BATCH_END, state. A script "
+                "that continues with its own State drops the changes of algorithms.",
             )
         before = event
 
 
-@law("the identity changes nothing", rests_on=("completion", "determinism", "sending_back"), of=Scripted)
+@law(
+    "an algorithm that returns its State unchanged has no effect",
+    rests_on=("completion", "determinism", "sending_back"),
+    of=Scripted,
+)
 def identity(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """Runs it with algorithms that return what they are given."""
+    """Runs it with two algorithms that return the State, and an equal copy of it."""
     identity = Algorithm("identity of the law", dict.fromkeys(Event, lambda state: state))
     copying = Algorithm(
         "copying of the law", dict.fromkeys(Event, lambda state: state.replace(buffers=dict(state.buffers)))
     )
     first = subject.start(case.seed)
     alone = subject.run(case, first)
-    same_stream(
-        subject.run(case, first, algorithms=[identity, copying]), alone, "with the identity, the run was another"
-    )
+    same_stream(subject.run(case, first, algorithms=[identity, copying]), alone, "with the identity, the run differed")
 
 
 @law("callbacks and the loop's body change nothing", rests_on=("completion", "determinism"), of=Scripted)
 def observer_invariance(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """Runs it watched by nosy observers."""
+    """Runs it without observers and with busy ones."""
     first = subject.start(case.seed)
     alone = subject.run(case, first)
-    watched = nosy_run(lambda **arguments: subject.stream(case, first, **arguments))
-    same_stream(watched, alone, "watched by callbacks, the run was another")
+    observed = observed_run(lambda **arguments: subject.stream(case, first, **arguments))
+    same_stream(observed, alone, "with callbacks, the run differed")
 
 
 @law(
-    "from the State of every boundary the script goes on exactly as if it had never stopped",
+    "from the State of every boundary, the script resumes exactly as if it had not stopped",
     rests_on=("completion", "value", "determinism"),
     of=Scripted,
 )
 def resumption(subject: Scripted, case: Seed, fit: Fit) -> None:
-    """Makes the script anew from the State of every boundary, and compares all that comes after its FIT_START."""
-    whole = subject.run(case)
-    if not any(event in subject.boundaries for event, _ in whole):
+    """Starts the script from the State of every boundary, and compares all events after its FIT_START."""
+    uninterrupted = subject.run(case)
+    if not any(event in subject.boundaries for event, _ in uninterrupted):
         boundaries = ", ".join(sorted(event.name for event in subject.boundaries))
         raise LawViolation(
-            f"nothing is known of it: the script yields none of {boundaries}.",
-            advice="Say where it can go on from: boundaries=[Event.AFTER_TRAIN_BATCH].",
+            f"resumption was not tried: the script yields none of {boundaries}.",
+            advice="Name the events from which it can resume: boundaries=[Event.AFTER_TRAIN_BATCH].",
         )
-    for index, (event, kept) in enumerate(whole):
+    for index, (event, start) in enumerate(uninterrupted):
         if event not in subject.boundaries:
             continue
-        what = f"gone on from {moment(kept)}"
-        rest = whole[index + 1 :]
+        what = f"resumed from {moment(start)}"
+        rest = uninterrupted[index + 1 :]
         try:
-            again = subject.run(case, kept)
+            again = subject.run(case, start)
         except LawViolation:
             raise
         except Exception as error:
-            text = f"{what}, it ended in an error: {type(error).__name__}: {error}"
+            text = f"{what}, the run ended in {type(error).__name__}: {error}"
             raise LawViolation(text, event=event) from error
         advice = (
-            "A script that goes on reads from the State how far it is, `while state.timestamp < '10ba':`, and keeps "
-            "nothing in local variables that the next batch needs."
+            "A script must read its progress from the State, `while state.timestamp < '10ba':`, and keep nothing in "
+            "local variables that the next batch needs."
         )
-        # One that begins with FIT_START, as fit does, yields it when it goes on, too.
+        # A script that begins with FIT_START, as fit does, yields it again when it resumes.
         if again and again[0][0] is Event.FIT_START and (not rest or rest[0][0] is not Event.FIT_START):
             again = again[1:]
         try:
@@ -167,3 +169,7 @@ def resumption(subject: Scripted, case: Seed, fit: Fit) -> None:
         except LawViolation as violation:
             violation.advice = advice
             raise
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""The law of the world: how many ranks there are makes no difference to training."""
+"""The law of the world size: training does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import attrs
 import optree
 import torch
 
-from pure_loop._parts import whole_of
-from pure_loop._pytree import NAMESPACE
+from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit
@@ -28,19 +28,19 @@ __all__ = ["Witness", "on_ranks", "whole", "witness", "world_size"]
 _RANKS = 2
 # Real processes: each run takes as long as a hundred of one rank.
 _CASES = 3
-# In float64 another order of the sums is off by 1e-16; a few steps make it more, and a wrong weight makes it 1e-2.
+# In float64 another order of the sums is a relative error of 1e-16, which a few steps amplify; a wrong weight is 1e-2.
 _ROUNDING = 1e-9
-_LOOKED_AT = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.FIT_END})
+_COMPARED = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.FIT_END})
 
 
 @attrs.frozen
 class Witness:
-    """What a State says that must be the same on every rank, and on one rank alone.
+    """The values of a State that must be the same on every rank, and on a single rank.
 
     Attributes:
         event: its event.
-        counts: what its timestamp counts, wall-clock times included.
-        values: whole tensors by name, at some events.
+        counts: the counts of its timestamp.
+        values: unsharded tensors by field, at some events; empty at the others.
     """
 
     event: Event
@@ -49,17 +49,17 @@ class Witness:
 
 
 def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False) -> list[Witness]:
-    """What each State of a stream says. Where ranks hold parts of it, all of them have to ask."""
+    """The witness of each State of a stream. Sharded tensors are gathered, so all ranks have to call it."""
     return [
-        Witness(event, _counts(state, counts_time), _values(state) if event in _LOOKED_AT else {})
+        Witness(event, _counts(state, counts_time), _values(state) if event in _COMPARED else {})
         for event, state in stream
     ]
 
 
 def _counts(state: State, counts_time: bool) -> tuple[Any, ...]:
     t = state.timestamp
-    counted = (t.epoch, t.batch, t.sample, t.token, t.batch_in_epoch, t.sample_in_epoch, t.token_in_epoch)
-    return (*counted, t.total_seconds) if counts_time else counted
+    counts = (t.epoch, t.batch, t.sample, t.token, t.batch_in_epoch, t.sample_in_epoch, t.token_in_epoch)
+    return (*counts, t.total_seconds) if counts_time else counts
 
 
 def _values(state: State) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _values(state: State) -> dict[str, Any]:
         fields += ["grads", "loss"]
     return {
         field: optree.tree_map(
-            lambda leaf: whole_of(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf,
+            lambda leaf: full_tensor(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf,
             getattr(state, field),
             namespace=NAMESPACE,
         )
@@ -77,15 +77,15 @@ def _values(state: State) -> dict[str, Any]:
 
 
 def whole(case: Case, ranks: int) -> Case:
-    """The case of one rank that does what so many ranks do together: it goes through all their microbatches at once."""
+    """The case for a single rank that does the work of ``ranks``: its microbatches hold those of all ranks."""
 
     def times(size: int | None) -> int | None:
         return None if size is None else size * ranks
 
     plan = case.plan
     evaluators = {
-        label: attrs.evolve(each, microbatch_size=times(each.microbatch_size))
-        for label, each in plan.evaluators.items()
+        label: attrs.evolve(evaluator, microbatch_size=times(evaluator.microbatch_size))
+        for label, evaluator in plan.evaluators.items()
     }
     return attrs.evolve(
         case, plan=attrs.evolve(plan, microbatch_size=times(plan.microbatch_size), evaluators=evaluators)
@@ -95,7 +95,7 @@ def whole(case: Case, ranks: int) -> Case:
 def on_ranks(
     case: Case, make: Callable[[], Any], fit: Fit, ranks: int, kind: str, **options: Any
 ) -> list[list[Witness]]:
-    """What every rank of a run saw.
+    """The witnesses of every rank of a run.
 
     Raises:
         LawViolation: a rank failed.
@@ -108,72 +108,73 @@ def on_ranks(
         return witness(case.stream(make(), fit=partial(fit, parallel=parallel)))
 
     try:
-        # torch's DistributedDataParallel crashes where gloo's collectives are checked.
+        # torch's DistributedDataParallel crashes if gloo's collectives are checked.
         return shared_pool(ranks, checked=False).run(program)
     except RankError as error:
         raise LawViolation(f'with parallel="{kind}", on {ranks} processes: {error}') from error
 
 
 @law(
-    "ranks that each train on their part of every batch come to what one rank comes to on the whole",
+    "ranks that each train on a part of every batch give the result of one rank on whole batches",
     rests_on=(
         *("purity", "memory", "order", "value", "determinism", "visibility", "microbatch_invariance"),
         *("evaluation_invariance", "observer_invariance", "composition", "resumption", "closing", "rank_agreement"),
     ),
     serves=lambda problem: problem.separable,
-    serves_what="separable: the loss of a batch is the mean of those of its samples",
+    serves_what="separable: the loss of a batch is the mean of the losses of its samples",
 )
 def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains on one rank, and on two processes, replicated and sharded, in float64.
 
-    Skipped (:class:`unittest.SkipTest`) where the loop trains on a GPU, and there is one for both.
+    Skipped (:class:`unittest.SkipTest`) if the loop trains on a GPU, and there are fewer GPUs than ranks.
     """
     if case not in subject.on_worlds:
         if len(subject.on_worlds) == _CASES:
             return
-        subject.on_worlds.append(case)  # one that fails is tried again, and has to fail again
-    # Momentum instead of AdamW, which makes a whole step of what is rounding where a gradient should be zero.
+        subject.on_worlds.append(case)  # a case that fails is tried again, and has to fail again
+    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
-    alone = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
-    _refuse_too_few_devices(alone)
+    single = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
+    _skip_without_devices(single)
     for kind in ("replicate", "shard"):
-        for rank, seen in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
-            compare(seen, alone, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
+        for rank, witnesses in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
+            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
 
 
-def _refuse_too_few_devices(alone: list[Witness]) -> None:
+def _skip_without_devices(single: list[Witness]) -> None:
     """
     Raises:
-        SkipTest: the loop trains on a device of which there are fewer than ranks, and each rank needs its own.
+        SkipTest: the loop trains on CUDA, where each rank needs a device of its own, and there are fewer.
     """
-    kind = next(iter(alone[-1].values["params"].values())).device.type
+    kind = next(iter(single[-1].values["params"].values())).device.type
     if kind == "cuda" and torch.cuda.device_count() < _RANKS:
         raise SkipTest(f"each of {_RANKS} ranks needs a CUDA device, and there are {torch.cuda.device_count()}")
 
 
-def compare(given: list[Witness], wanted: list[Witness], who: str, tolerance: float) -> None:
-    """
+def compare(value: list[Witness], wanted: list[Witness], what: str, tolerance: float) -> None:
+    """Refuse the witnesses of a rank that differ from those of a single rank by more than rounding.
+
     Raises:
-        LawViolation: names what differs first.
+        LawViolation: names the first difference.
     """
-    same_events([each.event for each in given], [each.event for each in wanted], f"{who}: the order of events")
-    for one, other in zip(given, wanted, strict=True):
-        batch = one.counts[1]
-        if one.counts != other.counts:
+    same_events([witness.event for witness in value], [witness.event for witness in wanted], f"{what}: order of events")
+    for ours, single in zip(value, wanted, strict=True):
+        batch = ours.counts[1]
+        if ours.counts != single.counts:
             raise LawViolation(
-                f"{who} counts {one.counts} at {one.event.name}, and one rank alone {other.counts} (epoch, batch, "
+                f"{what} counts {ours.counts} at {ours.event.name}, a single rank {single.counts} (epoch, batch, "
                 "sample, token, and those in the epoch).",
-                event=one.event,
+                event=ours.event,
             )
-        for field in one.values:
-            difference = close(one.values[field], other.values[field], tolerance=tolerance, name=f"state.{field}")
+        for field in ours.values:
+            difference = close(ours.values[field], single.values[field], tolerance=tolerance, name=f"state.{field}")
             if difference is not None:
                 raise LawViolation(
-                    f"{who} came to something else than one rank alone, at {one.event.name} of batch {batch}.",
-                    event=one.event,
+                    f"{what} differs from a single rank at {ours.event.name} of batch {batch}.",
+                    event=ours.event,
                     difference=difference,
-                    labels=("of several", "alone"),
-                    advice="A rank sees its part of the batch until AFTER_BACKWARD: what is a mean or a count of "
-                    "samples there is not that of the whole. state.loss and state.grads are, from AFTER_TRAIN_BATCH "
-                    "on.",
+                    labels=("several ranks", "single rank"),
+                    advice="Until AFTER_BACKWARD, a rank has only its part of the batch: means and counts of samples "
+                    "are those of the part. From AFTER_TRAIN_BATCH on, state.loss and state.grads are those of the "
+                    "whole batch.",
                 )

@@ -1,4 +1,4 @@
-"""Laws about what is written: only what may change at an event, and what is written is what is read."""
+"""Laws about writes: an algorithm changes only fields that may change at an event, and every change takes effect."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 import pure_loop as pl
-from pure_loop._finite import total_loss
-from pure_loop._weights import Weights
+from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
-from pure_loop.data import map_tensors
+from pure_loop.data.batch import map_tensors
 from pure_loop.event import Event
 from pure_loop.precision import Precision
 from pure_loop.stages import Stages
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import NOT_READY, State
 from pure_loop.task import make_task
 from pure_loop.testing._tap import Call, tapped
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import as_far_as_it_goes
+from pure_loop.testing.laws._streams import run_until_error
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation, moment
 
@@ -47,7 +47,7 @@ MAY_CHANGE: dict[str, frozenset[Event]] = {
     "batch": frozenset({*_WHOLE_BATCH, Event.EVAL_BATCH_START, Event.PREDICT_BATCH_START}),
     "microbatch": frozenset(
         {
-            # At AFTER_LOSS what was put in for the loss is taken out again.
+            # At AFTER_LOSS an algorithm may restore the microbatch that it replaced for the loss.
             *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
             *(Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD, Event.PREDICT_BEFORE_FORWARD),
         }
@@ -69,29 +69,29 @@ MAY_CHANGE: dict[str, frozenset[Event]] = {
     "metrics": frozenset(Event),
     "algorithm_state": frozenset(Event),
 }
-"""The events at which an algorithm may change a field: those after which something reads it. No other field changes."""
+"""The events at which an algorithm may change a field: those after which the loop reads it. No other field changes."""
 
 WHY_NOWHERE_ELSE: dict[str, str] = {
-    "params": "between the forward and the backward the loss is a function of the old ones, and after EVAL_END the "
-    "branch on which evaluation runs is dropped",
-    "buffers": "after EVAL_END the branch on which evaluation runs is dropped",
-    "opt_state": "evaluation runs on a branch, of which only metrics and memory come back",
-    "batch": "the batch is split into microbatches after BEFORE_TRAIN_BATCH, and read no more",
-    "microbatch": "forward and loss read it, and nothing after them",
-    "outputs": "the loss reads them, and nothing after it; before the forward there are none",
-    "loss": "before AFTER_LOSS there is none, and what is written there is overwritten",
-    "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has had them",
-    "grad_norm": "it is the norm of complete gradients, which are there at AFTER_TRAIN_BATCH",
-    "model": "the optimizer's memory is made for it right after INIT",
+    "params": "between forward and backward the loss is a function of the old parameters, and after EVAL_END the "
+    "State that evaluation ran on is dropped",
+    "buffers": "after EVAL_END the State that evaluation ran on is dropped",
+    "opt_state": "evaluation runs on a State of its own, of which only metrics and algorithm_state are kept",
+    "batch": "the batch is split into microbatches after BEFORE_TRAIN_BATCH, and not read after that",
+    "microbatch": "forward and loss read it, and nothing reads it after them",
+    "outputs": "the loss reads them, and nothing reads them after it; before the forward there are none",
+    "loss": "before AFTER_LOSS there is none, and a loss that is written there is overwritten",
+    "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has used them",
+    "grad_norm": "it is the norm of complete gradients, which exist at AFTER_TRAIN_BATCH",
+    "model": "the optimizer state is made for it right after INIT",
 }
-"""What makes a change at another event a mistake, in words."""
+"""Why a change at any other event is a mistake, for the message."""
 
 _WITNESS = "witness of the law"
 
 
-@law("at each event an algorithm changes only what may change there: what is read afterwards, and its own memory")
+@law("at each event an algorithm changes only fields that are read afterwards, and its own entry of algorithm_state")
 def discipline(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Compares, field by field, what a handler is given and what it returns; a witness with a memory runs beside it."""
+    """Compares each field before and after a handler; another algorithm with a state of its own runs beside it."""
 
     def tap(call: Call) -> Any:
         result = call()
@@ -100,7 +100,7 @@ def discipline(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         return result
 
     witness = Algorithm(_WITNESS, {Event.BATCH_END: lambda state: state}, init=lambda state: torch.zeros(()))
-    as_far_as_it_goes(subject, case, fit, algorithms=[witness, *tapped(subject, subject.make(), tap)])
+    run_until_error(subject, case, fit, algorithms=[witness, *tapped(subject, subject.make(), tap)])
 
 
 def _check_fields(call: Call, result: State) -> None:
@@ -110,7 +110,7 @@ def _check_fields(call: Call, result: State) -> None:
             continue
         name = str(field.alias)
         if name == "algorithm_state":
-            _check_memories(call, result)
+            _check_algorithm_state(call, result)
             continue
         allowed = MAY_CHANGE.get(name, frozenset())
         if call.event in allowed:
@@ -121,14 +121,14 @@ def _check_fields(call: Call, result: State) -> None:
             different = bool(differences(before, after))
         if different:
             raise LawViolation(
-                f"{call.who} changed state.{name} at {call.where}, where it may not: "
-                f"{WHY_NOWHERE_ELSE.get(name, 'it is for the loop alone to write')}.",
+                f"{call.name} changed state.{name} at {call.where}, where it may not: "
+                f"{WHY_NOWHERE_ELSE.get(name, 'only the loop writes it')}.",
                 event=call.event,
                 advice=f"It may change at {', '.join(e.name for e in Event if e in allowed)}." if allowed else "",
             )
 
 
-def _check_memories(call: Call, result: State) -> None:
+def _check_algorithm_state(call: Call, result: State) -> None:
     before, after = call.state.algorithm_state, result.algorithm_state
     for name in dict.fromkeys([*before, *after]):
         if name == call.algorithm and name in after:
@@ -139,12 +139,13 @@ def _check_memories(call: Call, result: State) -> None:
             and (before[name] is after[name] or not differences(before[name], after[name]))
         ):
             continue
-        what = "changed" if name in before and name in after else "dropped" if name in before else "made"
+        verb = "changed" if name in before and name in after else "dropped" if name in before else "added"
         raise LawViolation(
-            f"{call.who} {what} the memory of {name!r} at {call.where}; each algorithm writes its own alone.",
+            f"{call.name} {verb} state.algorithm_state[{name!r}] at {call.where}; an algorithm may write only its own "
+            "entry.",
             event=call.event,
-            advice=f"state.remember({call.algorithm!r}, memory) keeps those of others. "
-            "state.replace(algorithm_state={...}) replaces them all.",
+            advice=f"Use state.remember({call.algorithm!r}, value), which keeps the entries of other algorithms. "
+            "state.replace(algorithm_state={...}) replaces all of them.",
         )
 
 
@@ -153,6 +154,7 @@ def _check_memories(call: Call, result: State) -> None:
 _STEP = ("batch", "microbatch", "outputs", "loss", "grads", "grad_norm")
 _DURABLE = (
     *("params", "buffers", "opt_state", "timestamp", "previous_timestamp", "seed", "loss_scale"),
+    *("lr_scale", "stop"),
     *("algorithm_state", "metrics", "skipped", "nonfinite"),
 )
 _COMPUTED: dict[Event, frozenset[str]] = {
@@ -170,7 +172,7 @@ _COMPUTED: dict[Event, frozenset[str]] = {
     Event.EVAL_AFTER_FORWARD: frozenset({"outputs", "buffers"}),
     Event.EVAL_END: frozenset({"metrics"}),
 }
-"""What the loop itself computes on the way to an event; everything else is as it was left at the event before."""
+"""The fields that the loop itself computes before an event; all others are as algorithms left them at the last one."""
 
 _BEFORE_TRAINING = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
 _IN_BATCH = frozenset(
@@ -182,26 +184,28 @@ _IN_EVALUATION = frozenset(
 
 
 @law(
-    "what is written at an event is what every later event and every computation reads",
+    "a value that is written at an event is the value that all later events and computations read",
     rests_on=("order", "value", "determinism"),
 )
 def visibility(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Repeats every computation of the loop from the State as the algorithms left it, and compares.
+    """Repeats every computation of the loop on the State that the algorithms returned, and compares.
 
-    Where nothing is on trial but the loop, an algorithm that writes at every event is put in.
+    If the loop alone is on trial, an algorithm that writes at every event is added.
     """
     algorithms = subject.make() or (_writer(),)
     watcher = _Watcher(case)
 
-    def seen(state: State) -> State:
-        watcher.see(state)
+    def observe(state: State) -> State:
+        watcher.observe(state)
         return state
 
     # One of the two comes first at an event, and the other last: on the AFTER half of a pair the order is reversed.
-    ends = [Algorithm(f"{which} of the law", dict.fromkeys(Event, seen)) for which in ("first", "last")]
-    for event, state in _stream(subject, case, fit, [ends[0], *algorithms, ends[1]]):
+    first, last = (Algorithm(f"{position} of the law", dict.fromkeys(Event, observe)) for position in ("first", "last"))
+    for event, state in _stream(subject, case, fit, [first, *algorithms, last]):
         if watcher.left is not None and state is not watcher.left and differences(state, watcher.left):
-            raise LawViolation(f"the State that was yielded at {event.name} is not the one that was left.", event=event)
+            raise LawViolation(
+                f"the State that was yielded at {event.name} is not the one that the algorithms returned.", event=event
+            )
 
 
 def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
@@ -214,14 +218,14 @@ def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequenc
             raise
 
 
-# As they are when this is imported: a loop on trial may have its own in their place while it runs. How a batch is split
-# and weighed is not asked here; that is the law of microbatches.
+# Bound at import: a loop on trial may replace them while it runs. Splitting and weighting of batches are not compared
+# here; that is the law of microbatches.
 _forward, _loss, _finish = Stages.forward, Stages.loss, Stages.finish_gradients
 _update, _validate = Stages.update, Stages.validate
 
 
 class _Watcher:
-    """Sees each State twice, as it arrives at an event and as it is left, and holds the one against the other."""
+    """Observes each State twice, before and after the algorithms of an event, and compares it with a recomputation."""
 
     def __init__(self, case: Case) -> None:
         arguments = case.arguments()
@@ -232,7 +236,7 @@ class _Watcher:
             microbatch_size=case.plan.microbatch_size,
             clip_grad=case.clip_grad,
         )
-        # The epoch has ended then; its event comes after its evaluation.
+        # In that order the epoch is counted before its evaluation, and EPOCH_END comes after it.
         self._counts_before_evaluation = case.plan.order == "2021"
         self.left: State | None = None
         self._open: Event | None = None
@@ -241,7 +245,7 @@ class _Watcher:
         self._weights: Weights | None = None
         self._index = self._batch = 0
 
-    def see(self, state: State) -> None:
+    def observe(self, state: State) -> None:
         event = state.event
         assert event is not None
         if self._open is None:
@@ -250,7 +254,7 @@ class _Watcher:
         elif self._open is event:
             self._open = None
             self._leaves(event, state)
-        # Else it is inside of stages.gradients, which an algorithm called at the event that is open.
+        # Else the event is one of stages.gradients, which an algorithm called at the event that is open.
 
     def _arrives(self, event: Event, state: State) -> None:
         before = self.left
@@ -275,7 +279,7 @@ class _Watcher:
     def _same(self, what: str, field: str, state: State, wanted: Any) -> None:
         for difference in differences(_read(state, field), wanted, name=f"state.{field}"):
             raise LawViolation(
-                f"state.{field} arrived at {moment(state)}, as something else than {what}.",
+                f"at {moment(state)}, state.{field} is not the value that {what}.",
                 event=state.event,
                 difference=difference,
             )
@@ -285,13 +289,13 @@ class _Watcher:
         self._wanted = self._follows(event, state)
 
     def _follows(self, event: Event, state: State) -> dict[str, Any]:
-        """What is computed next, by field."""
+        """The fields that the loop computes next, with the values that they should have."""
         stages = self._stages
         if event is Event.BEFORE_TRAIN_BATCH:
-            pieces = stages.microbatches(state.batch)
-            self._weights = stages.weights(pieces, state)[0]
+            microbatches = stages.microbatches(state.batch)
+            self._weights = stages.weights(microbatches, state)[0]
             self._index = 0
-            return {"microbatch": pieces[0]}
+            return {"microbatch": microbatches[0]}
         if event is Event.BEFORE_FORWARD:
             after = _forward(stages, state, index=self._index)
             return {"outputs": after.outputs, "buffers": after.buffers}
@@ -324,12 +328,13 @@ class _Watcher:
         share = self._weights.shares[self._index]
         loss, names = total_loss(state.loss), state.model.trainable
         inputs = [state.params[name] for name in names]
-        # What the model draws in a checkpoint's second forward is drawn again by the loop itself.
-        found = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
+        # retain_graph: the loop runs its own backward after this one. It also repeats the random numbers that the
+        # recomputed forward of activation checkpointing draws.
+        result = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
         before = _read(state, "grads")
         if before is None:
-            return dict(zip(names, found, strict=True))
-        return {name: _sum(before[name], gradient) for name, gradient in zip(names, found, strict=True)}
+            return dict(zip(names, result, strict=True))
+        return {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -343,14 +348,14 @@ def _read(state: State, field: str) -> Any:
 
 
 def _returned(left: State, before: State | None) -> State:
-    """What training goes on from: after an evaluation, the State before it with the metrics and the memories."""
+    """The State that training continues from: after evaluation, the one before it with the new metrics and states."""
     if left.event is not Event.EVAL_END or before is None:
         return left
     return before.replace(metrics=left.metrics, algorithm_state=left.algorithm_state, event=left.event)
 
 
 def _writer() -> Algorithm:
-    """Writes at every event what may be written there."""
+    """An algorithm that changes, at every event, a field that may change there."""
 
     def scaled(tree: Any, factor: float) -> Any:
         return map_tensors(lambda tensor: tensor * factor if tensor.is_floating_point() else tensor, tree)

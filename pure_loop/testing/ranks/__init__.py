@@ -15,6 +15,7 @@ from pure_loop.testing.ranks.processes import Pool, RankError, shared_pool
 from pure_loop.testing.ranks.simulation import (
     Collective,
     CollectiveError,
+    NoSimulationError,
     Ran,
     UnsupportedCollectiveError,
     simulate,
@@ -23,6 +24,7 @@ from pure_loop.testing.ranks.simulation import (
 __all__ = [
     "Collective",
     "CollectiveError",
+    "NoSimulationError",
     "Pool",
     "Ran",
     "RankError",
@@ -30,3 +32,7 @@ __all__ = [
     "shared_pool",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -86,36 +86,36 @@ def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
     return total.clone().div_(len(tensors)) if op == "avg" else total
 
 
-def outcome(kind: str, op: str | None, root: int | None, given: Sequence[Tensors]) -> Sequence[Tensors]:
+def outcome(kind: str, op: str | None, root: int | None, value: Sequence[Tensors]) -> Sequence[Tensors]:
     """What every rank gets.
 
     Args:
         kind, op, root: as in :class:`Collective`; the same for all.
-        given: what every rank gave. Where it gives a part to each rank, the parts for the ranks follow each other.
+        value: what every rank gave. Where it gives a part to each rank, the parts for the ranks follow each other.
 
     >>> outcome("all_reduce", "sum", None, [(torch.tensor(1),), (torch.tensor(2),)])
     [(tensor(3),), (tensor(3),)]
     """
-    ranks = len(given)
+    ranks = len(value)
     match kind:
         case "all_reduce" | "reduce":
             assert op is not None
-            total = tuple(map(partial(_reduced, op), zip(*given, strict=True)))
+            total = tuple(map(partial(_reduced, op), zip(*value, strict=True)))
             return [total if root is None or rank == root else () for rank in range(ranks)]
         case "reduce_scatter" | "reduce_scatter_tensor":
             assert op is not None
-            totals = tuple(map(partial(_reduced, op), zip(*given, strict=True)))
+            totals = tuple(map(partial(_reduced, op), zip(*value, strict=True)))
             return [totals[rank::ranks] for rank in range(ranks)]
         case "all_gather" | "all_gather_into_tensor" | "gather":
-            everything = tuple(tensor for same_place in zip(*given, strict=True) for tensor in same_place)
+            everything = tuple(tensor for same_place in zip(*value, strict=True) for tensor in same_place)
             return [everything if root is None or rank == root else () for rank in range(ranks)]
         case "all_to_all" | "all_to_all_single":
-            return list(zip(*given, strict=True))
+            return list(zip(*value, strict=True))
         case "broadcast":
             assert root is not None
-            return [given[root]] * ranks
+            return [value[root]] * ranks
         case "scatter":
             assert root is not None
-            return [(tensor,) for tensor in given[root]]
+            return [(tensor,) for tensor in value[root]]
         case _:
             return [()] * ranks  # a barrier

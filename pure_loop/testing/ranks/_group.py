@@ -7,6 +7,7 @@ finds the same methods on a Python subclass, so every collective of a program co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import count
 from typing import Any, Protocol
 
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments are the default group of the moment it is imported
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
+from pure_loop._internal.torch_private import wait_tensor
 from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Tensors, UnsupportedCollectiveError
 
-__all__ = ["Exchange", "Group", "Left", "World"]
+__all__ = ["Exchange", "Group", "Left", "world_class"]
 
 
 class Left(BaseException):
@@ -29,7 +30,7 @@ class Left(BaseException):
 class Exchange(Protocol):
     """Where the ranks ask."""
 
-    def ask(self, rank: int, number: int, collective: tuple[Any, ...], given: Tensors, wanted: Tensors) -> Tensors:
+    def ask(self, rank: int, number: int, collective: tuple[Any, ...], value: Tensors, wanted: Tensors) -> Tensors:
         """
         Raises:
             Left: the result is not known yet.
@@ -62,7 +63,7 @@ class Group(dist.ProcessGroup):
         """The program was left. torch keeps what a functional collective gives until it is waited for."""
         for arrival in self._begun:
             for output in arrival.outputs:
-                torch.ops._c10d_functional.wait_tensor(output)
+                wait_tensor(output)
         self._begun.clear()
 
     def refuse(self, name: str) -> Any:
@@ -94,7 +95,7 @@ class Group(dist.ProcessGroup):
     def _join(
         self,
         kind: str,
-        given: Sequence[Tensor],
+        value: Sequence[Tensor],
         outputs: Sequence[Tensor],
         about: Sequence[Tensor],
         options: Any = None,
@@ -106,7 +107,7 @@ class Group(dist.ProcessGroup):
 
         Args:
             kind, op, root: what it is.
-            given: what this rank contributes.
+            value: what this rank contributes.
             outputs: what is written to.
             about: the tensors that describe it.
             options: torch's; they say whether the program waits here.
@@ -120,7 +121,7 @@ class Group(dist.ProcessGroup):
         self.number += 1
         outputs = tuple(outputs)
         try:
-            results = self._exchange.ask(self._rank, number, collective, tuple(given), outputs)
+            results = self._exchange.ask(self._rank, number, collective, tuple(value), outputs)
         except Left:
             # The class: an exception would keep the frames of the program, which have to go.
             self.raised = Left
@@ -171,9 +172,9 @@ class Group(dist.ProcessGroup):
 
     def _one_a_rank(self, kind: str, many: Sequence[Tensor], part: Tensor | None = None) -> None:
         self._need(len(many) == self._ranks, kind, f"a list holds {len(many)} tensors for {self._ranks} ranks")
-        for each in many if part is not None else ():
-            fits = part is not None and each.shape == part.shape and each.dtype == part.dtype
-            self._need(fits, kind, f"its list holds {_shown(each)}, where {_shown(part)} goes in or comes out")
+        for item in many if part is not None else ():
+            fits = part is not None and item.shape == part.shape and item.dtype == part.dtype
+            self._need(fits, kind, f"its list holds {_shown(item)}, where {_shown(part)} goes in or comes out")
 
     # What torch calls.
 
@@ -186,17 +187,17 @@ class Group(dist.ProcessGroup):
 
     def _broadcast(self, tensors: Any, options: Any) -> dist.Work:
         # What the others hold is about to be overwritten, and may never have been filled.
-        given = tensors if options.rootRank == self._rank else ()
-        return self._join("broadcast", given, tensors, tensors, options, root=options.rootRank)
+        value = tensors if options.rootRank == self._rank else ()
+        return self._join("broadcast", value, tensors, tensors, options, root=options.rootRank)
 
     def _all_gather(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
-        for many, each in zip(outputs, inputs, strict=True):
-            self._one_a_rank("all_gather", many, each)
+        for many, tensors in zip(outputs, inputs, strict=True):
+            self._one_a_rank("all_gather", many, tensors)
         return self._join("all_gather", inputs, _flat(outputs), inputs, options)
 
     def _all_gather_into_tensors(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
         kind = "all_gather_into_tensor"
-        parts = [self._parts(kind, output, each) for output, each in zip(outputs, inputs, strict=True)]
+        parts = [self._parts(kind, output, tensors) for output, tensors in zip(outputs, inputs, strict=True)]
         return self._join(kind, inputs, _flat(parts), inputs, options)
 
     def _all_gather_into_tensor(self, output: Any, input: Any, options: Any = None) -> dist.Work:
@@ -205,12 +206,12 @@ class Group(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
         for output, many in zip(outputs, inputs, strict=True):
             self._one_a_rank("reduce_scatter", many, output)
-        given = _flat(inputs)
-        return self._join("reduce_scatter", given, outputs, given, options, op=self._op(options))
+        value = _flat(inputs)
+        return self._join("reduce_scatter", value, outputs, value, options, op=self._op(options))
 
     def _reduce_scatter_tensors(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
         kind = "reduce_scatter_tensor"
-        parts = [self._parts(kind, each, output) for output, each in zip(outputs, inputs, strict=True)]
+        parts = [self._parts(kind, tensors, output) for output, tensors in zip(outputs, inputs, strict=True)]
         return self._join(kind, _flat(parts), outputs, inputs, options, op=self._op(options))
 
     def _reduce_scatter_tensor(self, output: Any, input: Any, options: Any = None) -> dist.Work:
@@ -296,46 +297,54 @@ for _name, _method in _METHODS.items():
 _names = count()
 
 
-class World(c10d._World):
-    """What torch knows of process groups while the program of a rank runs: this one, and no other."""
+@cache
+def world_class(base: type) -> type[Any]:
+    """What torch knows of process groups while the program of a rank runs: this one, and no other.
 
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.default_pg = group
-        self._group = group
+    Args:
+        base: torch's class of such objects.
+    """
 
-    @property
-    def pg_map(self) -> Any:
-        return {self._group: ("gloo", None)}
+    class World(base):  # type: ignore[misc]
+        def __init__(self, group: Group) -> None:
+            super().__init__()
+            self.default_pg = group
+            self._group = group
 
-    @property
-    def pg_names(self) -> Any:
-        return {self._group: self._group.group_name}
+        @property
+        def pg_map(self) -> Any:
+            return {self._group: ("gloo", None)}
 
-    @property
-    def pg_group_ranks(self) -> Any:
-        return {self._group: {rank: rank for rank in range(self._group.size())}}
+        @property
+        def pg_names(self) -> Any:
+            return {self._group: self._group.group_name}
 
-    @property
-    def pg_backend_config(self) -> Any:
-        return {self._group: "cpu:gloo,cuda:gloo"}
+        @property
+        def pg_group_ranks(self) -> Any:
+            return {self._group: {rank: rank for rank in range(self._group.size())}}
 
-    @property
-    def tags_to_pg(self) -> Any:
-        return {"": [self._group]}
+        @property
+        def pg_backend_config(self) -> Any:
+            return {self._group: "cpu:gloo,cuda:gloo"}
 
-    @property
-    def pg_to_tag(self) -> Any:
-        return {self._group: ""}
+        @property
+        def tags_to_pg(self) -> Any:
+            return {"": [self._group]}
 
-    @property
-    def group_count(self) -> Any:
-        # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
-        return self._group.refuse("new_group")
+        @property
+        def pg_to_tag(self) -> Any:
+            return {self._group: ""}
 
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        self._group.refuse("new_group")
+        @property
+        def group_count(self) -> Any:
+            # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
+            return self._group.refuse("new_group")
+
+        @group_count.setter
+        def group_count(self, value: int) -> None:
+            self._group.refuse("new_group")
+
+    return World
 
 
 class _Arrival(dist.Work):

@@ -1,4 +1,4 @@
-"""One rank of a pool: a process that runs the programs it is sent, one after the other.
+"""One rank of a pool: a process that runs the programs that it receives, one after the other.
 
 It is started by the path of this file and imports nothing outside the standard library before it has been told what
 ``sys.path`` is in the process of the pool. It ends by itself when that process does.
@@ -38,7 +38,7 @@ class _Worker:
         torch.set_num_threads(1)
         self._torch: Any = torch
         around = _by_path(Path(__file__).parents[1] / "_surroundings.py")
-        # As they are for every program, however the one before left them.
+        # The settings with which every program starts.
         self._new, self._threads = around.Surroundings(), set(threading.enumerate())
         self.worn = False
         self._dumps: Any = import_module("cloudpickle").dumps
@@ -61,13 +61,13 @@ class _Worker:
             return "error", time.monotonic(), "could not meet the others:", *self._described(error)
 
     def run(self, path: list[str], payload: bytes) -> tuple[Any, ...]:
-        """What a program gives.
+        """The result of a program.
 
         Args:
             path: what ``sys.path`` has to be.
             payload: the program, pickled.
         """
-        # Written in C, it also ends a process whose interpreter is stuck while nobody is left to kill it.
+        # Written in C, it also ends a process whose interpreter is stuck while no other process is left to kill it.
         faulthandler.dump_traceback_later(self._patience, exit=True)
         doing = "could not load the program:"
         try:
@@ -84,15 +84,15 @@ class _Worker:
                 )
             doing = f"returned a {type(value).__name__} that can't be pickled:"
             return "value", self._dumps(value)
-        except BaseException as error:  # SystemExit too: however a program ends, the pool is told, and the rank goes on
+        except BaseException as error:  # SystemExit too: however a program ends, the pool is told, and the rank lives
             return "error", time.monotonic(), doing, *self._described(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
             self.worn = self._new.put_back() is not None or self._left_a_thread()
 
     def _left_a_thread(self) -> bool:
-        """Whether a thread of Python's runs on; one of autograd's is named a dummy."""
-        return any(each not in self._threads and not each.name.startswith("Dummy-") for each in threading.enumerate())
+        """Whether a thread of Python's still runs; threads of autograd are named dummies."""
+        return any(item not in self._threads and not item.name.startswith("Dummy-") for item in threading.enumerate())
 
     def leave(self) -> None:
         """End the process group; ranks that wait for this one in a collective get an error instead of waiting on."""
@@ -107,7 +107,7 @@ class _Worker:
         try:
             return line, text, self._dumps(error)
         except Exception:  # anything, raised by the __reduce__ of whatever it holds
-            return line, text, None  # it holds what can't be sent, such as a lock; the text says what there is to say
+            return line, text, None  # it refers to an object that can't be sent, such as a lock
 
 
 def _by_path(path: Path) -> Any:
@@ -123,7 +123,7 @@ def _listen(connection: Connection, inbox: SimpleQueue[bytes], directory: str) -
         while True:
             inbox.put(connection.recv_bytes())
     except (EOFError, OSError):
-        # The pool is gone without a word, and the main thread may wait in a collective for ever.
+        # The pool ended without notice, and the main thread may wait in a collective for ever.
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
@@ -133,7 +133,7 @@ def _serve(connection: Connection, directory: str) -> None:
     # A thread of its own, so that the end of the pool is noticed whatever a program does.
     Thread(target=_listen, args=(connection, inbox, directory), daemon=True).start()
     faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks with it where a rank stands
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool requests the traceback of a rank with it
     path, rank, ranks, timeout = pickle.loads(inbox.get())
     sys.path[:] = path
     worker = _Worker(rank, ranks, timeout)

@@ -1,8 +1,8 @@
-"""Programs on real ranks: a pool of processes that talk through gloo, over the loopback, for a whole test session.
+"""Programs on real ranks: a pool of processes that communicate through gloo, for a whole test session.
 
-``Pool(2).run(program)`` sends a function to every process and gives back what it returned on each rank. What
-goes wrong on a rank comes back as an error that holds the rank's own traceback; a rank that hangs or dies is an error
-within the pool's timeout; and no process is left behind.
+``Pool(2).run(program)`` sends a function to every process and returns the result of each rank. An exception on a rank
+is raised with the rank's own traceback; a rank that hangs or dies is an error within the pool's timeout; and no process
+is left behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
+from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop.errors import ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.testing.ranks.simulation import environment
 
 __all__ = ["Pool", "RankError", "close_shared_pools", "shared_pool"]
@@ -42,11 +43,11 @@ _DDP = os.path.join("nn", "parallel", "distributed.py")
 
 
 class RankError(PureLoopError, RuntimeError):
-    """A rank of a pool raised, hung, died, or returned what can't be sent.
+    """A rank of a pool raised, hung, died, or returned a value that can't be sent.
 
     Attributes:
-        ranks: the ranks it is about.
-        traceback: the traceback on the first of them, as text; empty where there is none.
+        ranks: the ranks that failed.
+        traceback: the traceback on the first of them, as text; empty if there is none.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), traceback: str = "") -> None:
@@ -58,23 +59,23 @@ class RankError(PureLoopError, RuntimeError):
 class Pool:
     """Real processes, one a rank, in one gloo process group on this machine.
 
-    They start at the first :meth:`run`, which takes as long as importing torch does, and live until :meth:`close`, the
-    end of a ``with``, or the end of this process. Each computes with one thread. After a program failed they meet in a
-    new process group; if one of them hangs or died, all are killed, and the next run starts new ones. What a program
-    changes of its process (environment, default dtype, modes, random generators, working directory, number of threads)
-    is put back after it, and where that can't be, or a thread runs on, the next run starts new processes. What it
-    writes to modules stays.
+    They start at the first :meth:`run`, which takes as long as importing torch, and live until :meth:`close`, the end
+    of a ``with``, or the end of this process. Each computes with one thread. After a failed program they form a new
+    process group; if one of them hangs or died, all are killed, and the next run starts new ones. Settings of the
+    process that a program changes (environment, default dtype, modes, random generators, working directory, number of
+    threads) are restored after it; if one can't be, or a thread still runs, the next run starts new processes.
+    Attributes of modules that a program replaces are not restored.
 
     Args:
         ranks: how many processes.
         timeout: how many seconds a program may take on all of them.
-        checked: whether torch compares what the ranks ask for before every collective, and says where they differ (its
+        checked: whether torch compares the collectives of the ranks before each of them, and reports differences (its
             level DETAIL). A collective takes five times as long, DistributedDataParallel crashes in it over gloo, and
-            so does the gathering of a DTensor in torch 2.11. Without, the ranks meet in a new process group for every
-            program, which takes some 50 ms.
+            so does gathering a DTensor in torch 2.11. If False, the ranks form a new process group for every program,
+            which takes some 50 ms.
 
     Raises:
-        ArgumentTypeError, ArgumentError: an argument that can't be used.
+        ArgumentTypeError, ArgumentError: an argument of a wrong type, or out of range.
 
     >>> import torch
     >>> def program(rank):
@@ -87,14 +88,9 @@ class Pool:
     """
 
     def __init__(self, ranks: int = 2, *, timeout: float = 60.0, checked: bool = True) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int):
-            raise ArgumentTypeError(f"Pool(ranks={ranks!r}): give the number of processes, such as Pool(2).")
-        if ranks < 1:
-            raise ArgumentError(f"Pool(ranks={ranks!r}): give 1 or more.")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise ArgumentTypeError(f"Pool(timeout={timeout!r}): give a number of seconds.")
-        if not 0 < timeout < float("inf"):
-            raise ArgumentError(f"Pool(timeout={timeout!r}): give a number of seconds above 0.")
+        check_integer("ranks", ranks, where="Pool", least=1, example="Pool(2)")
+        wanted = "a finite number of seconds above 0"
+        check_number("timeout", timeout, where="Pool", above=0, wanted=wanted, example="Pool(timeout=60)")
         self.ranks = ranks
         self.timeout = float(timeout)
         self.checked = bool(checked)
@@ -104,19 +100,19 @@ class Pool:
     def run(self, program: Callable[[int], T]) -> list[T]:
         """Run a program on every rank at once.
 
-        It is sent with cloudpickle, so it may be a lambda or a closure, and gets the number of the rank. The default
-        process group, and the environment variables that torchrun sets, say the same; torch's default generator starts
-        from the rank's number. What it prints is shown only when it fails.
+        It is sent with cloudpickle, so it may be a lambda or a closure, and is called with the number of the rank. The
+        default process group and the environment variables of torchrun are set; torch's default generator is seeded
+        with the rank's number. Its output is shown only if it fails.
 
         Args:
-            program: from the rank to any value that can be pickled.
+            program: a function of the rank that returns a value that can be pickled.
 
         Returns:
-            What every rank returned, in the order of ranks.
+            The values of all ranks, in their order.
 
         Raises:
-            RankError: a rank raised (the exception is the error's cause, where it can be sent), died, returned
-                what can't be pickled, or has not answered in time.
+            RankError: a rank raised (the exception is the error's cause, if it can be sent), died, returned a value
+                that can't be pickled, or did not finish in time.
             ArgumentTypeError: the program is no function, or can't be sent to another process.
             MissingExtraError: cloudpickle is not installed.
         """
@@ -160,7 +156,7 @@ _shared: dict[tuple[int, bool], Pool] = {}
 
 
 def shared_pool(ranks: int = 2, *, checked: bool = True) -> Pool:
-    """The pool of so many ranks that everybody in this process uses; it is closed when the process ends.
+    """The pool of this number of ranks, shared in this process; it is closed when the process ends.
 
     Args:
         ranks, checked: as for :class:`Pool`.
@@ -183,7 +179,7 @@ def close_shared_pools() -> None:
 
 def _pickled(program: Any) -> bytes:
     if not callable(program):
-        raise ArgumentTypeError(f"Pool.run({program!r}): give a function of the rank, `def program(rank): ...`.")
+        raise ArgumentTypeError(f"Pool.run({program!r}): pass a function of the rank, `def program(rank): ...`.")
     try:
         dumps = import_module("cloudpickle").dumps
     except ImportError:
@@ -206,12 +202,12 @@ class _Rank:
 
     def __init__(self, rank: int, ranks: int, timeout: float, directory: str, environ: dict[str, str]) -> None:
         self.rank = rank
-        self.worn = False  # whether a program has left behind what can't be put back
-        self.asked_at = 0  # how long the file was when the last program was sent
+        self.worn = False  # whether a program changed a setting that can't be restored
+        self.asked_at = 0  # the size of the file when the last program was sent
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the rank ends
         self.connection, theirs = Pipe()
-        # By the path of the file: `-m` would import the package, and all that belongs to it, before sys.path is what it
-        # is here. A session of its own: what the program starts is killed with it, and Ctrl-C is the pool's alone.
+        # By the path of the file: `-m` would import the package before sys.path is set. A session of its own: processes
+        # that the program starts are killed with it, and Ctrl-C reaches the pool alone.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-u", _WORKER, str(theirs.fileno()), directory],
             pass_fds=(theirs.fileno(),),
@@ -232,7 +228,7 @@ class _Rank:
     def receive(self) -> Any:
         """Its answer; None if it died instead."""
         try:
-            # What it started may hold the connection open after it died, so there may never be anything to read.
+            # A process that it started may hold the connection open after it died, without ever writing to it.
             if not self.connection.poll():
                 return None
             self.worn, answer = pickle.loads(self.connection.recv_bytes())
@@ -242,7 +238,7 @@ class _Rank:
 
     def wrote(self, since: int) -> str:
         size = os.fstat(self.log.fileno()).st_size
-        # pread: the process writes where this descriptor stands.
+        # pread, which doesn't move the position: the process shares it and writes there.
         return os.pread(self.log.fileno(), _TAIL, max(since, size - _TAIL)).decode(errors="replace").strip()
 
     def tail(self) -> str:
@@ -250,7 +246,7 @@ class _Rank:
         return f"\n\nRank {self.rank} wrote:\n\n{text}" if text else ""
 
     def stands_at(self) -> str:
-        """Where it is in the program, written by the process itself however busy it is."""
+        """Its current traceback, written by a signal handler in C, which works while the interpreter is busy."""
         since = os.fstat(self.log.fileno()).st_size
         self.process.send_signal(signal.SIGUSR1)
         for _ in range(20):
@@ -281,7 +277,7 @@ class _Team:
         self.at_rest = False
         self._timeout = timeout
         self._checks = checked
-        self._meetings = 0
+        self._rounds = 0
         self._apart = True
         self._directory = tempfile.mkdtemp(prefix="pure_loop-")
         self._ranks: list[_Rank] = []
@@ -297,47 +293,47 @@ class _Team:
             raise
 
     def usable(self) -> bool:
-        """Whether all processes are there, and as new.
+        """Whether all processes are alive and unchanged.
 
-        A forked copy of this process must not talk to those of the original.
+        A forked copy of this process must not use those of the original.
         """
-        return self.owner == os.getpid() and all(each.process.poll() is None and not each.worn for each in self._ranks)
+        return self.owner == os.getpid() and all(rank.process.poll() is None and not rank.worn for rank in self._ranks)
 
     def run(self, payload: bytes) -> list[Any]:
-        """What the program gave on every rank.
+        """The results of all ranks.
 
         Raises:
-            RankError: as :meth:`Pool.run` says; ``at_rest`` tells whether the processes can go on.
+            RankError: as :meth:`Pool.run` says; ``at_rest`` tells whether the processes can be used again.
         """
         self.at_rest = False
         if self._apart:
-            # A step of its own: a rank whose program failed at once would leave while others are still connecting.
-            self._meetings += 1
-            store = os.path.join(self._directory, str(self._meetings))
+            # Separately: a rank whose program fails at once would leave while others are still connecting.
+            self._rounds += 1
+            store = os.path.join(self._directory, str(self._rounds))
             self._raise_failure(self._ask(("meet", store), _START), _START)
         self._apart = True
         answers = self._ask(("run", sys.path, payload), self._timeout)
         self.at_rest = len(answers) == len(self._ranks) and None not in answers.values()
         self._raise_failure(answers, self._timeout)
-        # Unchecked ranks can leave messages behind that the next program would take for its own.
+        # Unchecked ranks can leave messages in the group that the next program would receive.
         self._apart = not self._checks
         return [self._loaded(rank, answers[rank][1]) for rank in range(len(self._ranks))]
 
     def _ask(self, message: tuple[Any, ...], seconds: float) -> dict[int, Any]:
-        for each in self._ranks:
-            each.send(message)
+        for rank in self._ranks:
+            rank.send(message)
         return self._answers(seconds)
 
     def _answers(self, seconds: float) -> dict[int, Any]:
-        """What every rank answers in time; None for one that dies."""
+        """The answers of the ranks that answer in time; None for one that dies."""
         answers: dict[int, Any] = {}
         until, failed = time.monotonic() + seconds, False
         while len(answers) < len(self._ranks) and (left := until - time.monotonic()) > 0:
-            waiting = [each for each in self._ranks if each.rank not in answers]
-            ready = wait([each.connection for each in waiting], min(left, 0.25))
-            for each in waiting:
-                if each.connection in ready or each.process.poll() is not None:
-                    answer = answers[each.rank] = each.receive()
+            waiting = [item for item in self._ranks if item.rank not in answers]
+            ready = wait([item.connection for item in waiting], min(left, 0.25))
+            for item in waiting:
+                if item.connection in ready or item.process.poll() is not None:
+                    answer = answers[item.rank] = item.receive()
                     if not failed and (answer is None or answer[0] == "error"):
                         failed, until = True, min(until, time.monotonic() + _GRACE)
         return answers
@@ -345,16 +341,16 @@ class _Team:
     def _raise_failure(self, answers: dict[int, Any], seconds: float) -> None:
         """
         Raises:
-            RankError: about what went wrong first: a rank that died takes others with it, and so does one that raised.
+            RankError: about the first failure: a rank that dies or raises makes others fail, too.
         """
         of = f"of {len(self._ranks)}"
-        dead = [each for each in self._ranks if each.rank in answers and answers[each.rank] is None]
+        dead = [item for item in self._ranks if item.rank in answers and answers[item.rank] is None]
         if dead:
-            fates = "; ".join(f"rank {each.rank} {of} {each.fate()} without an answer" for each in dead)
-            wrote = "".join(each.tail() for each in dead)
+            fates = "; ".join(f"rank {item.rank} {of} {item.fate()} without an answer" for item in dead)
+            wrote = "".join(item.tail() for item in dead)
             if self._checks and _DDP in wrote:
                 fates += " (torch's DistributedDataParallel can't be checked: use Pool(checked=False))"
-            raise RankError(f"{fates}.{wrote}", tuple(each.rank for each in dead))
+            raise RankError(f"{fates}.{wrote}", tuple(item.rank for item in dead))
         errors = [(answer[1], rank, *answer[2:]) for rank, answer in answers.items() if answer[0] == "error"]
         if errors:
             _, rank, doing, line, text, cause = min(errors, key=lambda error: error[:2])
@@ -363,14 +359,14 @@ class _Team:
                 (rank,),
                 text,
             ) from _exception(cause)
-        late = [each for each in self._ranks if each.rank not in answers]
+        late = [item for item in self._ranks if item.rank not in answers]
         if late:
-            names = ", ".join(str(each.rank) for each in late)
+            names = ", ".join(str(item.rank) for item in late)
             raise RankError(
                 f"rank{'s' if len(late) > 1 else ''} {names} {of} did not answer within {seconds:g} s. A collective "
                 "that not every rank calls waits for ever: simulate(program, ranks) names it. A program that needs "
-                f"longer gets it from Pool(timeout=...).{''.join(each.stands_at() for each in late)}",
-                tuple(each.rank for each in late),
+                f"longer gets it from Pool(timeout=...).{''.join(item.stands_at() for item in late)}",
+                tuple(item.rank for item in late),
             )
 
     def _loaded(self, rank: int, payload: bytes) -> Any:
@@ -402,12 +398,12 @@ def _settings(checked: bool) -> dict[str, str]:
 
 def _end(ranks: list[_Rank], directory: str, owner: int) -> None:
     mine = os.getpid() == owner  # a forked copy of the process only closes what it got with the copy
-    for each in ranks if mine else ():
-        each.kill()
-    for each in ranks:
+    for rank in ranks if mine else ():
+        rank.kill()
+    for rank in ranks:
         if mine:
-            each.process.wait()
-        each.connection.close()
-        each.log.close()
+            rank.process.wait()
+        rank.connection.close()
+        rank.log.close()
     if mine:
         shutil.rmtree(directory, ignore_errors=True)

@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from attrs import frozen
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed import distributed_c10d as c10d
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.torch_private import replaceable_world
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.loop.strict import same
 from pure_loop.random import seeded
-from pure_loop.strict import same
 from pure_loop.testing.ranks._collectives import (
     Collective,
     CollectiveError,
@@ -29,9 +29,17 @@ from pure_loop.testing.ranks._collectives import (
     UnsupportedCollectiveError,
     outcome,
 )
-from pure_loop.testing.ranks._group import Group, Left, World
+from pure_loop.testing.ranks._group import Group, Left, world_class
 
-__all__ = ["Collective", "CollectiveError", "Ran", "UnsupportedCollectiveError", "environment", "simulate"]
+__all__ = [
+    "Collective",
+    "CollectiveError",
+    "NoSimulationError",
+    "Ran",
+    "UnsupportedCollectiveError",
+    "environment",
+    "simulate",
+]
 
 T = TypeVar("T")
 
@@ -71,6 +79,7 @@ def simulate(program: Callable[[int], T], ranks: int = 2) -> list[Ran[T]]:
             again.
         UnsupportedCollectiveError: the program sends from rank to rank, or makes or destroys process groups.
         ArgumentTypeError, ArgumentError: an argument that can't be used.
+        NoSimulationError: this version of torch keeps its process groups where they can't be replaced.
         Exception: what the program raises, with a note that names the rank.
 
     >>> import torch
@@ -86,12 +95,13 @@ def simulate(program: Callable[[int], T], ranks: int = 2) -> list[Ran[T]]:
     """
     if not callable(program):
         raise ArgumentTypeError(f"simulate({program!r}): give a function of the rank, `def program(rank): ...`.")
-    if isinstance(ranks, bool) or not isinstance(ranks, int):
-        raise ArgumentTypeError(f"simulate(ranks={ranks!r}): give the number of ranks, such as 2.")
-    if ranks < 1:
-        raise ArgumentError(f"simulate(ranks={ranks!r}): give 1 or more.")
+    check_integer("ranks", ranks, where="simulate", least=1, example="simulate(program, 2)")
     with _turn:
         return _Simulation(program, ranks).run()
+
+
+class NoSimulationError(RuntimeError):
+    """Ranks can't be simulated with this version of torch; processes of a :class:`Pool` serve instead."""
 
 
 def environment(rank: int, ranks: int) -> dict[str, str]:
@@ -129,7 +139,7 @@ _turn = threading.RLock()
 
 @frozen
 class _Asked:
-    """One call of a collective: what it is, what goes in, and the shapes and dtypes of what is to come out."""
+    """One call of a collective: its kind, its inputs, and the shapes and dtypes of its outputs."""
 
     collective: tuple[Any, ...]
     given: Tensors
@@ -137,7 +147,7 @@ class _Asked:
 
 
 class _Simulation:
-    """What every rank has asked for so far, and the results that are known."""
+    """The collectives that every rank has called so far, and the results that are known."""
 
     def __init__(self, program: Callable[[int], Any], ranks: int) -> None:
         self._program = program
@@ -152,29 +162,36 @@ class _Simulation:
             CollectiveError, UnsupportedCollectiveError, Exception: as :func:`simulate` says.
         """
         ranks = len(self._ranks)
+        torch_world = replaceable_world()
+        if torch_world is None:
+            raise NoSimulationError(
+                "ranks can't be simulated with this version of torch, which keeps its process groups where they can't "
+                "be replaced (python -m pure_loop names what is missing): run the program on real processes, "
+                "pl.testing.ranks.Pool(2).run(program)."
+            )
         groups = [Group(self, rank, ranks) for rank in self._ranks]
-        worlds = [World(group) for group in groups]
+        worlds = [world_class(torch_world.cls)(group) for group in groups]
         environ = {name: os.environ.get(name) for name in environment(0, ranks)}
-        # torch lets the object that holds its default group be replaced. That takes no store and no time, and leaves a
-        # group that is there as it is; init_process_group and destroy_process_group take milliseconds and can't nest.
-        world = c10d._world
+        # The object that holds torch's default group can be replaced. That needs no store and takes no time, and keeps
+        # an existing group; init_process_group and destroy_process_group take milliseconds and can't nest.
+        world = torch_world.get()
         registered = []
         try:
             for group in groups:
-                _register_process_group(group.group_name, group)  # functional collectives go by the name
+                torch_world.register(group.group_name, group)  # functional collectives go by the name
                 registered.append(group.group_name)
             _set(_of_all(ranks))
             while len(self._ended) < ranks:
-                # The rank that has asked least can go on: what it waited for is known by now.
-                rank = min(self._ranks, key=lambda each: (each in self._ended, len(self._asked[each])))
+                # The rank with the fewest requests can continue: what it waited for is known by now.
+                rank = min(self._ranks, key=lambda number: (number in self._ended, len(self._asked[number])))
                 _set(_of_rank(rank))
-                c10d._world = worlds[rank]
+                torch_world.put(worlds[rank])
                 worlds[rank].pg_coalesce_state.clear()
                 self._run(groups[rank], rank)
         finally:
-            c10d._world = world
+            torch_world.put(world)
             for name in registered:
-                _unregister_process_group(name)
+                torch_world.unregister(name)
             for group in groups:
                 group.raised = CollectiveError(
                     "a process group of a simulation that is over was used: something imported or stored during the "
@@ -186,11 +203,11 @@ class _Simulation:
                 else:
                     os.environ[name] = value
         return [
-            Ran(self._ended[r], tuple(Collective(*each.collective) for each in self._asked[r])) for r in self._ranks
+            Ran(self._ended[r], tuple(Collective(*item.collective) for item in self._asked[r])) for r in self._ranks
         ]
 
     def _run(self, group: Group, rank: int) -> None:
-        """Run one rank from its start until it ends, or as far as it comes."""
+        """Run one rank from its start until it ends, or until it waits for other ranks."""
         group.begin()
         try:
             with seeded(rank):
@@ -201,7 +218,7 @@ class _Simulation:
                 error.add_note(f"On rank {rank} of {len(self._ranks)}, simulated, after {group.number} collectives.")
             if group.raised is None or group.raised is error or not isinstance(error, Left | Exception):
                 raise
-        # What a collective raised counts, whatever the program made of it.
+        # The error of a collective is reported even if the program caught it.
         if group.raised is Left:
             return
         if group.raised is not None:
@@ -211,47 +228,47 @@ class _Simulation:
         self._ended[rank] = result
         self._meet(group.number)
 
-    def ask(self, rank: int, number: int, collective: tuple[Any, ...], given: Tensors, wanted: Tensors) -> Tensors:
-        """What a rank gets for a collective; called by its process group.
+    def ask(self, rank: int, number: int, collective: tuple[Any, ...], value: Tensors, wanted: Tensors) -> Tensors:
+        """The result of a collective for one rank; called by its process group.
 
         Raises:
-            Left: not every rank has asked yet.
-            CollectiveError: the ranks disagree, or this one asked for something else when it ran before.
+            Left: not every rank has called it yet.
+            CollectiveError: the ranks disagree, or this one called another collective when it ran before.
         """
-        asked = self._asked[rank]
-        if number < len(asked):
-            before = asked[number]
+        requested = self._asked[rank]
+        if number < len(requested):
+            before = requested[number]
             if collective != before.collective:
                 raise self._changed(rank, number, f"was {Collective(*collective)}")
-            # torch.equal alone is cheaper by far, and all there is to it unless there is a NaN.
-            if not all(torch.equal(*pair) or same(*pair) for pair in zip(given, before.given, strict=True)):
+            # torch.equal alone is cheaper, and enough unless there is a NaN.
+            if not all(torch.equal(*pair) or same(*pair) for pair in zip(value, before.given, strict=True)):
                 raise self._changed(rank, number, "had other numbers in it")
         else:
-            form = tuple([(tuple(each.shape), each.dtype) for each in wanted])
-            asked.append(_Asked(collective, tuple([each.detach().clone() for each in given]), form))
+            form = tuple([(tuple(item.shape), item.dtype) for item in wanted])
+            requested.append(_Asked(collective, tuple([item.detach().clone() for item in value]), form))
             self._meet(number)
         if number < len(self._results):
             return self._results[number][rank]
         raise Left
 
     def _meet(self, number: int) -> None:
-        """Find the result of a collective once every rank has either asked for it or ended.
+        """Compute the result of a collective once every rank has either called it or ended.
 
         Raises:
-            CollectiveError: they don't all ask for the same.
+            CollectiveError: not all ranks call the same.
         """
-        asked = [self._asked[rank][number] if number < len(self._asked[rank]) else None for rank in self._ranks]
-        if any(each is None and rank not in self._ended for rank, each in zip(self._ranks, asked, strict=True)):
+        requested = [self._asked[rank][number] if number < len(self._asked[rank]) else None for rank in self._ranks]
+        if any(each is None and rank not in self._ended for rank, each in zip(self._ranks, requested, strict=True)):
             return
-        together = [each for each in asked if each is not None]
+        together = [item for item in requested if item is not None]
         if not together:
             return
         kind, _, _, op, root = together[0].collective
-        # With all_to_all every rank may give something else, and has to give what the other one expects.
+        # In all_to_all ranks may send different shapes, each of which has to be the one that the receiver expects.
         uneven = kind in ("all_to_all", "all_to_all_single")
-        if len(together) < len(asked) or len({each.collective[: 1 if uneven else None] for each in together}) > 1:
+        if len(together) < len(requested) or len({item.collective[: 1 if uneven else None] for item in together}) > 1:
             raise self._disagreement(number)
-        results = outcome(kind, op, root, [each.given for each in together])
+        results = outcome(kind, op, root, [item.given for item in together])
         if uneven:
             for rank, parts in zip(self._ranks, results, strict=True):
                 for source, (part, wanted) in enumerate(zip(parts, together[rank].wanted, strict=True)):
@@ -262,8 +279,12 @@ class _Simulation:
     def _disagreement(self, number: int, detail: str = "") -> CollectiveError:
         lines = []
         for rank in self._ranks:
-            asked = self._asked[rank]
-            did = str(Collective(*asked[number].collective)) if number < len(asked) else f"ended after {len(asked)}"
+            requested = self._asked[rank]
+            did = (
+                str(Collective(*requested[number].collective))
+                if number < len(requested)
+                else f"ended after {len(requested)}"
+            )
             lines.append(f"\n  rank {rank}: {did}")
         return CollectiveError(
             f"the {len(self._ranks)} ranks disagree at collective number {number + 1}:{''.join(lines)}{detail}\n"
@@ -274,7 +295,7 @@ class _Simulation:
     def _changed(self, rank: int, number: int, now: str) -> CollectiveError:
         before = Collective(*self._asked[rank][number].collective)
         return CollectiveError(
-            f"rank {rank} of {len(self._ranks)} does not do the same when it runs again: its collective number "
-            f"{number + 1} was {before}, and on the next run it {now}. A simulated program runs several times: make "
+            f"rank {rank} of {len(self._ranks)} behaves differently when it runs again: its collective number "
+            f"{number + 1} was {before}, and on the next run it {now}. A simulated program runs several times: create "
             "what it changes (models, lists, generators) inside it, and read no clock."
         )

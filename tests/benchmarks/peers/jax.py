@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-# One thread, as everybody here has; read when the backend starts.
+# One thread, as all loops here have; read when the backend starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 
 import flax.linen as nn
@@ -22,7 +22,7 @@ from tests.benchmarks.workloads import Workload
 
 __all__ = ["scanned", "steps"]
 
-# A step that is still running when its turn ends would be counted as somebody else's.
+# A step that is still running when its turn ends would be counted in the turn of another loop.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 SCANNED = 8

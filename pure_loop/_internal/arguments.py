@@ -1,0 +1,215 @@
+"""Checks of arguments: numbers in an interval, flags, texts, choices, functions. Each kind of check stands here once.
+
+A check returns the value that it was given, a number that may be any float as a float, or refuses it. Its error names
+the argument, the value, and what to write instead, in one of two forms::
+
+    refresh_seconds=-1: give a finite number of seconds, 0 or more.
+    sam: interval must be a whole number of at least 1, got 0; write sam(interval=2).
+
+the second one where the name of the function is given (``where``), because the argument's name alone doesn't say whose
+argument it is. A value of a wrong type is an :class:`~pure_loop.errors.ArgumentTypeError` and names the type; one
+outside the interval is an :class:`~pure_loop.errors.ArgumentError`. A bool is no number.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard, TypeVar
+
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "as_float",
+    "check_callable",
+    "check_choice",
+    "check_flag",
+    "check_integer",
+    "check_number",
+    "check_text",
+    "is_integer",
+    "is_number",
+    "is_path",
+    "positive_or_none",
+    "refusal",
+]
+
+T = TypeVar("T")
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is an int or a float and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether a value is the path of a file or a folder: a str, or an object that gives one.
+
+    >>> is_path("runs/1"), is_path(b"runs/1"), is_path(1)
+    (True, False, False)
+    """
+    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+
+
+def as_float(number: float) -> float:
+    """A number as a float; infinity for an int that is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def check_integer(
+    name: str,
+    value: Any,
+    *,
+    where: str = "",
+    least: int | None = None,
+    wanted: str = "",
+    example: str = "",
+) -> int:
+    """``value``, an int.
+
+    Args:
+        name: the argument's.
+        value: what was passed.
+        where: the function that was called; "": the name of the argument is enough.
+        least: the smallest int that is taken; None: any.
+        wanted: what to give, in words; "": a text made of ``least``.
+        example: a call to write instead.
+
+    Raises:
+        ArgumentTypeError: it is no int.
+        ArgumentError: it is less than ``least``.
+
+    >>> check_integer("interval", 2, where="sam", least=1)
+    2
+    """
+    if is_integer(value) and (least is None or value >= least):
+        return value
+    wanted = wanted or "a whole number" + ("" if least is None else f" of at least {least}")
+    raise refusal(name, value, wanted, where, example, typed=not is_integer(value))
+
+
+def positive_or_none(name: str, value: Any, *, where: str = "") -> int | None:
+    """``value``, an int of at least 1 or None.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: it is neither.
+    """
+    wanted = "a whole number of at least 1, or None"
+    return None if value is None else check_integer(name, value, where=where, least=1, wanted=wanted)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    where: str = "",
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    wanted: str = "",
+    example: str = "",
+) -> float:
+    """``value`` as a finite float, ``least <= value`` and ``above < value < below``.
+
+    Args:
+        name, value, where, wanted, example: as in :func:`check_integer`.
+        least: the smallest number that is taken.
+        above: all numbers that are taken are larger.
+        below: all numbers that are taken are smaller.
+
+    Raises:
+        ArgumentTypeError: it is no number.
+        ArgumentError: it is none of these numbers; NaN is none.
+
+    >>> check_number("smoothing", 0, where="ema", least=0, below=1)
+    0.0
+    """
+    if is_number(value):
+        number = as_float(value)
+        if least <= number and above < number < below:
+            return number
+    wanted = wanted or f"a {'finite ' * (below == math.inf)}number{_bounds(least, above, below)}"
+    raise refusal(name, value, wanted, where, example, typed=not is_number(value))
+
+
+def _bounds(least: float, above: float, below: float) -> str:
+    low = f" of at least {least:g}" if least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+    high = f"less than {below:g}" if below < math.inf else ""
+    return f"{low} and {high}" if low and high else f"{low} {high}".rstrip()
+
+
+def check_flag(name: str, value: Any, *, where: str = "", example: str = "") -> bool:
+    """``value``, a bool.
+
+    Raises:
+        ArgumentTypeError: it is neither True nor False; ``strict="no"`` would count as true.
+    """
+    if isinstance(value, bool):
+        return value
+    raise refusal(name, value, "True or False", where, example, verb="write")
+
+
+def check_text(name: str, value: Any) -> str:
+    """``value``, a str that is not empty.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if isinstance(value, str) and value:
+        return value
+    raise refusal(name, value, "a text that is not empty")
+
+
+def check_choice(name: str, value: Any, choices: Collection[T], *, where: str = "") -> T:
+    """``value``, one of ``choices``.
+
+    Raises:
+        ArgumentError: it is none of them.
+
+    >>> check_choice("order", "2021", ("current", "2021"))
+    '2021'
+    """
+    for choice in choices:
+        # 1 == True, and an array compares element by element.
+        if isinstance(value, type(choice)) and value == choice:
+            return choice
+    *first, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices)
+    raise refusal(name, value, f"{', '.join(first)} or {last}", where, typed=False, verb="write")
+
+
+def check_callable(name: str, value: Callable[..., T], wanted: str, *, where: str = "") -> Callable[..., T]:
+    """``value``, which can be called.
+
+    Raises:
+        ArgumentTypeError: it can't; says that ``wanted`` is.
+    """
+    if callable(value):
+        return value
+    raise refusal(name, value, wanted, where)
+
+
+def refusal(
+    name: str, value: object, wanted: str, where: str = "", example: str = "", *, typed: bool = True, verb: str = "give"
+) -> ArgumentError | ArgumentTypeError:
+    """The error that refuses a value: ``raise refusal("device", 3, "a text")``.
+
+    Args:
+        name, value, where, wanted, example: as in :func:`check_integer`.
+        typed: whether it is the type that is wrong.
+        verb: what to do with what is wanted.
+    """
+    shown = f"{value!r} of type {type(value).__name__}" if typed else repr(value)
+    if where:
+        text = f"{where}: {name} must be {wanted}, got {shown}{f'; write {example}' if example else ''}."
+    else:
+        text = f"{name}={shown}: {verb} {wanted}{f', such as {example}' if example else ''}."
+    return ArgumentTypeError(text) if typed else ArgumentError(text)

@@ -1,0 +1,216 @@
+"""Autograd at the price of its engine: the Python around it costs more than many a model's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from ctypes import addressof
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.scalars import KINDS, cell_of, is_plain, is_transformed
+from pure_loop._internal.torch_private import backward_runs_in_threads, graph_task, run_backward, set_grad_enabled
+from pure_loop.errors import ModelError
+
+__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
+
+
+class GradMode:
+    """``torch.set_grad_enabled`` at a third of its price: it stands in every stage.
+
+    >>> with GradMode(False):
+    ...     torch.is_grad_enabled()
+    False
+    """
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        set_grad_enabled(self._before)
+
+
+def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:
+    """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.
+
+    Args:
+        loss: the scalar.
+        inputs: what it is differentiated by.
+        seed: what the gradient is multiplied by.
+
+    >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    >>> gradient_of(x * x, [x, y])
+    (tensor(6.), None)
+    """
+    if not (loss.is_cpu and inputs[0].is_cpu) and backward_runs_in_threads():
+        # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
+        with torch.autograd.set_multithreading_enabled(False):
+            return gradient_of(loss, inputs, seed)
+    kept = None
+    if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not is_transformed(loss):
+        kept = _seeds.pop(seed, None)
+        # A hook is given it, too, and may have written to it.
+        if (
+            kept is None
+            or kept[0].dtype is not loss.dtype
+            or addressof(kept[1]) != kept[0].data_ptr()
+            or kept[1].value != kept[2]
+        ):
+            kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
+    tensor = scalar_like(loss, seed) if kept is None else kept[0]
+    result: tuple[Any, ...] = run_backward(
+        (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    if kept is not None:
+        _seeds[seed] = kept  # type: ignore[index]
+    return result
+
+
+# A tensor, what reads its number, and what that was.
+Seed: TypeAlias = tuple[Tensor, Any, float]
+
+# To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number; of one
+# that does another thread, or a backward inside of it, makes its own.
+_seeds: dict[float, Seed] = {}
+_MOST_SEEDS = 64
+
+
+def _make_seed(loss: Tensor, number: float) -> Seed | None:
+    """A seed to be put back afterwards; None where none are kept."""
+    result = torch.full_like(loss, number)
+    if type(result) is not Tensor:
+        return None
+    if len(_seeds) >= _MOST_SEEDS:
+        _seeds.clear()
+    cell = cell_of(result)
+    return result, cell, cell.value
+
+
+def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:
+    """A number as a tensor of the loss's dtype and device, without waiting for that."""
+    return number.to(loss) if isinstance(number, Tensor) else torch.full_like(loss, number)
+
+
+def zero_unless(counts: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient where ``counts``, a bool of shape (), is True, else 0: a product with 0 would keep a NaN.
+
+    >>> zero_unless(torch.tensor(False), torch.tensor([1.0, float("nan")]))
+    tensor([0., 0.])
+    """
+    if gradient.layout is torch.strided:
+        return torch.where(counts, gradient, 0)
+    sparse = gradient.coalesce()
+    return torch.sparse_coo_tensor(
+        sparse.indices(), torch.where(counts, sparse.values(), 0), sparse.shape, is_coalesced=True
+    )
+
+
+def add_gradient(
+    loss: Tensor,
+    inputs: Sequence[Tensor],
+    total: Sequence[Tensor],
+    seed: Tensor | float = 1.0,
+    counts: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """:func:`gradient_of`, added to the tensors in ``total``, each where it is and as soon as it is found.
+
+    Gives the sums; None for an input that the scalar doesn't reach. Not by way of ``.grad``, which hooks can see. Where
+    ``counts``, a bool of shape (), is False, nothing is added.
+
+    >>> x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    >>> total = [torch.tensor(1.0), torch.tensor(2.0)]
+    >>> add_gradient(x * x, [x, y], total), total
+    ((tensor(7.), None), [tensor(7.), tensor(2.)])
+    """
+    task_of = graph_task
+    if task_of is None:
+        gradients = gradient_of(loss, inputs, seed)
+        return tuple(
+            None if gradient is None else tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
+            for tensor, gradient in zip(total, gradients, strict=True)
+        )
+    tasks: list[int] = []
+
+    def adding(tensor: Tensor) -> Any:
+        # What a hook returns replaces the gradient, which is freed then. A gradient that is taken by the same leaf
+        # inside of this backward belongs to another task, and stays as it is.
+        return lambda gradient: (
+            tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
+            if task_of() == tasks[0]
+            else None
+        )
+
+    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(task_of()))]  # type: ignore[no-untyped-call]
+    try:
+        for leaf, tensor in zip(inputs, total, strict=True):
+            hooks.append(leaf.register_hook(adding(tensor)))  # type: ignore[no-untyped-call]
+        return gradient_of(loss, inputs, seed)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def graph_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph that a tensor came from, each once.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> [type(node).__name__ for node in graph_of(2 * x)]
+    ['MulBackward0', 'AccumulateGrad']
+    """
+    seen: set[Any] = set()
+    open_nodes: list[Any] = [tensor.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [function for function, _ in node.next_functions]
+        yield node
+
+
+def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
+    """Refuse a loss whose graph goes where gradients would be lost without an error.
+
+    Args:
+        loss: what is about to be differentiated.
+        known: parameters that are no strangers; None: no parameter is.
+        leaves: what it is differentiated by. Others with their memory are those of another forward.
+
+    Raises:
+        ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
+            through a reentrant checkpoint.
+    """
+    family = None if known is None else set(map(id, known))
+    own = {leaf.data_ptr(): id(leaf) for leaf in leaves if is_plain(leaf) and leaf.numel()}
+    for node in graph_of(loss):
+        kind = type(node).__name__
+        if kind == "CheckpointFunctionBackward":
+            raise ModelError(
+                "the forward uses torch.utils.checkpoint with use_reentrant=True, which writes gradients to .grad and "
+                "would lose them here: write use_reentrant=False, as PyTorch recommends."
+            )
+        stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
+        # Of a parameter too, whose class is another one: its address is read through a tensor of torch's own.
+        place = None if stranger is None else stranger.detach()
+        if own and place is not None and is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
+            raise ModelError(
+                "the loss depends on a second forward of this batch, which an algorithm went through with the loop's "
+                "stages: by its parameters it isn't differentiated, so that gradient would be lost. Go through the "
+                "model twice in the forward of the task, pl.Task(forward=lambda model, batch: ...), or detach what "
+                "the second one gives."
+            )
+        if isinstance(stranger, nn.Parameter) and family is not None and id(stranger) not in family:
+            raise ModelError(
+                f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "
+                "so it would get no gradient: a loss, lambda or hook that holds on to a module uses that module's own "
+                "weights. Use the module that the forward is given; for a penalty on weights use state.params in "
+                "an algorithm at AFTER_LOSS. If it belongs to another network that is not trained, freeze it with "
+                "requires_grad_(False)."
+            )

@@ -1,0 +1,130 @@
+"""Sharded tensors (torch's DTensors): reading the local shard, and replacing it.
+
+torch.distributed is not imported here: a run without such tensors doesn't pay for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from pure_loop._internal.torch_private import dtensor_like
+from pure_loop._internal.torch_private import local_tensor as local_tensor
+from pure_loop.errors import ArgumentError, DistributedError
+
+__all__ = [
+    *("all_reduce_over_shards", "from_local", "full_tensor", "have_same_sharding", "is_sharded", "local_tensor"),
+    *("alone_on_rank", "map_local", "on_mesh", "shard_like"),
+]
+
+alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
+"""The name of the callback that runs on one of several ranks alone, while it runs; "": there is none."""
+
+
+def _refuse_alone() -> None:
+    """
+    Raises:
+        DistributedError: a callback on one rank alone begins a collective, for which it would wait for ever.
+    """
+    name = alone_on_rank.get()
+    if name:
+        raise DistributedError(
+            f"callback {name} runs on the first rank alone, and reads shards that all ranks read together, for which "
+            "it would wait for ever: write all_ranks = True in it, and record on self.rank == 0."
+        )
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor, of which this rank holds a shard.
+
+    >>> import torch
+    >>> is_sharded(torch.ones(2))
+    False
+    """
+    return hasattr(tensor, "to_local")
+
+
+def have_same_sharding(tensor: Any, before: Any) -> bool:
+    """Whether two tensors of one shape have the same placements and mesh; True where one of them is not sharded."""
+    if not (is_sharded(before) and is_sharded(tensor)):
+        return True
+    return tensor.placements == before.placements and tensor.device_mesh == before.device_mesh  # type: ignore[no-any-return]
+
+
+def full_tensor(tensor: Any) -> Any:
+    """The unsharded tensor; a collective, which all ranks have to call."""
+    if not is_sharded(tensor):
+        return tensor
+    _refuse_alone()
+    return tensor.full_tensor()
+
+
+def from_local(tensor: Any, part: Tensor) -> Any:
+    """A tensor sharded like this one, with ``part`` as the local shard."""
+    return dtensor_like(tensor, part) if is_sharded(tensor) else part
+
+
+def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor in parts as ``tensor`` is, so that an algorithm can compute with both.
+
+    Every rank is given the same whole tensor, and keeps its part: ranks don't talk. Where ``tensor`` isn't in parts (on
+    one rank, on replicated ones), it is ``whole`` itself.
+
+    Args:
+        whole: such as noise that each rank draws from the same seed; of any dtype.
+        tensor: one of the State's parameters or gradients, of the same shape and on the same device.
+
+    Raises:
+        ArgumentError: the shapes differ.
+
+    >>> import torch
+    >>> shard_like(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if whole.shape != tensor.shape:
+        raise ArgumentError(
+            f"shard_like(whole, tensor): whole has shape {tuple(whole.shape)}, and tensor has shape "
+            f"{tuple(tensor.shape)}, that of all its shards together; the two must be equal"
+        )
+    if not is_sharded(tensor) or is_sharded(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor  # already imported where tensors are sharded
+
+    placed: Any = tensor
+    parts = distribute_tensor(whole.detach(), placed.device_mesh, placed.placements, src_data_rank=None)
+    # A view of it would keep the whole of it.
+    return from_local(parts, local_tensor(parts).clone())  # type: ignore[no-any-return]
+
+
+def on_mesh(tensor: Any, mesh: Any) -> Any:
+    """A tensor in the same parts, over another mesh of the same shape."""
+    return dtensor_like(tensor, local_tensor(tensor), mesh)
+
+
+def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """An elementwise function of lists of tensors, applied to what this rank holds of them.
+
+    >>> import torch
+    >>> map_local(torch._foreach_neg, [torch.tensor(1.0)])
+    [tensor(-1.)]
+    """
+    if not any(map(is_sharded, lists[0])):
+        return list(function(*lists))
+    new = function(*[[local_tensor(tensor) for tensor in some] for some in lists])
+    return [from_local(old, part) for old, part in zip(lists[0], new, strict=True)]
+
+
+def all_reduce_over_shards(values: Tensor, tensor: Any, *, largest: bool = False) -> Tensor:
+    """Values computed from the part of ``tensor``, summed (or their largest) over the ranks that hold the others."""
+    _refuse_alone()
+    dist: Any = sys.modules["torch.distributed"]
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    values = values.clone()
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            dist.all_reduce(values, op=op, group=tensor.device_mesh.get_group(dimension))
+    return values

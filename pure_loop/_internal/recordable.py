@@ -1,0 +1,103 @@
+"""Values of any kind as numbers and tables, which loggers can hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop.errors import ArgumentTypeError
+
+__all__ = ["Table", "is_scalar", "recordable", "recordable_metrics"]
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a logger can plot it: a real number, or a tensor that holds one."""
+    return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+# Elements of a vector of which each has a name of its own.
+MOST_NAMES = 100
+
+Table: TypeAlias = tuple[list[str], list[list[Any]]]
+"""Columns and rows."""
+
+
+def recordable(name: str, value: Any) -> tuple[dict[str, Any], dict[str, Table]]:
+    """What loggers are given for a value of any kind: numbers by name, and tables by name.
+
+    Args:
+        name: that of the value, and the beginning of those of its parts.
+        value: a number, a tensor or array, or a mapping, list or tuple of such; anything else is a table of one cell.
+
+    >>> recordable("f1", {"a": 1.0, "b": torch.tensor([0.5, 0.25])})
+    ({'f1/a': 1.0, 'f1/b/0': tensor(0.5000), 'f1/b/1': tensor(0.2500)}, {})
+    >>> recordable("confusion", torch.tensor([[3, 1], [0, 4]]))
+    ({}, {'confusion': (['0', '1'], [[3, 1], [0, 4]])})
+
+    Raises:
+        ArgumentTypeError: a sharded tensor, whose value the ranks have to compute together.
+    """
+    if is_sharded(value):
+        raise ArgumentTypeError(
+            f"{name!r} is a sharded tensor (DTensor), and loggers take values that one rank has: record "
+            "value.full_tensor(), or pl.gradients.global_norm(...), in a callback with all_ranks = True, because all "
+            "ranks compute it together."
+        )
+    if is_scalar(value):
+        return {name: value}, {}
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        array = value.__array__()
+        value = torch.as_tensor(array) if array.dtype.kind in "biufc" else array.tolist()
+        return recordable(name, value) if isinstance(value, Tensor | list) else ({}, {name: (["value"], [[value]])})
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            return recordable(name, {"real": value.real, "imag": value.imag})
+        if value.ndim != 1 or value.numel() > MOST_NAMES or not value.numel():
+            return {}, {name: _table(value.detach())}
+        value = value.detach().unbind()
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        return {}, {name: (["value"], [[value]])}
+    numbers: dict[str, Any] = {}
+    tables: dict[str, Table] = {}
+    for key, part in parts:
+        more, others = recordable(f"{name}/{key}", part)
+        numbers |= more
+        tables |= others
+    return numbers, tables
+
+
+def _table(values: Tensor) -> Table:
+    """A row for each index along all axes but the last, and a column for each along the last one."""
+    if values.ndim == 1:
+        return ["index", "value"], [[index, value] for index, value in enumerate(values.tolist())]
+    columns = [str(column) for column in range(values.shape[-1])]
+    if values.ndim == 2:
+        return columns, values.tolist()
+    indices = itertools.product(*map(range, values.shape[:-1]))
+    rows = values.flatten(0, -2).tolist()
+    axes = [f"axis {axis}" for axis in range(values.ndim - 1)]
+    return [*axes, *columns], [[*index, *row] for index, row in zip(indices, rows, strict=True)]
+
+
+def recordable_metrics(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Table]]:
+    """The same for several values by name; where all are numbers, the mapping itself and no tables."""
+    if all(is_scalar(value) and not is_sharded(value) for value in metrics.values()):
+        return metrics, {}
+    numbers: dict[str, Any] = {}
+    tables: dict[str, Table] = {}
+    for name, value in metrics.items():
+        more, others = recordable(name, value)
+        numbers |= more
+        tables |= others
+    return numbers, tables

@@ -1,0 +1,121 @@
+"""Reprs: what a value is, in one line, without reading numbers out of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from pure_loop._internal.signatures import name_of
+
+__all__ = ["call", "cell", "changed_fields", "kind", "shown", "table"]
+
+# Items of a container that are shown.
+_MOST = 6
+
+
+def kind(tensor: Tensor) -> str:
+    """The shape, dtype and, where it isn't the CPU, device of a tensor.
+
+    >>> import torch
+    >>> kind(torch.zeros(2, 3))
+    'tensor (2, 3) float32'
+    """
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"tensor {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{device}"
+
+
+def shown(value: Any) -> str:
+    """A value inside a repr: tensors by shape and dtype, functions by name, data by what it is.
+
+    A class whose values are written otherwise in a call than by their repr has a method ``in_a_call``.
+
+    >>> import torch
+    >>> shown([torch.zeros(2), 3])
+    '[tensor (2,) float32, 3]'
+    """
+    if isinstance(value, Tensor):
+        return kind(value)
+    written = getattr(type(value), "in_a_call", None)
+    if written is not None:
+        return str(written(value))
+    if type(value) in (list, tuple, set, frozenset, dict):
+        return _items(value)
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, type) or (callable(value) and not attrs.has(type(value))):
+        return name_of(value)
+    text = repr(value)
+    return text if len(text) <= 200 and " at 0x" not in text else data(value)
+
+
+def _items(value: Any) -> str:
+    if type(value) is dict:
+        items = [f"{key!r}: {shown(item)}" for key, item in _first(value.items())]
+        opening, closing = "{", "}"
+    else:
+        items = [shown(item) for item in _first(value)]
+        opening, closing = ("(", ")") if isinstance(value, tuple) else ("[", "]") if isinstance(value, list) else "{}"
+    if len(value) > _MOST:
+        items.append(f"... {len(value) - _MOST} more")
+    elif isinstance(value, tuple) and len(items) == 1:
+        items[0] += ","
+    return f"{opening}{', '.join(items)}{closing}"
+
+
+def _first(items: Iterable[Any]) -> list[Any]:
+    return [item for item, _ in zip(items, range(_MOST), strict=False)]
+
+
+def data(value: Any) -> str:
+    """The type of some data, and how many batches or items it has, where it says so."""
+    try:
+        size = f" of {len(value)}"
+    except Exception:  # a __len__ of user code may raise anything, and a repr may not
+        size = ""
+    return f"{type(value).__name__}{size}"
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """The call that makes a value.
+
+    >>> call("sam", {"rho": 0.05})
+    'sam(rho=0.05)'
+    """
+    return f"{name}({', '.join(f'{argument}={shown(value)}' for argument, value in arguments.items())})"
+
+
+def changed_fields(record: Any) -> dict[str, Any]:
+    """The fields of an attrs record that have another value than their default, by name."""
+    result = {}
+    for field in attrs.fields(type(record)):
+        if field.init and field.repr:
+            value, default = getattr(record, field.name), field.default
+            if value is not default and not (type(value) is type(default) and value == default):
+                result[field.alias or field.name] = value
+    return result
+
+
+def cell(value: Any) -> str:
+    """A value in a table: a number where it is in RAM, else what :func:`shown` says.
+
+    >>> import torch
+    >>> cell(torch.tensor(0.25)), cell(torch.zeros(2))
+    ('0.25', 'tensor (2,) float32')
+    """
+    # A subclass of Tensor may give its number otherwise, or wait for other ranks.
+    if type(value) is Tensor and value.shape == () and value.device.type == "cpu" and not value.is_complex():
+        value = value.item()
+    return f"{value:.6g}" if isinstance(value, float) else shown(value)
+
+
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), caption: str = "") -> str:
+    """An HTML table; every text in it is escaped."""
+    import html  # notebooks alone need it
+
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    titles = f"<tr>{''.join(f'<th>{html.escape(text)}</th>' for text in head)}</tr>" if head else ""
+    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{title}{titles}{lines}</table>"

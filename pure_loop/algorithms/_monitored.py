@@ -1,0 +1,253 @@
+"""A metric that an algorithm compares: which one, where its value is found, and which of two values is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import torch
+
+from pure_loop._internal.arguments import is_integer
+from pure_loop._internal.suggestions import nearest
+from pure_loop.callback import Run
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.recorder import losses, recordable
+from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.ranges import Range, Setting
+from pure_loop.state import State
+from pure_loop.time import Time, TimeUnit
+
+__all__ = [
+    "BOUNDARIES",
+    "COUNTED",
+    "Compared",
+    "Mode",
+    "Monitored",
+    "Patience",
+    "counts_of",
+    "known_mode",
+    "no_losses",
+    "passed_since",
+]
+
+Mode: TypeAlias = Literal["min", "max"]
+# What an algorithm does with the next value of the metric.
+Compared: TypeAlias = Callable[[State, float], State]
+
+# Where a stop is set: EPOCH_END serves order="2021", which has no checkpoint events.
+BOUNDARIES = (Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT)
+
+COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
+
+_MODES: dict[str, Mode] = {
+    **dict.fromkeys(("loss", "perplexity", "expected_calibration_error", "error", "mse", "mae", "nll"), "min"),
+    **dict.fromkeys(("accuracy", "top_k", "f1", "dice", "mean_iou", "map", "auroc", "precision", "recall"), "max"),
+}
+
+
+def known_mode(name: str) -> Mode | None:
+    """Whether less or more of a metric is better, from its name without the evaluator's label; None: not known."""
+    return next((_MODES[part] for part in reversed(name.split("/")) if part in _MODES), None)
+
+
+@attrs.frozen
+class Patience(Range):
+    """A whole number of evaluations, or an amount of training; never 0."""
+
+    typical: tuple[Any, ...] | None = None
+
+    def read(self, setting: Setting, value: Any) -> int | Time:
+        where = f"{setting.where}: {setting.name}={value!r}"
+        if isinstance(value, Time | str):
+            try:
+                time = Time.parse(value)
+            except ArgumentError:
+                time = None  # what Time.parse says of a number, that it counts epochs, isn't so here
+            if not time or time.unit not in COUNTED:
+                raise ArgumentError(
+                    f'{where}: write a number of evaluations, 3, or an amount of training such as "3ep" or "1000ba".'
+                )
+            return time
+        if not is_integer(value):
+            raise ArgumentTypeError(f'{where}: write a whole number of evaluations, or a time such as "3ep".')
+        if value < 1:
+            raise ArgumentError(f"{where}: it is at least 1 evaluation.")
+        return int(value)
+
+    def in_words(self, setting: Setting) -> str:
+        return 'evaluations, or a time above 0 such as `"3ep"`'
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return 0, -1, "0ep", "soon", 1.5, True, "10s", "0.5dur"
+
+
+@attrs.frozen
+class Monitored:
+    """The metric that an algorithm compares.
+
+    Attributes:
+        where: the algorithm's factory, for errors.
+        name: the metric: ``"val/accuracy"`` of the evaluator ``val``; ``"train/loss"`` and ``"train/loss/<part>"`` of
+            training.
+        mode: whether less is better, or more.
+    """
+
+    where: str
+    name: str
+    mode: Mode
+
+    @classmethod
+    def read(cls, where: str, metric: str, mode: Mode | None) -> Monitored:
+        """
+        Raises:
+            ArgumentError: a name without a label, or a metric of which it isn't known which value is better.
+        """
+        label, _, inside = metric.partition("/")
+        if not label or not inside:
+            raise ArgumentError(
+                f"{where}: metric={metric!r}: write the evaluator's label and the metric's name, \"val/loss\", or "
+                '"train/loss".'
+            )
+        mode = mode or known_mode(inside)
+        if mode is None:
+            near = nearest(inside, _MODES) or next((name for name in _MODES if name.startswith(inside)), None)
+            meant = "" if near is None else f" If {label + '/' + near!r} is meant, write that."
+            raise ArgumentError(
+                f'{where}: metric={metric!r}: whether less or more of it is better is not known; write mode="min" or '
+                f'mode="max".{meant}'
+            )
+        return cls(where, metric, mode)
+
+    @property
+    def of_training(self) -> bool:
+        """Whether it is the loss of training."""
+        return self.name == "train/loss" or self.name.startswith("train/loss/")
+
+    @property
+    def label(self) -> str:
+        """That of the evaluator."""
+        return self.name.partition("/")[0]
+
+    def bind(self, run: Run) -> None:
+        """Refuse a run that has no such metric, as far as that can be told before it begins.
+
+        Raises:
+            ArgumentError: names the metrics that there are.
+        """
+        if self.of_training and run.function == "fit":
+            return
+        metrics = run.metrics.get(self.label, ())
+        names = DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics]
+        inside = self.name.partition("/")[2]
+        if any(inside == name or inside.startswith(f"{name}/") for name in names):
+            return
+        there = ["train/loss"] if run.function == "fit" else []
+        for label, listed in run.metrics.items():
+            there += [f"{label}/{name}" for name in (DEFAULT_NAMES if listed is None else [m.name for m in listed])]
+        if self.name in there:
+            raise ArgumentError(
+                f"{self.where}: metric={self.name!r}: the label of its evaluator contains a slash, which separates a "
+                "label from a metric: give the evaluator a label without one."
+            )
+        raise ArgumentError(f"{self.where}: there is no metric {self.name!r}{self._instead(there)}")
+
+    def value(self, state: State) -> float:
+        """The metric's value at EVAL_END of its evaluator; waits for the device.
+
+        Raises:
+            ArgumentError: there is none, or it is no number; names those that there are.
+        """
+        numbers: dict[str, Any] = {}
+        for name, value in state.metrics.get(self.label, {}).items():
+            numbers |= recordable(f"{self.label}/{name}", value)[0]
+        if self.name not in numbers:
+            raise ArgumentError(f"{self.where}: there is no number {self.name!r}{self._instead(list(numbers))}")
+        return float(numbers[self.name])
+
+    def loss(self, state: State) -> Any:
+        """The loss of the batch that ended; shape ().
+
+        Raises:
+            ArgumentError: the loss has no such part.
+        """
+        parts = losses(state.loss)
+        if self.name not in parts:
+            raise ArgumentError(f"{self.where}: the loss has no part {self.name!r}{self._instead(list(parts))}")
+        return parts[self.name]
+
+    def _instead(self, there: list[str]) -> str:
+        near = nearest(self.name, there)
+        return f"{f'; did you mean {near!r}?' if near else ';'} there is {', '.join(map(repr, there)) or 'none'}."
+
+    def of_evaluations(self, compared: Compared) -> Callable[[State], State]:
+        """The handler of EVAL_END that passes the value of each evaluation to ``compared``."""
+
+        def evaluated(state: State) -> State:
+            return compared(state, self.value(state)) if state.evaluator == self.label else state
+
+        return evaluated
+
+    def of_batches(
+        self, name: str, compared: Compared, is_due: Callable[[State], bool] = lambda state: True
+    ) -> tuple[Callable[[State], State], Callable[[State], State]]:
+        """Two handlers for the loss of training: one that adds up batches, one that passes their mean to ``compared``.
+
+        Args:
+            name: the algorithm's, whose state has the sum as ``totals`` (:func:`no_losses`).
+            compared: what the algorithm does with a value.
+            is_due: when the mean is compared, and the next sum begins.
+        """
+
+        def add_up(state: State) -> State:
+            memory = state.algorithm_state[name]
+            return state.remember(name, FrozenDict({**memory, "totals": _with_loss(memory["totals"], self, state)}))
+
+        def compare_mean(state: State) -> State:
+            totals = state.algorithm_state[name]["totals"]
+            if not totals["samples"] or not is_due(state):
+                return state
+            state = compared(state, _mean_of(totals))
+            return state.remember(name, FrozenDict({**state.algorithm_state[name], "totals": no_losses(state)}))
+
+        return add_up, compare_mean
+
+    def is_better(self, value: float, best: float, min_delta: float = 0.0) -> bool:
+        """Whether a value is better than the best so far by more than ``min_delta``; NaN never is, and all are than it.
+
+        >>> Monitored("early_stopping", "val/loss", "min").is_better(0.5, 0.6, 0.2)
+        False
+        """
+        if math.isnan(value) or math.isnan(best):
+            return not math.isnan(value)
+        return value < best - min_delta if self.mode == "min" else value > best + min_delta
+
+
+def no_losses(state: State) -> FrozenDict[str, Any]:
+    """The sum of no batch's losses: ``loss``, float64 of shape () on the State's device, and ``samples``, an int."""
+    return FrozenDict(loss=torch.zeros((), dtype=torch.float64, device=state.device), samples=0)
+
+
+def _with_loss(totals: FrozenDict[str, Any], monitored: Monitored, state: State) -> FrozenDict[str, Any]:
+    """The sum with the loss of the batch that ended, weighted by its samples; does not wait for the device."""
+    samples = state.timestamp.sample - state.previous_timestamp.sample
+    loss = monitored.loss(state).detach().to(totals["loss"])
+    return FrozenDict(loss=totals["loss"] + samples * loss, samples=totals["samples"] + samples)
+
+
+def _mean_of(totals: FrozenDict[str, Any]) -> float:
+    """The mean over samples; waits for the device."""
+    return float(totals["loss"]) / float(totals["samples"])
+
+
+def counts_of(state: State) -> dict[str, int | float]:
+    """How much training is finished: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``."""
+    return {unit.name.lower(): state.timestamp.get(unit) for unit in COUNTED}
+
+
+def passed_since(patience: Time, since: Mapping[str, int | float], state: State) -> bool:
+    """Whether so much training has passed since these counts."""
+    return state.timestamp.get(patience.unit) - since[patience.unit.name.lower()] >= patience.value

@@ -1,0 +1,152 @@
+"""Early stopping: training ends where a metric has not become better for a while.
+
+With the value ``v`` of an evaluation and the best one so far, ``b``::
+
+    better:  v < b - min_delta     (mode="min"; v > b + min_delta for "max")
+    stop:    patience or more has passed since the evaluation of b
+
+Early stopping as a regulariser: https://doi.org/10.1007/3-540-49430-8_3 (Prechelt, 1998).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._monitored import (
+    BOUNDARIES,
+    Monitored,
+    Patience,
+    counts_of,
+    no_losses,
+    passed_since,
+)
+from pure_loop.cadence import every
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.ranges import AtLeast, Duration, Name, checked
+from pure_loop.state import State
+from pure_loop.time import Time
+
+__all__ = ["early_stopping", "restored"]
+
+
+@checked
+def early_stopping(
+    metric: Annotated[str, Name(typical=("train/loss",))] = "val/loss",
+    *,
+    mode: Literal["min", "max"] | None = None,
+    patience: Annotated[int | str | Time, Patience(typical=(1000,))] = "3ep",
+    min_delta: Annotated[float, AtLeast(0)] = 0.0,
+    best: Literal["keep"] | None = "keep",
+    interval: Annotated[str | int | Time, Duration(typical=("1ba", "1ep"))] = "1ep",
+    name: str = "early_stopping",
+) -> Algorithm:
+    """Stops training where a metric has not become better for ``patience``; :func:`restored` gives the best State.
+
+    The metric is compared at EVAL_END of its evaluator, where it is read from the device, and training ends at the
+    checkpoint event that follows, as if ``max_duration`` were reached. The best value, when it was, and the parameters
+    of that evaluation are in ``algorithm_state``: a run that is resumed stops where it would have stopped. A State that
+    has stopped trains on after ``state.replace(stop=False)``.
+
+    Args:
+        metric: ``"<label>/<metric>"`` of an evaluator, as it is logged, or ``"train/loss"``: the mean loss of the
+            batches in each ``interval``, weighted by their samples.
+        mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
+        patience: evaluations without a better value after which training ends, or how much training: ``"3ep"``.
+        min_delta: by how much a value has to be better.
+        best: ``"keep"``: keep the best parameters and buffers, those that were evaluated; None: the values alone.
+        interval: how often the loss of training is compared; of no effect on evaluators.
+        name: another one, if there are several.
+
+    State: ``best`` (float64, shape (), NaN before the first value), ``since`` (what was finished at that evaluation,
+    and the ``evaluations`` after it), ``stop`` (a bool), and with ``best="keep"`` ``params`` and ``buffers``.
+
+    Raises:
+        ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not.
+        ArgumentTypeError: a setting of another type.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...     optimizer=pl.optim.sgd(lr=0.0), max_duration="100ep", evaluators={"val": data},
+    ...     algorithms=[early_stopping("val/loss", patience=2)])
+    >>> pl.run(stream).timestamp.epoch
+    3
+    """
+    monitored = Monitored.read("early_stopping", metric, mode)
+    read_patience = Time.parse(patience) if isinstance(patience, str) else patience
+    cadence = every(interval)
+
+    def start(state: State) -> FrozenDict[str, Any]:
+        kept = FrozenDict(params=state.params, buffers=state.buffers) if best == "keep" else FrozenDict()
+        return FrozenDict(
+            best=torch.tensor(torch.nan, dtype=torch.float64),
+            since=_now(state, 0),
+            stop=False,
+            **(FrozenDict(totals=no_losses(state)) if monitored.of_training else FrozenDict()),
+            **kept,
+        )
+
+    def compared(state: State, value: float) -> State:
+        memory = dict(state.algorithm_state[name])
+        if monitored.is_better(value, float(memory["best"]), min_delta):
+            memory |= {"best": torch.tensor(value, dtype=torch.float64), "since": _now(state, 0)}
+            if best == "keep":
+                memory |= {"params": state.params, "buffers": state.buffers}
+        else:
+            since = memory["since"]
+            evaluations = since["evaluations"] + 1
+            memory["since"] = FrozenDict({**since, "evaluations": evaluations})
+            if isinstance(read_patience, Time):
+                memory["stop"] = passed_since(read_patience, since, state)
+            else:
+                memory["stop"] = evaluations >= read_patience
+        return state.remember(name, FrozenDict(memory))
+
+    def is_due(state: State) -> bool:
+        return cadence.at(state, Event.BATCH_END if state.event is Event.BATCH_CHECKPOINT else Event.EPOCH_END)
+
+    def stop(state: State) -> State:
+        memory = state.algorithm_state[name]
+        if not memory["stop"]:
+            return state
+        # Not set any more: a State that trains on stops at the next evaluation without a better value.
+        return state.remember(name, FrozenDict({**memory, "stop": False})).replace(stop=True)
+
+    add_up, compare_mean = monitored.of_batches(name, compared, is_due)
+    handlers: dict[Any, Any] = {BOUNDARIES: (compare_mean, stop), Event.BATCH_END: add_up}
+    if not monitored.of_training:
+        handlers = {Event.EVAL_END: monitored.of_evaluations(compared), BOUNDARIES: stop}
+    return Algorithm(name, handlers, init=start, bind=monitored.bind)
+
+
+def _now(state: State, evaluations: int) -> FrozenDict[str, int | float]:
+    return FrozenDict({**counts_of(state), "evaluations": evaluations})
+
+
+def restored(state: State, name: str = "early_stopping") -> State:
+    """The State with the best parameters and buffers that :func:`early_stopping` kept, to evaluate or to export.
+
+    Raises:
+        ArgumentError: the State has kept none under this name.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...     optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", evaluators={"val": data},
+    ...     algorithms=[early_stopping("val/loss")]))
+    >>> restored(state).module()
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+    memory = state.algorithm_state.get(name)
+    if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
+        raise ArgumentError(
+            f"this State has no best parameters under {name!r}: it has algorithm state of "
+            f"{sorted(state.algorithm_state)}. Train with algorithms=[pl.algorithms.early_stopping(best='keep')]."
+        )
+    return state.replace(params=memory["params"], buffers=memory["buffers"])

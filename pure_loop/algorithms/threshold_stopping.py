@@ -1,0 +1,91 @@
+"""Threshold stopping: training ends where a metric is as good as it has to be.
+
+With the value ``v``::
+
+    stop:  v <= threshold     (mode="min"; v >= threshold for "max")
+
+Time to a quality is measured like this: https://arxiv.org/abs/1910.01500 (MLPerf).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._monitored import BOUNDARIES, Monitored
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.ranges import Name, Number, OneOf, checked
+from pure_loop.state import State
+
+__all__ = ["threshold_stopping"]
+
+
+@checked
+def threshold_stopping(
+    metric: Annotated[str, Name(typical=("train/loss",))] = "val/accuracy",
+    threshold: Annotated[float, Number(typical=(-2000.0, -1000.0))] = 0.9,
+    mode: Annotated[Literal["min", "max"] | None, OneOf("min", "max", typical=())] = None,
+    at: Annotated[Literal["eval", "batch"], OneOf("eval", "batch", typical=("batch",))] = "eval",
+    *,
+    name: str = "threshold_stopping",
+) -> Algorithm:
+    """Stops training where a metric reaches ``threshold``.
+
+    The metric is compared at EVAL_END of its evaluator, and training ends at the checkpoint event that follows, as if
+    ``max_duration`` were reached. The decision is in ``algorithm_state``: a run that is resumed in between stops, too.
+
+    Args:
+        metric: ``"<label>/<metric>"`` of an evaluator, as it is logged; ``"train/loss"`` with ``at="batch"``.
+        threshold: the value that stops training; it is reached where it is equalled.
+        mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
+        at: ``"eval"``: compare at evaluations; ``"batch"``: compare the loss of each batch, for which each
+            BATCH_CHECKPOINT waits for the device.
+        name: another one, if there are several.
+
+    Raises:
+        ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not.
+        ArgumentTypeError: a setting of another type.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...     optimizer=pl.optim.sgd(lr=0.1), max_duration="100ep", evaluators={"val": data},
+    ...     algorithms=[threshold_stopping("val/loss", 0.01)])
+    >>> pl.run(stream).timestamp.epoch < 100
+    True
+    """
+    monitored = Monitored.read("threshold_stopping", metric, mode)
+    if (at == "batch") is not monitored.of_training:
+        right = 'at="batch"' if monitored.of_training else 'metric="train/loss"'
+        raise ArgumentError(f"threshold_stopping: metric={metric!r} with at={at!r}: write {right}.")
+
+    def start(state: State) -> FrozenDict[str, Any]:
+        return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False)
+
+    def is_reached(value: float) -> bool:
+        return value <= threshold if monitored.mode == "min" else value >= threshold
+
+    def evaluated(state: State) -> State:
+        if state.evaluator != monitored.label:
+            return state
+        memory = state.algorithm_state[name]
+        return state.remember(name, FrozenDict({**memory, "stop": is_reached(monitored.value(state))}))
+
+    def note(state: State) -> State:
+        memory = state.algorithm_state[name]
+        value = monitored.loss(state).detach().to(memory["value"])
+        return state.remember(name, FrozenDict({**memory, "value": value}))
+
+    def stop(state: State) -> State:
+        memory = state.algorithm_state[name]
+        if not (is_reached(float(memory["value"])) if monitored.of_training else memory["stop"]):
+            return state
+        unset = FrozenDict(value=torch.full_like(memory["value"], torch.nan), stop=False)
+        return state.remember(name, unset).replace(stop=True)
+
+    observed = {Event.BATCH_END: note} if monitored.of_training else {Event.EVAL_END: evaluated}
+    return Algorithm(name, {**observed, BOUNDARIES: stop}, init=start, bind=monitored.bind)

@@ -1,0 +1,33 @@
+"""What computes with the model beside training: refused where ranks would have to compute it together."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop.errors import ArgumentError
+from pure_loop.state import State
+
+__all__ = ["refuse_collectives"]
+
+
+def refuse_collectives(state: State, ranks: int, where: str, instead: str = "") -> None:
+    """
+    Args:
+        state: whose model would be computed on this rank alone.
+        ranks: how many train together.
+        where: the callback, for the error.
+        instead: what to write instead, if there is anything.
+
+    Raises:
+        ArgumentError: its forward is a collective: parameters are sharded, or a module is a ``SyncBatchNorm``.
+    """
+    sharded = any(map(is_sharded, state.params.values()))
+    if sharded or (
+        ranks > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in state.model.skeleton.modules())
+    ):
+        what = "sharded parameters" if sharded else "SyncBatchNorm on several ranks"
+        raise ArgumentError(
+            f"{where} computes a forward beside training on one rank, and a model with {what} can't be computed on one"
+            f"{': ' if instead else '.'}{instead}"
+        )

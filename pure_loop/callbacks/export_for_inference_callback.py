@@ -1,0 +1,96 @@
+"""Exports the model where training ends: a module, a graph or weights, in a file that loads without pure_loop."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from torch import nn
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop.algorithms.ema import averaged
+from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.checkpoint.export import export_module, refuse_sample, try_to_export, try_to_write
+from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.ranges import Name, checked
+from pure_loop.state import State
+
+__all__ = ["ExportForInferenceCallback"]
+
+
+@checked
+class ExportForInferenceCallback(Callback):
+    """Writes the trained model in eval mode to a file at FIT_END, whole or not at all, and reads it back.
+
+    What would fail then is tried at FIT_START: a model that can't be traced or pickled, an average that there is not, a
+    path that can't be written to. Where each rank holds a shard of the parameters (``parallel="shard"``) all ranks
+    gather them, and the first one writes.
+
+    Args:
+        path: where to; its folder is made, and a URL is opened by fsspec.
+        format: ``"module"``: the module itself, by pickle, ``torch.load(path, weights_only=False)``;
+            ``"torch.export"``: its graph, which needs no code of the model, ``torch.export.load(path).module()``;
+            ``"safetensors"``: its parameters and buffers by the names of ``state_dict()``.
+        sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
+            keyword arguments.
+        average: the name of an average of the weights to export, such as ``"ema"``; None: the weights.
+        dynamic_batch: whether a graph takes batches of any size: the first dimension of the sample's tensors.
+        verify: compare the weights in the file, and with a sample its outputs, with the model's.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a setting of another type, or a graph without a sample; at FIT_START: no
+            average of this name, or a path that is a folder.
+        ExportError: at FIT_START: the model can't be exported; at FIT_END: what was read back differs.
+        CheckpointWriteError: (an OSError) at FIT_START, where the path can't be written to.
+
+    >>> import pathlib, tempfile, torch, pure_loop as pl
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "model.pt")
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...                       optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
+    ...                       callbacks=[ExportForInferenceCallback(path, sample=data[0][0])]))
+    >>> torch.load(path, weights_only=False)
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+
+    # Of a sharded State each rank holds a part, and all of them gather it.
+    all_ranks = True
+
+    def __init__(
+        self,
+        path: PathLike,
+        format: Literal["module", "torch.export", "safetensors"] = "module",
+        sample: Any = None,
+        *,
+        average: Annotated[str | None, Name()] = None,
+        dynamic_batch: bool = True,
+        verify: bool = True,
+    ) -> None:
+        storage_of(path)
+        self.path = os.fspath(path)
+        refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
+        self._format = format
+        self._sample = sample
+        self._average = average
+        self._dynamic_batch = dynamic_batch
+        self._verify = verify
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        module = self._module(state)
+        if module is not None:
+            try_to_write(self.path)
+            try_to_export(module, self._format, sample=self._sample, dynamic_batch=self._dynamic_batch)
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        module = self._module(state)
+        if module is not None:
+            options = {"sample": self._sample, "dynamic_batch": self._dynamic_batch, "verify": self._verify}
+            export_module(module, self.path, self._format, **options)
+            logger.log_file("export", self.path)
+
+    def _module(self, state: State) -> nn.Module | None:
+        """What is exported; None on other ranks than the first."""
+        if self.rank and not any(map(is_sharded, state.params.values())):
+            return None
+        module = (state if self._average is None else averaged(state, self._average)).module(training=False)
+        return None if self.rank else module

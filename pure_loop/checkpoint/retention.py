@@ -1,0 +1,166 @@
+"""Which checkpoints of a folder stay: the last few, and the best few by a metric."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import attrs
+
+from pure_loop.errors import ArgumentError
+from pure_loop.time import Timestamp
+
+__all__ = ["Names", "Saved", "check_links", "expired", "is_name", "ranked"]
+
+
+@attrs.frozen
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        name: of the file.
+        batch: how many were finished.
+        score: what the metric was there; None if it wasn't measured there.
+    """
+
+    name: str
+    batch: int
+    score: float | None
+
+
+def expired(saved: list[Saved], *, last: int | None, best: int | None, largest: bool) -> list[Saved]:
+    """Those that needn't be kept; the newest is never among them.
+
+    Args:
+        saved: oldest first.
+        last: how many of the newest stay; None: all, or with ``best`` one.
+        best: how many of the best stay, older ones first where they are as good.
+        largest: whether a larger score is better.
+
+    >>> files = [Saved("a", 1, 0.1), Saved("b", 2, 0.9), Saved("c", 3, 0.5), Saved("d", 4, None)]
+    >>> [each.name for each in expired(files, last=1, best=1, largest=True)]
+    ['a', 'c']
+    """
+    if last is None and best is None:
+        return []
+    kept = set(_last_of_batches(saved)[-(last or 1) :])
+    kept |= set(ranked(saved, largest=largest)[: best or 0])
+    return [file for file in saved if file not in kept]
+
+
+def ranked(saved: list[Saved], *, largest: bool) -> list[Saved]:
+    """Those that have a score, the best first, and older ones first where they are as good.
+
+    Args:
+        saved: oldest first; of one batch, the end of it and that of its epoch, the later counts.
+        largest: whether a larger score is better.
+
+    >>> files = [Saved("a", 1, 0.1), Saved("b", 2, 0.9), Saved("c", 3, 0.9), Saved("d", 4, None)]
+    >>> [file.name for file in ranked(files, largest=True)]
+    ['b', 'c', 'a']
+    """
+    scores = [
+        (file.score, file) for file in _last_of_batches(saved) if file.score is not None and file.score == file.score
+    ]
+    return [file for _, file in sorted(scores, key=lambda pair: -pair[0] if largest else pair[0])]
+
+
+def _last_of_batches(saved: list[Saved]) -> list[Saved]:
+    return list({file.batch: file for file in saved}.values())
+
+
+def is_name(text: str) -> bool:
+    """Whether a file of a folder can have this name.
+
+    >>> is_name("latest"), is_name("a/b"), is_name(".."), is_name("x" * 256)
+    (True, False, False, False)
+    """
+    try:
+        size = len(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+    return 0 < size <= _LONGEST and text not in (".", "..") and "/" not in text and "\0" not in text
+
+
+# In bytes, on nearly all file systems.
+_LONGEST = 255
+
+
+def check_links(*endings: str, latest: Any, best: Any) -> None:
+    """Check the names of links.
+
+    Args:
+        endings: of the names of checkpoints, which no link can have.
+        latest, best: names of links; None: no link.
+
+    Raises:
+        ArgumentError: a name that no link can have, or that another one has.
+    """
+    for argument, name in (("latest", latest), ("best", best)):
+        if name is not None and (not isinstance(name, str) or not is_name(name)):
+            raise ArgumentError(
+                f'{argument}={name!r}: the name of a link in the folder, such as "{argument}", or None.'
+            )
+        for ending in endings:
+            if name is not None and name.endswith(ending):
+                raise ArgumentError(f"{argument}={name!r}: names that end with {ending!r} are those of checkpoints.")
+    if latest is not None and latest == best:
+        raise ArgumentError(f"latest={latest!r} and best={best!r}: each link needs a name of its own.")
+
+
+class Names:
+    """The names of files by a pattern such as ``"ep{epoch}-ba{batch}.safetensors"``.
+
+    Raises:
+        ArgumentError: it names something else than counts of a timestamp, or another folder.
+
+    >>> from pure_loop import Timestamp
+    >>> names = Names("ep{epoch}-ba{batch:05}.safetensors", ".safetensors")
+    >>> names.of(Timestamp(epoch=2, batch=30))
+    'ep2-ba00030.safetensors'
+    >>> names.match("ep2-ba00030.safetensors"), names.match("mine.safetensors")
+    (True, False)
+    """
+
+    def __init__(self, pattern: Any, suffix: str) -> None:
+        self._pattern = pattern
+        try:
+            name = pattern.format(**_counts(Timestamp()))
+        except (AttributeError, KeyError, IndexError, ValueError) as error:
+            raise ArgumentError(
+                f"filename={pattern!r}: write a name with counts of the timestamp in braces, such as "
+                f"'ep{{epoch}}-ba{{batch}}{suffix}'; there are {', '.join(_counts(Timestamp()))}."
+            ) from error
+        if not name.endswith(suffix) or name.startswith(".") or "\\" in name or not is_name(name):
+            raise ArgumentError(
+                f"filename={pattern!r}: a name in the folder that ends with {suffix!r}, not hidden, of at most "
+                f"{_LONGEST} bytes and without a folder of its own, such as 'ep{{epoch}}-ba{{batch}}{suffix}'."
+            )
+        parts = re.split(r"\{[^{}]*\}", pattern)
+        self._known = re.compile(r"[0-9]+".join(map(re.escape, parts)))
+        if not self.match(self.of(_LARGE)):
+            raise ArgumentError(
+                f"filename={pattern!r}: counts are written in digits alone, as {{batch}} or {{batch:06}}."
+            )
+        if not is_name(self.of(_LARGE)):
+            raise ArgumentError(
+                f"filename={pattern!r}: with counts of millions the name is longer than {_LONGEST} bytes; give a "
+                "shorter one."
+            )
+
+    def of(self, timestamp: Timestamp) -> str:
+        return self._pattern.format(**_counts(timestamp))  # type: ignore[no-any-return]
+
+    def match(self, name: str) -> bool:
+        """Whether the pattern gives such names."""
+        return self._known.fullmatch(name) is not None
+
+
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    names = (field.name for field in attrs.fields(Timestamp))
+    return {name: getattr(timestamp, name) for name in names if name in _NAMED}
+
+
+_LARGE = Timestamp(epoch=1234567, batch=1234567, sample=1234567, token=1234567, iteration=1234567)
+_NAMED = frozenset({"epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration"})

@@ -1,0 +1,247 @@
+"""torch's DataLoaders as sources: their order and their seeds are ours, their workers and collate theirs."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pure_loop._internal.torch_private import iterator_of_loader
+from pure_loop.data import samplers as _samplers
+from pure_loop.data import workers as _loaders
+from pure_loop.data.copies import Private
+from pure_loop.data.passes import Passes
+from pure_loop.data.source import (
+    END,
+    Batches,
+    Iterated,
+    Part,
+    Share,
+    Source,
+    at_epoch,
+    has_epochs,
+    is_independent,
+    iterator_made,
+    shut,
+)
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.random import derive
+
+__all__ = ["kind"]
+
+
+def kind(loader: Any) -> type[Source] | None:
+    """The source that serves this DataLoader; None for what is no DataLoader.
+
+    Raises:
+        ArgumentTypeError: it is a dataset.
+    """
+    if isinstance(loader, DataLoader):
+        return _Indexed if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset) else _Rebuilt
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ArgumentTypeError(
+            f"{type(loader).__name__} is a dataset: it gives samples where batches are needed; write "
+            "DataLoader(dataset, batch_size=...), or DataLoader(dataset, batch_size=None) where its items are batches "
+            "already"
+        )
+    return None
+
+
+class _Indexed(Source):
+    """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
+        self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
+        self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._passes: Passes[Any] = Passes(
+            lambda: Private(self._sampler, shared=(loader.dataset,), seeds=True),
+            self._indices,
+            limit=limit,
+            continues=limit is not None and self.loader_length is None,
+            independent=lambda copy: _samplers.guards_itself(copy.value),
+            stream=stream,
+        )
+        self._free = _loaders.draws_nothing(loader)
+        self._table = _loaders.is_table(loader)
+        self._pool: _loaders.Refillable | None = None
+        self._pool_is_busy = False
+
+    @property
+    def described(self) -> dict[str, Any]:
+        loader, described = self._loader, super().described
+        if not described:
+            return described
+        try:
+            samples = len(loader.dataset)
+        except (TypeError, NotImplementedError, AttributeError):  # its sampler knows what there is
+            samples = None
+        return {
+            **described,
+            "samples": samples,
+            "batch_size": loader.batch_size,
+            "order": type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__,
+            "sampler": type(loader.sampler).__name__,
+        }
+
+    @property
+    def repeats(self) -> bool:
+        # Workers are started once an evaluation needs them.
+        return bool(self._loader.num_workers == 0)
+
+    @property
+    def batches_stay(self) -> bool:
+        return self._free or self._loader.num_workers > 0 or _loaders.collates_by_default(self._loader)
+
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        return self.batches_stay or self._loader.pin_memory
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        with closing(self._passes.epoch(epoch, start, seen)) as order:
+            if self._share is None or not self._shares:
+                yield from self._load(order, epoch, start)
+            else:
+                yield from self._load_share(order, epoch, start, self._share)
+
+    def _indices(self, sampler: Private, number: int) -> Iterator[Any]:
+        limit = None if self._passes.continues else self._limit
+        return _samplers.indices(sampler, derive(self._seed, number, "order"), number, limit)
+
+    def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
+        """This rank's samples alone. Positions, and so seeds, count whole batches."""
+        parts: deque[Part] = deque()  # of what is being loaded: workers are asked ahead
+
+        def mine() -> Iterator[Any]:
+            for indices in order:
+                part = share.of_indices(indices)
+                parts.append(part)
+                yield part.batch
+
+        with closing(self._load(mine(), epoch, start)) as batches:
+            for batch in batches:
+                part = parts.popleft()
+                yield Part(batch, part.counts, part.samples, part.order)
+
+    def _load(self, order: Iterator[Any], epoch: int, start: int) -> Batches:
+        if self._table:
+            for item in order:
+                yield _loaders.rows(self._loader.dataset, item)
+            return
+        in_workers = self._loader.num_workers > 0
+        if in_workers and not self._free:
+            order = ((self._seed_of(epoch, start + i), index) for i, index in enumerate(order))
+        # Workers that outlive an epoch serve one at a time; another one opened meanwhile gets its own.
+        keep = self._loader.persistent_workers and not self._pool_is_busy
+        pool = self._pool if keep else None
+        pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
+        batches: Any = None
+        intact = False
+        try:
+            if keep:
+                self._pool, self._pool_is_busy = pool, True
+            batches = pool.refill(order)
+            iterator_made()
+            loader = self._loader
+            guard = (
+                nullcontext
+                if in_workers or self._free
+                else self._guard_of([loader.dataset, loader.collate_fn, self._sampler])
+            )
+            for position in count(start):
+                with guard(self._seed_of(epoch, position)):
+                    batch = next(batches, END)
+                if batch is END:
+                    break
+                intact = True
+                yield batch
+                intact = False
+            intact = True
+        finally:
+            if keep:
+                self._pool_is_busy = False
+            if not keep or not intact:
+                shut(batches)
+                self._pool = None if keep else self._pool
+
+    def _seed_of(self, epoch: int, position: int) -> int:
+        """What a dataset or collate draws from; two ranks must not augment their samples alike."""
+        rank = 0 if self._share is None else self._share.rank
+        return derive(self._seed, epoch, position, *([rank] if rank else []))
+
+    def close(self) -> None:
+        self._passes.close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool, self._pool_is_busy = None, False
+
+
+class _Rebuilt(Iterated):
+    """A DataLoader that can only be iterated over: of an IterableDataset, or of a class of the user's own."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
+        self._in_workers = _is_plain(loader) and loader.num_workers > 0
+        # Persistent workers keep their copy of the dataset from pass to pass, unless set_epoch tells them the epoch.
+        self._keeps_workers = self._in_workers and loader.persistent_workers and not has_epochs(loader.dataset)
+        self._kept: DataLoader[Any] | None = None
+
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        return _is_plain(self._loader) and self._loader.pin_memory
+
+    def _count(self) -> int:
+        # Of a copy: a DataLoader remembers that it was asked, and warns later.
+        return len(copy.copy(self._loader))
+
+    def close(self) -> None:
+        super().close()
+        if self._kept is not None:
+            shut(iterator_of_loader(self._kept))
+            self._kept = None
+
+    def _end(self, batches: Any) -> None:
+        if not self._keeps_workers:
+            shut(batches)
+
+    def _copy(self) -> Private:
+        loader = self._loader
+        shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)
+        return Private(loader, shared=shared, seeds=False)
+
+    def _for_pass(self, copy: Private, number: int) -> Any:
+        if isinstance(copy.value.dataset, _loaders.Passing):
+            return copy.value
+        loader = copy.begin(derive(self._seed, number, "order"), number, set_epoch=True)
+        changes: dict[str, Any] = {"persistent_workers": False}
+        if _is_plain(loader):
+            changes |= _loaders.pinning_anew(self._loader)
+        if isinstance(loader.dataset, IterableDataset) and has_epochs(self._loader.dataset):
+            changes["dataset"] = at_epoch(self._loader.dataset, number)
+        if self._keeps_workers:
+            changes |= _loaders.passing(loader, derive(self._seed, "passes"), number)
+            self._kept = loader
+        return _loaders.adapted(loader, derive(self._seed, number, "workers"), changes)
+
+    def _independent(self, copy: Private) -> bool | None:
+        loader = self._loader
+        if self._in_workers:
+            return True  # new ones have the dataset as it was given, and those that stay make the passes before
+        if isinstance(loader.dataset, IterableDataset):
+            verdicts = [is_independent(loader.dataset)]
+        else:
+            verdicts = [_samplers.is_independent(loader.batch_sampler or loader.sampler)]
+        if not _is_plain(loader):
+            verdicts.append(is_independent(loader, "_get_iterator"))
+        return False if False in verdicts else None if None in verdicts else True
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader iterates as torch's does: its subclasses may do anything."""
+    return all(getattr(type(loader), item) is getattr(DataLoader, item) for item in ("__iter__", "_get_iterator"))

@@ -1,0 +1,187 @@
+"""Passes over what is iterated again and again, as epochs: each may depend on those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import attrs
+
+from pure_loop.data.copies import Private
+from pure_loop.data.end import END
+from pure_loop.errors import DataError
+
+__all__ = ["Passes"]
+
+T = TypeVar("T")
+
+
+@attrs.define(eq=False)
+class _Walk:
+    """One copy, and the passes made on it.
+
+    Attributes:
+        copy: what they are made on.
+        passes: how many have ended.
+        items: the pass that the next epoch continues.
+        taken: the items taken, of all passes.
+    """
+
+    copy: Private
+    passes: int = 0
+    items: Iterator[Any] | None = None
+    taken: int = 0
+
+    def close(self) -> None:
+        _close(self.items)
+        self.items = None
+
+
+class Passes(Generic[T]):
+    """Epochs of what a copy gives, pass after pass.
+
+    Epoch k is pass k. Where epochs only cut what has no length of its own (``continues``), an epoch starts where the
+    one before it was cut, and the next pass begins in the epoch after the one in which a pass ended.
+
+    Args:
+        renew: makes a copy on which no pass was made.
+        run: ``(copy, number) -> items`` of a pass, on a copy on which as many were made.
+        limit: the items of an epoch, at most.
+        continues: whether an epoch starts where the one before it was cut.
+        independent: ``copy -> whether`` a pass is the same whatever passes were made before it, so that those needn't
+            be made; None: it is, unless its first item is found to have changed the copy.
+        stream: what the items are for, for errors.
+    """
+
+    def __init__(
+        self,
+        renew: Callable[[], Private],
+        run: Callable[[Private, int], Iterator[T]],
+        *,
+        limit: int | None,
+        continues: bool,
+        independent: Callable[[Private], bool | None],
+        stream: str,
+    ) -> None:
+        self._renew = renew
+        self._run = run
+        self._limit = limit
+        self.continues = continues
+        self._independent = independent
+        self._stream = stream
+        # The walk that no epoch is using; and whether there was another before it.
+        self._idle: _Walk | None = None
+        self._began = False
+
+    def epoch(self, epoch: int, start: int, seen: int) -> Generator[T, None, None]:
+        """The items of an epoch from ``start`` on, after ``seen`` in all the run."""
+        return self._continued(start, seen) if self.continues else self._whole(epoch, start)
+
+    def close(self) -> None:
+        """End a pass that is in progress."""
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+    def _whole(self, epoch: int, start: int) -> Generator[T, None, None]:
+        walk = self._taken_over()
+        if walk is None or walk.passes != epoch:
+            walk = self._at(epoch)
+        items = walk.items or self._run(walk.copy, epoch)
+        walk.items = None
+        try:
+            yield from islice(items, start, self._limit)
+        finally:
+            _close(items)
+        walk.passes = epoch + 1
+        self._idle = walk
+
+    def _continued(self, start: int, seen: int) -> Generator[T, None, None]:
+        assert self._limit is not None
+        walk = self._taken_over()
+        if walk is None or walk.taken != seen:
+            if walk is not None:
+                walk.close()
+            walk = _Walk(self._fresh())
+            # Two ends in a row: nothing comes.
+            while walk.taken < seen:
+                if self._next(walk) is END and self._next(walk) is END:
+                    break
+        try:
+            for number in range(start, self._limit):
+                item = self._next(walk)
+                # A pass that ended with the epoch before has nothing more, and another one begins.
+                if item is END and number == 0:
+                    item = self._next(walk)
+                if item is END:
+                    break
+                yield item
+        finally:
+            self.close()
+            self._idle = walk
+
+    def _next(self, walk: _Walk) -> Any:
+        """The next item of a pass; END where it has ended, after which another one begins."""
+        if walk.items is None:
+            walk.items = self._run(walk.copy, walk.passes)
+        item = next(walk.items, END)
+        if item is END:
+            walk.close()
+            walk.passes += 1
+        else:
+            walk.taken += 1
+        return item
+
+    def _taken_over(self) -> _Walk | None:
+        walk, self._idle = self._idle, None
+        return walk
+
+    def _fresh(self) -> Private:
+        copy = self._renew()
+        if copy.drawn_once and self._began:
+            raise DataError(
+                f"the {self._stream} dataloader's sampler is an iterator, from which was drawn already, and can't go "
+                "back; give a list of indices, or an object whose __iter__ begins anew"
+            )
+        self._began = True
+        return copy
+
+    def _at(self, epoch: int) -> _Walk:
+        """A copy on which ``epoch`` passes were made, or might as well have been."""
+        walk = _Walk(self._fresh(), epoch)
+        if epoch == 0:
+            return walk
+        independent = self._independent(walk.copy)
+        if independent:
+            return walk
+        if independent is None:
+            walk.copy.mark()
+            items = self._run(walk.copy, epoch)
+            first = next(items, END)
+            if not walk.copy.changed():
+                walk.items = _with_first(first, items)
+                return walk
+            _close(items)
+            walk = _Walk(self._renew(), epoch)
+        for number in range(epoch):
+            result = self._run(walk.copy, number)
+            for _ in islice(result, self._limit):
+                pass
+            _close(result)
+        return walk
+
+
+def _with_first(first: Any, items: Iterator[T]) -> Generator[T, None, None]:
+    try:
+        if first is not END:
+            yield first
+            del first
+            yield from items
+    finally:
+        _close(items)
+
+
+def _close(items: Any) -> None:
+    if isinstance(items, Generator):
+        items.close()

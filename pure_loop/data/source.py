@@ -1,0 +1,404 @@
+"""Where batches come from: a dataloader as a function from (epoch, position) to batches.
+
+:func:`source` makes a :class:`Source` of whatever the user gives. Its ``epoch(e, start=k)`` is bit for bit
+what ``epoch(e)`` gives after k batches, whatever was drawn in between and whatever the global random
+state, which is left as it was found; the user's loader, sampler and generator are never drawn from.
+
+What is random gets its seed from where it stands: the order of an epoch from (seed, stream, epoch), and
+what a dataset or a ``collate_fn`` draws for a batch from (seed, stream, epoch, batch), in this process and in
+workers. Epoch k is pass k over a sampler or an iterable: what changes itself in a pass is iterated as a private copy,
+on which the passes before are made first. Two things can't be made again, and are the user's to avoid: a generator of
+its own that a dataset with indices keeps between items, and an iterator that was already drawn from.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cached_property
+from itertools import count, islice
+from types import FrameType, GeneratorType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import attrs
+
+from pure_loop._internal.torch_private import end_workers
+from pure_loop.data.end import END
+from pure_loop.errors import DataError
+from pure_loop.random.seeds import derive, seeded_all, seeded_torch
+
+if TYPE_CHECKING:
+    from pure_loop.data.copies import Private
+    from pure_loop.data.passes import Passes
+
+__all__ = ["END", "ITERATOR_MADE", "Part", "Share", "Source", "is_loading"]
+
+Batches: TypeAlias = Generator[Any, None, None]
+
+ITERATOR_MADE: list[Callable[[], None]] = []
+"""Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
+
+
+@attrs.frozen
+class Part:
+    """A rank's part of a batch that several ranks split, and what all of them must have seen of the whole.
+
+    Attributes:
+        batch: the part; of a batch with too few samples for all ranks, another rank's.
+        counts: whether its samples count here; if not, they only keep this rank company while others have some.
+        samples: of the whole batch.
+        order: a checksum of the indices of the whole batch; 0 where they are not known.
+    """
+
+    batch: Any
+    counts: bool = True
+    samples: int = 0
+    order: int = 0
+
+
+@attrs.frozen
+class Share:
+    """Which part of every batch a rank takes: the ``rank``-th of ``ranks`` parts of one size, the last ones smaller.
+
+    Args:
+        rank, ranks: this process among how many.
+        samples: ``batch -> int``: how many it holds.
+        split: ``(batch, size) -> list`` of batches of at most ``size`` samples.
+
+    >>> import torch
+    >>> from pure_loop.data.batch import num_samples, split
+    >>> Share(1, 3, num_samples, split).of(torch.arange(4))
+    Part(batch=tensor([2, 3]), counts=True, samples=4, order=0)
+    >>> Share(2, 3, num_samples, split).of(torch.arange(4))
+    Part(batch=tensor([2, 3]), counts=False, samples=4, order=0)
+    """
+
+    rank: int
+    ranks: int
+    samples: Callable[[Any], int]
+    split: Callable[[Any, int], list[Any]]
+
+    def of(self, batch: Any) -> Part:
+        """This rank's part of a batch; another one's, which doesn't count, where there are too few samples."""
+        samples = self.samples(batch)
+        return self._taken(self.split(batch, -(-samples // self.ranks)), samples, 0)
+
+    def of_indices(self, indices: list[Any]) -> Part:
+        """The same of a list of samples' indices."""
+        size = -(-len(indices) // self.ranks)
+        parts = [indices[i : i + size] for i in range(0, len(indices), max(size, 1))]
+        return self._taken(parts, len(indices), _checksum(indices))
+
+    def _taken(self, parts: list[Any], samples: int, order: int) -> Part:
+        counts = self.rank < len(parts)
+        return Part(parts[self.rank if counts else -1], counts, samples, order)
+
+
+def _checksum(indices: list[Any]) -> int:
+    """A checksum of indices that are whole numbers; 0 of others."""
+    try:
+        return zlib.crc32(array("q", indices))
+    except (TypeError, OverflowError):
+        return 0
+
+
+def assigns_in_iter(loader: Any) -> bool:
+    from pure_loop.data.copies import writes_attributes
+
+    return writes_attributes(type(loader), "__iter__")
+
+
+class Source(ABC):
+    """A stream of batches by epoch and position; made by :func:`source`."""
+
+    _empty = "it is empty, or drop_last drops its only batch"
+
+    # Whether it loads no more than its share.
+    _shares = False
+    uneven: Literal["stop", "pad"] | None = None
+    # What a rank keeps company with, when its own data has ended and that of others has not.
+    last_batch: Any = END
+
+    def __init__(self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        self._share = share
+        self._loader = loader
+        self._seed = derive(seed, stream)
+        self._stream = stream
+        self._limit = limit
+
+    @cached_property
+    def length(self) -> int | None:
+        """Batches in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
+        length = self.loader_length
+        return self._limit if length is None else length if self._limit is None else min(length, self._limit)
+
+    @cached_property
+    def loader_length(self) -> int | None:
+        """What the loader says of its own length; None where it says nothing."""
+        try:
+            return self._count()
+        # No __len__, one of a parent that refuses, one that asks an iterable dataset: how loaders say that they can't.
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What has to be equal on ranks that split each batch, as far as the loader can tell."""
+        return {} if self.uneven else {"batches": self.length}
+
+    @property
+    def batches_stay(self) -> bool:
+        """Whether a batch is known to stay as it is while the next ones are loaded: others may use its memory again."""
+        return False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch can be begun at any time, in this process, and again from its beginning later."""
+        return False
+
+    @cached_property
+    def keeps_pinned(self) -> bool:
+        """Whether pinned memory of a batch stays as it is until a copy from it is done, which is not waited for."""
+        return self.batches_stay
+
+    def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
+        """The batches of one epoch; closing it early stops the workers.
+
+        Args:
+            epoch: which one, from 0.
+            start: how many batches of this epoch to leave out: those that were trained on already.
+            seen: how many batches were trained on in the whole run, which tells where an iterator has to be.
+
+        Raises:
+            DataError: the epoch has no batch at all, or more than the loader's own length, or an iterator doesn't stand
+                where it must.
+        """
+        length, limit = self.loader_length, self._limit
+        stop = None if limit is None else max(limit - start, 0)
+        # A batch beyond the length is asked for once, at the end.
+        checked = length is not None and (limit is None or limit > length)
+        if checked:
+            assert length is not None
+            stop = max(length - start, 0)
+        with closing(self._batches(epoch, start, seen)) as value:
+            share = None if self._shares else self._share
+            batches: Any = value if stop is None else islice(value, stop)
+            if share is not None:
+                batches = (share.of(batch) for batch in batches)  # in which a StopIteration is an error
+            first = next(batches, END)
+            if first is not END:
+                yield first
+                del first  # it would be there for as long as the others come
+                yield from batches
+            elif start == 0 and stop != 0:
+                raise self._empty_epoch(epoch)
+            if checked and next(value, END) is not END:
+                number = max(start, length or 0) + 1
+                raise DataError(
+                    f"the {self._stream} dataloader has a length of {length}, and gave batch {number} of epoch {epoch}:"
+                    " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler), or cut"
+                    f" epochs with batches_per_epoch={length}"
+                )
+            if stop == 0 and start == 0:
+                raise self._empty_epoch(epoch)
+
+    def _empty_epoch(self, epoch: int) -> DataError:
+        return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to stop)
+        """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""
+
+    def _count(self) -> int:
+        return len(self._loader)
+
+    @abstractmethod
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        """The batches of an epoch from ``start`` on."""
+
+    def _guard(self, *path: int | str) -> AbstractContextManager[None]:
+        return seeded_all(derive(self._seed, *path))
+
+    def _guard_of(self, code: list[Any]) -> Callable[[int], AbstractContextManager[None]]:
+        """What seeds the global generators for the batches of an epoch, those of Python and NumPy unless code can't
+        draw from them."""
+        from pure_loop.data.drawless import cannot_draw  # a list of batches does not need it
+
+        return seeded_torch if cannot_draw(code) else seeded_all
+
+
+class Listed(Source):
+    """A sequence of batches."""
+
+    @property
+    def repeats(self) -> bool:
+        return True
+
+    @property
+    def batches_stay(self) -> bool:
+        # A sequence of the user's own may make its batches when asked.
+        return type(self._loader) in (list, tuple)
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        if self.batches_stay:  # so nothing can draw
+            for position in range(start, len(self._loader)):
+                yield self._loader[position]
+            return
+        guard = self._guard_of([self._loader])
+        for position in range(start, len(self._loader)):
+            with guard(derive(self._seed, epoch, position)):
+                batch = self._loader[position]
+            yield batch
+
+
+class Iterated(Source):
+    """Anything that can be iterated over again and again: what was seen is drawn and dropped."""
+
+    _in_workers = False
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        return self._passes.epoch(epoch, start, seen)
+
+    def close(self) -> None:
+        self._passes.close()
+
+    @cached_property
+    def _passes(self) -> Passes[Any]:
+        from pure_loop.data.passes import Passes
+
+        return Passes(
+            self._copy,
+            self._run,
+            limit=self._limit,
+            continues=self._limit is not None and self.loader_length is None,
+            independent=self._independent,
+            stream=self._stream,
+        )
+
+    def _run(self, copy: Private, number: int) -> Batches:
+        batches: Any = None
+        try:
+            with self._guard(number, "iter"):
+                batches = iter(self._for_pass(copy, number))
+            iterator_made()
+            guard = nullcontext if self._in_workers else self._guard_of([batches])
+            for position in count():
+                with guard(derive(self._seed, number, position)):
+                    batch = next(batches, END)
+                if batch is END:
+                    return
+                yield batch
+                del batch
+        finally:
+            with self._guard(number, "close"):
+                self._end(batches)
+
+    def _end(self, batches: Any) -> None:
+        shut(batches)
+
+    def _copy(self) -> Private:
+        from pure_loop.data.copies import Private
+
+        return Private(self._loader, seeds=False)
+
+    def _for_pass(self, copy: Private, number: int) -> Any:
+        """What to iterate over in a pass."""
+        if has_epochs(self._loader):
+            return at_epoch(self._loader, number)
+        return copy.begin(self._seed, number, set_epoch=False)
+
+    def _independent(self, copy: Private) -> bool | None:
+        return is_independent(self._loader)
+
+
+class OneShot(Source):
+    """An iterator: an epoch is what it gives next, and only what the run has not seen."""
+
+    _empty = (
+        "its iterator is exhausted; give a list or a DataLoader, which can be gone through again, or set "
+        "batches_per_epoch to divide what an iterator gives into epochs"
+    )
+
+    def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+        super().__init__(loader, seed, stream, limit, share)
+        self._taken = 0
+
+    def _count(self) -> int:
+        raise TypeError
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        if self._taken > seen:
+            raise DataError(
+                f"the {self._stream} iterator has already yielded {self._taken} batches and can't go back to batch "
+                f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
+            )
+        guard = self._guard_of([self._loader])
+        while True:
+            with guard(derive(self._seed, "item", self._taken)):
+                batch = next(self._loader, END)
+            if batch is END:
+                break
+            self._taken += 1
+            if self._taken > seen:
+                yield batch
+        if self._taken < seen:
+            raise DataError(
+                f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
+                "resuming needs a new iterator that starts at the first batch, because those that were seen are dropped"
+            )
+
+
+def iterator_made() -> None:
+    """Call the functions in ``ITERATOR_MADE``."""
+    for function in ITERATOR_MADE:
+        function()
+
+
+def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
+    """Whether the code that runs in a frame loads a batch: of one of these sources, or of any."""
+    while frame is not None:
+        if frame.f_code is Source.epoch.__code__:
+            if sources is None:
+                return True
+            source = frame.f_locals["self"]
+            if any(source is wanted for wanted in sources):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def has_epochs(data: Any) -> bool:
+    """Whether a pass over the data is what ``set_epoch`` says, whatever passes were made before."""
+    return callable(getattr(data, "set_epoch", None))
+
+
+def at_epoch(data: Any, epoch: int) -> Any:
+    """A private copy that knows the epoch, of data that wants to (``set_epoch``)."""
+    from pure_loop.data.copies import Private
+
+    private = Private(data, seeds=False)
+    if private.value is data:
+        data.set_epoch(epoch)  # it can't be copied
+    return private.begin(0, epoch, set_epoch=True)
+
+
+def is_independent(data: Any, *methods: str) -> bool | None:
+    """Whether a pass is the same whatever passes were made before; None where only a pass can tell.
+
+    It is where ``set_epoch`` says which pass it is, and it isn't where the methods that iterate assign to attributes.
+    """
+    from pure_loop.data.copies import writes_attributes
+
+    if has_epochs(data):
+        return True
+    return False if writes_attributes(type(data), "__iter__", "__next__", *methods) else None
+
+
+def shut(batches: Any) -> None:
+    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if isinstance(batches, GeneratorType):
+        batches.close()
+    else:
+        end_workers(batches)

@@ -1,0 +1,542 @@
+"""What the engines of several ranks share: what ranks tell each other in a step, and what they start from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.dtensor import full_tensor, is_sharded
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
+from pure_loop.data.batch import map_tensors
+from pure_loop.data.source import END, Part, Source
+from pure_loop.distributed._meshes import on_usable_mesh
+from pure_loop.distributed._rendezvous import named
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.distributed.ranks import Ranks
+from pure_loop.errors import DataError, DistributedError, ModelError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.stages.engine import Engine
+from pure_loop.state import State, device_of
+
+__all__ = ["MultiRankEngine", "no_parameters"]
+
+# What ranks have to choose alike; the mesh is compared by its shape.
+_CHOICES = ("kind", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
+# A sum of checksums stays below it, and exact in a float64.
+_CHECKSUMS = 1 << 48
+# What a rank has instead of a batch that counts.
+_NOTHING, _PADDING, _BATCH = 0, 1, 2
+# Which event follows the end of the data, by the one that follows a batch.
+_ENDS = {
+    Event.AFTER_DATALOADER: Event.EPOCH_END,
+    Event.EVAL_BATCH_START: Event.EVAL_END,
+    Event.PREDICT_BATCH_START: Event.PREDICT_END,
+}
+
+
+def no_parameters() -> None:
+    """Stands for a weak reference to parameters, before there are any."""
+
+
+class MultiRankEngine(Engine):
+    """Several ranks. What is computed where is left to its subclasses.
+
+    Args:
+        parallel: what the user chose.
+        ranks: this process and the others, not yet connected.
+    """
+
+    def __init__(self, parallel: Parallel, ranks: Ranks) -> None:
+        self.parallel = parallel
+        self.talk = ranks
+        self.rank, self.ranks = ranks.rank, ranks.size
+        # How many batches an evaluation or prediction has had.
+        self._given = 0
+        # What this rank has to say of the last batch, which has to be the same on all.
+        self._signature = 0.0
+        # Samples, tokens and seconds of the batch: of this rank's part of it, and of the whole.
+        self._mine = self._counts = (0, 0, 0.0)
+        # The weight of each rank's part of the batch, of all of it, and what the sum of gradients is divided by.
+        self._weights: list[float] = []
+        self._total: Any = 0.0
+        self._divisor: Any = 1.0
+        # The power of two by which the weights of microbatches are divided.
+        self._power: Any = None
+        self._on_device: Any = None
+        # Whether the loss is a sum, and not a mean.
+        self._summed = False
+        self._asked: Callable[[], list[tuple[float, ...]]] | None = None
+        self._batch = 0
+        # What there was before INIT.
+        self._begun: list[tuple[int, Tensor]] | None = None
+        # Of the whole batch: samples, and a checksum of their indices; and both summed over an evaluation.
+        self._whole = (0, 0)
+        self._seen = [0, 0]
+        self._written: frozenset[str] | None = None
+        self._epoch: int | None = None
+
+    # Whether ranks exchange in every forward, so that one without a batch would let the others wait.
+    _meets_before_forwards = False
+
+    # The beginning and the end.
+
+    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+        self._meet(state, settings, fresh=True)
+        state = self._shared(state)
+        self._begun = _versions(state)
+        return state
+
+    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        self._meet(state, settings, fresh=fresh)
+        if any(map(is_sharded, state.params.values())):
+            state = on_usable_mesh(state, self.talk)
+        if any(map(is_sharded, state.params.values())) and self.parallel.kind == "replicate":
+            state = optree.tree_map(full_tensor, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
+        if fresh:
+            # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
+            begun, self._begun = self._begun, None
+            changed = self.talk.exchange(Event.BEFORE_LOAD, 0, begun is None or not _untouched(begun, state))
+            return self._shared(state) if any(row[0] for row in changed) else state
+        self._compare(_digests(state), "resumes from another State than rank 0")
+        return state
+
+    def _meet(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> None:
+        """Connect, and refuse ranks that are about to do something else than the first."""
+        self.talk.connect()
+        mine = {"the start": "afresh" if fresh else "from a State that was kept", "device": self.talk.device.type}
+        mine |= {name: _without_addresses(value) for name, value in settings.items()}
+        mine |= {f"parallel.{name}": _without_addresses(getattr(self.parallel, name)) for name in _CHOICES}
+        mine |= _model(state)
+        if not fresh:
+            mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
+        self._compare(mine, "is about to do something else than rank 0")
+        _refuse_sparse(state)
+
+    def _shared(self, state: State) -> State:
+        """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
+        names = [*((True, name) for name in state.params), *((False, name) for name in state.buffers)]
+        values = [*state.params.values(), *state.buffers.values()]
+        value = self.talk.broadcast(values)
+        same = [
+            torch.empty_like(old).copy_(new) if old.stride() != new.stride() else new
+            for old, new in zip(values, value, strict=True)
+        ]
+        result = dict(zip(names, same, strict=True))
+        return state.replace(
+            params=FrozenDict((name, result[True, name]) for name in state.params),
+            buffers=FrozenDict((name, result[False, name]) for name in state.buffers),
+        )
+
+    def _compare(self, mine: dict[str, str], what: str) -> None:
+        """Refuse ranks of which one differs from the first.
+
+        Raises:
+            DistributedError: names the rank, what differs, and both values.
+        """
+        by_rank = self.talk.gather(mine)
+        for rank, theirs in enumerate(by_rank):
+            for name in {**by_rank[0], **theirs}:
+                one, other = by_rank[0].get(name, "nothing"), theirs.get(name, "nothing")
+                if one != other:
+                    raise DistributedError(
+                        f"rank {rank} of {self.ranks} {what}, at the start: {name} is {_short(other)} on rank {rank} "
+                        f"and {_short(one)} on rank 0. Every rank runs the same script with the same arguments; what "
+                        "may differ between ranks is the data, with Parallel(data='own')."
+                    )
+
+    def barrier(self, state: State, event: Event) -> None:
+        by_rank = self.talk.exchange(event, state.timestamp.batch, self._signature)
+        self._refuse_others([row[0] for row in by_rank])
+
+    def _refuse_others(self, signatures: list[float]) -> None:
+        """
+        Raises:
+            DistributedError: the losses of the last batch reached other parameters on one rank than on another.
+        """
+        if any(signature != signatures[0] for signature in signatures):
+            raise DistributedError(
+                "the losses of the last batch reached other parameters on one rank than on another, and with "
+                'parallel="shard" their gradients were mixed up: resume from a State before it, and let every batch '
+                'reach all parameters, or write parallel="replicate".'
+            )
+
+    def failed(self, error: BaseException, event: Event, state: State | None) -> None:
+        self._forget()
+        self.talk.failed(error, event, 0 if state is None else state.timestamp.batch)
+
+    def close(self) -> None:
+        self._forget()
+        self.talk.close()
+
+    def _forget(self) -> None:
+        """Let go of what holds the process group."""
+
+    # Data.
+
+    def next_batch(
+        self,
+        state: State,
+        part: Part,
+        samples: int,
+        tokens: int,
+        seconds: Callable[[], float],
+        event: Event,
+        source: Source,
+    ) -> Any:
+        batch, counted = part.batch, part.counts
+        self._mine = (samples, tokens, 0.0 if batch is END else seconds())
+        self._whole = part.samples, part.order
+        if source.uneven is not None:
+            batch = self._vote(state, batch, event, counted, source)
+        outside = event is not Event.AFTER_DATALOADER
+        if batch is END:
+            seen, self._seen = (self._given, *self._seen), [0, 0]
+            self._given = 0
+            # Of an evaluation these are sums: its batches are not compared one by one.
+            by_rank = self.talk.exchange(_ENDS[event], state.timestamp.batch, *seen)
+            self._refuse_other_data(by_rank, f"before {_ENDS[event].name}", "{} batches")
+            return END
+        if outside:
+            self._given += 1
+            self._seen = [self._seen[0] + part.samples, (self._seen[1] + part.order) % _CHECKSUMS]
+            if self._meets_before_forwards:
+                self.barrier(state, event)
+        self.padding = not counted
+        return batch
+
+    def _refuse_other_data(self, by_rank: list[tuple[float, ...]], where: str, *counted: str) -> None:
+        """Refuse unequal data on ranks that each take their part of it.
+
+        Args:
+            by_rank: for each rank some counts, then the samples of whole batches, and a checksum of their indices.
+            where: the place, for the error.
+            counted: formats of the counts.
+
+        Raises:
+            DistributedError: they differ; names the ranks, and the two numbers.
+        """
+        if all(row == by_rank[0] for row in by_rank):
+            return
+        texts = (*counted, "{} samples")
+        for column, text in enumerate(texts):
+            numbers = [int(row[column]) for row in by_rank]
+            if len(set(numbers)) > 1:
+                stand = self.talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
+                break
+        else:
+            others = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
+            stand = f"{named(others)} took other samples than rank 0 from the dataset, or in another order"
+        raise DistributedError(
+            f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank needs "
+            "the same data, in the same order; where each has data of its own, write "
+            "parallel=pl.distributed.Parallel(data='own')."
+        )
+
+    def _vote(self, state: State, batch: Any, event: Event, counted: bool, source: Source) -> Any:
+        """The batch that this rank trains with, where each has data of its own; END comes for all at once."""
+        has = _BATCH if counted else _NOTHING if batch is END else _PADDING
+        by_rank = [row[0] for row in self.talk.exchange(event, state.timestamp.batch, has)]
+        if max(by_rank) == _NOTHING or (source.uneven == "stop" and _NOTHING in by_rank):
+            source.last_batch = END
+            return END
+        if batch is END and source.last_batch is END:
+            # Training resumed from a State at which this rank's data had ended already.
+            source.last_batch = deque(source.epoch(state.timestamp.epoch), maxlen=1)[0]
+        if batch is END:
+            batch = source.last_batch
+        if source.uneven == "pad":
+            source.last_batch = batch
+        return batch
+
+    def length(self, length: int | None, uneven: str | None) -> int | None:
+        lengths = self.talk.gather(length)
+        if uneven is None or None in lengths:  # of data that is split they are equal
+            return None if None in lengths else length
+        result: int = max(lengths) if uneven == "pad" else min(lengths)
+        return result
+
+    def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
+        return self._counts
+
+    def weigh(
+        self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
+    ) -> tuple[Weights, int]:
+        self._batch, self._summed = state.timestamp.batch, summed
+        what = f"a microbatch of batch {self._batch} on rank {self.rank}"
+        mine: list[Any] = [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
+        # By the weights that were given: all ranks have to take the same way.
+        if any(isinstance(weight, Tensor) and weight.device.type != "cpu" for weight in weights):
+            share = torch.as_tensor(sum(mine), dtype=torch.float64, device=device_of(state)).reshape(1)
+            self._on_device = self.talk.sum(share)[0]
+            own = 0.0 if self.padding else 1.0
+        else:
+            self._on_device = None
+            own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
+        numbers = (len(mine), own, *self._mine, self._signature, *self._whole)
+        self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
+        # The answer is not waited for before the backward is over, where what it says is not needed before: each
+        # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
+        if split or self._power is None or state.loss_scale is not None:
+            mine += [0] * (self._answered() - len(mine))
+            Weights.of(mine, self._batch, self._total)  # refuses what can't be weighed
+            self._power = power_of_two(self._total)
+        if summed:
+            shares: tuple[Any, ...] = tuple([float(weight != 0) for weight in mine])
+        else:
+            shares = tuple([weight / self._power for weight in mine])
+        # Losses are added up with the same factors as gradients, and divided by the same divisor.
+        return Weights(shares, 1.0, shares), len(mine)
+
+    def _answered(self) -> int:
+        """Wait for what the others said of the batch; gives how many microbatches there are."""
+        if self._asked is None:
+            return 0
+        by_rank, self._asked = self._asked(), None
+        self._refuse_others([row[5] for row in by_rank])
+        self._refuse_other_data([row[6:] for row in by_rank], f"in batch {self._batch}")
+        self._weights = [row[1] for row in by_rank]
+        self._total = sum(self._weights) if self._on_device is None else self._on_device
+        # Seconds are those of rank 0.
+        self._counts = int(sum(row[2] for row in by_rank)), int(sum(row[3] for row in by_rank)), by_rank[0][4]
+        return int(max(row[0] for row in by_rank))
+
+    def divisor(self, weights: Weights) -> Any:
+        self._answered()
+        if self._on_device is None and not 0 <= self._total < math.inf:
+            raise DataError(f"batch {self._batch} weighs {self._weights}, rank by rank: {WEIGHTS_ARE}")
+        self._divisor = 1.0 if self._summed else self._total / self._power
+        if self._on_device is None and self._total == 0:
+            self._power = None  # it is that of nothing
+        return self._divisor
+
+    def num_microbatches(self, pieces: int, state: State) -> int:
+        return int(max(row[0] for row in self.talk.exchange(Event.EVAL_BEFORE_FORWARD, state.timestamp.batch, pieces)))
+
+    def single_rank(self) -> Engine:
+        engine = Engine()
+        engine.rank = self.rank
+        return engine
+
+    # After a batch.
+
+    def reduce_loss(self, state: State, loss: Any) -> Any:
+        if not isinstance(loss, dict):
+            return self._sum_of([loss], device_of(state))[0] / self._divisor
+        sums = self._sum_of(list(loss.values()), device_of(state))
+        return {name: value / self._divisor for name, value in zip(loss, sums, strict=True)}
+
+    def _sum_of(self, values: list[Any], device: torch.device) -> list[Any]:
+        """Each of these scalars, summed over ranks in one exchange."""
+        tensors = [torch.as_tensor(value, device=device) for value in values]
+        wide = torch.stack([tensor.double() if _is_wide(tensor) else tensor.float() for tensor in tensors])
+        return [total.to(tensor.dtype) for total, tensor in zip(self.talk.sum(wide).unbind(), tensors, strict=True)]
+
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each of these tensors summed over ranks: those of one dtype in one exchange."""
+        result: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
+            total = self.talk.sum(torch.cat([tensors[i].reshape(-1) for i in alike]))
+            parts = torch.split(total, [tensors[i].numel() for i in alike])
+            result |= {i: part.view(tensors[i].shape) for i, part in zip(alike, parts, strict=True)}
+        return [result[i] for i in range(len(tensors))]
+
+    def sync_buffers(self, state: State, before: FrozenDict[str, Tensor]) -> State:
+        self._refuse_reshaped(state, before)
+        names = self._names_written(state, before)
+        if not names:
+            return state
+        everything = sum(self._weights)
+        share = self._weights[self.rank] / everything if everything else 1.0 / self.ranks
+        floats = [name for name in names if state.buffers[name].is_floating_point()]
+        others = [name for name in names if name not in floats]
+        agreed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(state.buffers[name].dtype for name in floats):
+            alike = [state.buffers[name] for name in floats if state.buffers[name].dtype is dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            wide = flat.double() if _is_wide(flat) else flat.float()
+            # A rank without samples may hold what is no number, which 0 times it would not be either.
+            total = self.talk.sum(wide * share if share else torch.zeros_like(wide)).to(dtype)
+            parts = torch.split(total, [tensor.numel() for tensor in alike])
+            agreed |= zip(
+                [name for name in floats if state.buffers[name].dtype is dtype],
+                [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)],
+                strict=True,
+            )
+        source = next((rank for rank, weight in enumerate(self._weights) if weight > 0), 0)
+        agreed |= zip(others, self.talk.broadcast([state.buffers[name] for name in others], source), strict=True)
+        return state.replace(
+            buffers=FrozenDict((name, agreed.get(name, tensor)) for name, tensor in state.buffers.items())
+        )
+
+    def _refuse_reshaped(self, state: State, before: FrozenDict[str, Tensor]) -> None:
+        """
+        Raises:
+            ModelError: a forward changed the shape or dtype of a buffer, removed one, or registered one after the first
+                batch of the call.
+        """
+        result = None
+        for name, tensor in state.buffers.items():
+            old = before.get(name)
+            if old is None and self._written is not None:
+                result = f"registered the buffer {name!r}, which the first batch didn't"
+            elif old is not None and (old.shape != tensor.shape or old.dtype is not tensor.dtype):
+                result = f"changed the buffer {name!r} from {_shape(old)} to {_shape(tensor)}"
+        removed = [name for name in before if name not in state.buffers]
+        if removed:
+            result = f"removed the buffer {removed[0]!r}"
+        if result is not None:
+            raise ModelError(
+                f"rank {self.rank} of {self.ranks}: a forward of batch {state.timestamp.batch} {result}. Ranks average "
+                "buffers, which therefore are the same on all, and of one shape, after the first batch. Register a "
+                "buffer of the full size in __init__ and write into it, or train on one rank."
+            )
+
+    def _refuse_unequal_buffers(self, state: State) -> None:
+        """
+        Raises:
+            DistributedError: a forward has registered a buffer on one rank, and not or of another shape on another one.
+        """
+        by_rank = self.talk.gather({name: _shape(tensor) for name, tensor in state.buffers.items()})
+        for rank, theirs in enumerate(by_rank):
+            for name in {**by_rank[0], **theirs}:
+                first, other = by_rank[0].get(name, "None"), theirs.get(name, "None")
+                if first != other:
+                    raise DistributedError(
+                        f"after the forward of batch {state.timestamp.batch} the buffer {name!r} is {other} on rank "
+                        f"{rank} and {first} on rank 0. Ranks average buffers, which therefore have one shape: "
+                        "register it with that shape in __init__."
+                    )
+
+    def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
+        """The buffers that are cheap, or to which forwards write in the first batch of an epoch; the same on all."""
+        epoch = state.timestamp.epoch
+        if self._written is None:
+            # A forward of the first batch may have registered some, on one rank and not on another.
+            self._refuse_unequal_buffers(state)
+            self._written = frozenset()
+        if not state.buffers:
+            return []
+        if epoch != self._epoch:
+            changed = [
+                name
+                for name, tensor in state.buffers.items()
+                if _is_cheap(tensor) or name not in before or not torch.equal(tensor, before[name])
+            ]
+            result = frozenset(name for names in self.talk.gather(changed) for name in names)
+            self._written |= result
+            self._epoch = epoch
+        return [name for name in state.buffers if name in self._written]
+
+    def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+        def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
+            return lambda tensor: tensor.detach().to(device)
+
+        by_rank = self.talk.gather(map_tensors(to("cpu"), accumulated))
+        merged = {}
+        for metric in metrics:
+            parts = [row[metric.name] for row in by_rank if row]
+            merge = metric.merge
+            if merge is None:
+                raise DistributedError(
+                    f"evaluator {state.evaluator!r}: the metric {metric.name!r} of {len(parts)} ranks can't be put "
+                    "together: give it pl.Metric(..., merge=lambda one, other: ...), one accumulator from two."
+                )
+            merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
+        return merged
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _is_cheap(buffer: Tensor) -> bool:
+    """Whether it costs little to exchange a buffer in every batch, whether or not something is written to it."""
+    return buffer.numel() <= (4096 if buffer.is_floating_point() else 1)
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.int64)
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _versions(state: State) -> list[tuple[int, Tensor]]:
+    """The parameters and buffers, and how often each was written to."""
+    return [(tensor._version, tensor) for tensors in (state.params, state.buffers) for tensor in tensors.values()]
+
+
+def _untouched(begun: list[tuple[int, Tensor]], state: State) -> bool:
+    now = _versions(state)
+    return len(begun) == len(now) and all(
+        old is new and before == after for (before, old), (after, new) in zip(begun, now, strict=True)
+    )
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 200 else f"{value[:200]} ..."
+
+
+def _refuse_sparse(state: State) -> None:
+    """
+    Raises:
+        ModelError: a layer gives sparse gradients, which torch's exchanges between ranks don't take.
+    """
+    for name, module in state.model.skeleton.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        weight = f"{name}.weight" if name else "weight"
+        if sparse and weight in state.model.trainable:
+            raise ModelError(
+                f"the gradient of {weight!r} is sparse, and ranks exchange dense ones: with parallel= write "
+                f"torch.nn.{type(module).__name__}(..., sparse=False)."
+            )
+
+
+def _model(state: State) -> dict[str, str]:
+    named = [("params", state.params), ("buffers", state.buffers)]
+    shapes = {
+        f"{kind}[{name!r}]": f"{tuple(tensor.shape)} {tensor.dtype}"
+        for kind, some in named
+        for name, tensor in some.items()
+    }
+    return {"the model": type(state.model.skeleton).__name__, **shapes, "trained": str(list(state.model.trainable))}
+
+
+def _counts(state: State) -> str:
+    t = state.timestamp
+    return f"epoch {t.epoch}, batch {t.batch}, sample {t.sample}, batch {t.batch_in_epoch} in its epoch"
+
+
+def _digests(state: State) -> dict[str, str]:
+    """A few bytes for each tensor that a State holds between batches."""
+    result = {}
+    for kind in ("params", "buffers", "opt_state", "algorithm_state", "loss_scale"):
+        paths, leaves, _ = optree.tree_flatten_with_path(getattr(state, kind), namespace=NAMESPACE)
+        for path, leaf in zip(paths, leaves, strict=True):
+            where = kind + "".join(f"[{entry!r}]" for entry in path)
+            if is_sharded(leaf):
+                result[where] = f"{tuple(leaf.shape)} {leaf.dtype} in parts"  # each rank has another one
+            else:
+                result[where] = _digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+    return result
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    numbers = flat.view(torch.uint8) if flat.numel() else flat
+    digest = hashlib.blake2b(bytes(numbers.untyped_storage())[: numbers.numel()], digest_size=8).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.dtype} with digest {digest}"

@@ -1,0 +1,350 @@
+"""A call of ``fit``, assembled: from its settings to its State, engine, data, stages and script, and to its stream.
+
+Nothing is run here and no data is loaded: :func:`assemble` builds what the loop needs, and what ``explain`` shows;
+:func:`start` makes the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from pure_loop.algorithm import bind
+from pure_loop.callback import LoggerGroup, Observer, bind_callbacks, observers
+from pure_loop.callback import Run as BoundRun
+from pure_loop.data.batch import num_tokens
+from pure_loop.data.source import Source
+from pure_loop.donation.donation import Donation
+from pure_loop.donation.references import can_count
+from pure_loop.entry.compiling import compiler
+from pure_loop.entry.resume import loading, read_start, saving, seed_of
+from pure_loop.entry.run_name import new_run_name, recorded_run_name
+from pure_loop.entry.settings import Settings
+from pure_loop.entry.start import first_state, preparation, refuse_no_boundary, refuse_other_optimizer
+from pure_loop.errors import ArgumentError
+from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
+from pure_loop.event import Event
+from pure_loop.loop import training as loop
+from pure_loop.loop.counted import counted_in, of_fit, refuse_no_iterations
+from pure_loop.loop.driver import Run, run_script
+from pure_loop.loop.fast import Observed, fast_text
+from pure_loop.loop.recorder import Recorder
+from pure_loop.loop.stream import Stream
+from pure_loop.loop.training import LoopStages
+from pure_loop.stages.engine import Engine
+from pure_loop.state import State
+from pure_loop.task import make_task
+from pure_loop.time import TimestampFields, TimeUnit
+
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.checkpoint import Checkpoint
+
+__all__ = ["Assembly", "assemble", "start"]
+
+# Callbacks and loggers by event.
+Observers = Mapping[Event, tuple[Observer, ...]]
+
+
+@attrs.frozen(kw_only=True)
+class Assembly:
+    """One call of ``fit``, ready to run.
+
+    Attributes:
+        settings: its arguments.
+        state: the State that it starts from.
+        fit: what the script needs besides a State.
+        observers: callbacks and loggers by event.
+        run: what callbacks and loggers are bound to.
+        logger: what is given to callbacks.
+        checkpoint: where the numbers of the State come from, at BEFORE_LOAD; None: from ``state``.
+    """
+
+    settings: Settings
+    state: State
+    fit: loop.Fit
+    observers: dict[Event, tuple[Observer, ...]]
+    run: BoundRun
+    logger: LoggerGroup
+    checkpoint: Checkpoint | None
+
+
+def assemble(settings: Settings) -> Assembly:
+    """Build what a call of ``fit`` runs.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: for what can't run, before anything runs.
+    """
+    together, optimizer = settings.parallel, settings.optimizer
+    beginning, checkpoint = read_start(settings.model_or_state, settings.load_path, settings.autoresume, settings.seed)
+    observed, callbacks, logger = observers(
+        saving(settings.autoresume, settings.callbacks),
+        settings.loggers,
+        _recorder(settings),
+        together.rank,
+        together.ranks,
+    )
+    state, fresh = first_state(beginning, seed_of(checkpoint, settings.seed), together.device(settings.device))
+    engine = together.engine(state)
+    measures_norm = any(callback.needs_grad_norm for callback in callbacks)
+    stages = _stages(settings, state, engine, observed, measures_norm=measures_norm)
+    open_source = together.sources(stages.task)
+    data = _training_data(settings, open_source, state.seed)
+    known = _Start(settings, engine, data)
+    state = known.fitted(state)
+    evaluators = bind_evaluators(
+        settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
+    )
+    evaluators = with_own_tasks(evaluators, stages.task)
+    if settings.train_metrics and any(evaluator.label == "train" for evaluator in evaluators):
+        raise ArgumentError(
+            "the label 'train' of an evaluator is that of train_metrics=, in state.metrics['train']: give the "
+            'evaluator another one, evaluators={"train_data": ...}.'
+        )
+    boundary = loop.LastBoundary()
+    run = BoundRun(
+        function="fit",
+        callbacks=callbacks,
+        optimizer=optimizer,
+        metrics={evaluator.label: evaluator.metrics for evaluator in evaluators},
+        order=settings.order,
+        max_duration=settings.max_duration,
+        iteration_length=settings.iteration_length,
+        ranks=engine.ranks,
+        task=stages.task,
+        precision=settings.precision.name,
+        microbatch_size=settings.microbatch_size,
+        device=state.device,
+        sources=(data, *(evaluator.source for evaluator in evaluators)),
+        boundary=boundary,
+        run_name=_run_name(settings, state, checkpoint, logger),
+        autoresume=settings.autoresume,
+    )
+    bind_callbacks(run)
+    for algorithm in settings.algorithms:
+        if algorithm.bind is not None:
+            algorithm.bind(run)
+    counted = list(of_fit(optimizer, settings.algorithms, evaluators, callbacks))
+    if settings.iteration_length is None:
+        refuse_no_iterations(counted)
+
+    def described() -> dict[str, Any]:
+        return _described(settings, state, stages, data, evaluators, checkpoint)
+
+    prepare = known.preparation(described, fresh=fresh)
+    resume = known.preparation(described, fresh=False)
+    units = {time.unit for time in (settings.max_duration, settings.iteration_length) if time is not None}
+    return Assembly(
+        settings=settings,
+        state=state,
+        fit=loop.Fit(
+            stages=stages,
+            source=data,
+            evaluators=evaluators,
+            iteration_length=settings.iteration_length,
+            clock=settings.clock,
+            fresh=fresh,
+            meet=together.beginning(engine, described),
+            prepare=prepare,
+            counts_tokens=TimeUnit.TOKEN in units,
+            # A count of the user's own may begin later.
+            needs_tokens=counted_in(TimeUnit.TOKEN, counted) if stages.task.tokens is num_tokens else None,
+            order=settings.order,
+            boundary=boundary,
+            compiled=compiler(settings, stages, observed, evaluators),
+            load=loading(
+                checkpoint,
+                None if Event.INIT in stages.handlers else state.model,
+                known.refuse_misfit,
+                lambda loaded: resume(known.fitted(loaded)),
+            ),
+        ),
+        observers=observed,
+        run=run,
+        logger=logger,
+        checkpoint=checkpoint,
+    )
+
+
+def start(assembly: Assembly) -> Stream:
+    """The stream of a call: from the text of its script with what isn't observed left out, where that can be."""
+    settings, observed, fit = assembly.settings, assembly.observers, assembly.fit
+    stages, engine, handlers = fit.stages, fit.stages.engine, fit.stages.handlers
+    closing = _closing(assembly)
+    events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
+    strict = None
+    if settings.strict:
+        from pure_loop.loop.strict import Strict  # no other run needs it
+
+        strict = Strict.of_order(fit.order, loaded=fit.load is not None)
+    if engine.ranks == 1 and strict is None and fit.compiled is None:
+        seen = Observed(settings.watch, frozenset({*handlers, *observed}), events, stages.donation is not None)
+        text = fast_text(loop.fit, seen, outermost=True)
+        if text is not None:
+            run = Run(handlers, observed, seen, stages=stages, donation=stages.donation, closing=closing)
+            return Stream(text(assembly.state, fit, run=run))
+    pairs = run_script(
+        loop.fit(assembly.state, fit),
+        handlers,
+        observed,
+        closing,
+        stages=stages,
+        watch=settings.watch,
+        events=events,
+        strict=strict,
+        failed=engine.failed,
+        donation=stages.donation,
+    )
+    return Stream(pairs)
+
+
+def _recorder(settings: Settings) -> Recorder:
+    if isinstance(settings.loggers, tuple) and not settings.loggers:
+        return Recorder(settings.optimizer)  # nothing is recorded
+    from pure_loop.entry.hyperparameters import hyperparameters  # only loggers need it
+
+    recorded, measured = hyperparameters(settings), bool(settings.train_metrics)
+    return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
+
+
+def _run_name(settings: Settings, state: State, checkpoint: Checkpoint | None, logger: LoggerGroup) -> str | None:
+    """The name that was passed; else the one that loggers recorded, if the run resumes, or a new one."""
+    if settings.run_name is not None or not logger.loggers:
+        return settings.run_name
+    document = None if checkpoint is None else checkpoint.document
+    batch = state.timestamp.batch if document is None else document.batch
+    # The same command, run again, may have been killed before its first checkpoint.
+    recorded = recorded_run_name(logger.loggers) if batch or settings.autoresume is not None else None
+    return recorded or new_run_name()
+
+
+def _closing(assembly: Assembly) -> list[Callable[[], None]]:
+    """What is called when the stream ends, the last one first."""
+    fit, run = assembly.fit, assembly.run
+    compiled = [] if fit.compiled is None else [fit.compiled]
+    to_close: list[Any] = [*run.callbacks, *run.sources, *compiled, fit.stages.engine]
+    return [*(closed.close for closed in to_close), *run.at_end]
+
+
+def _stages(
+    settings: Settings, state: State, engine: Engine, observed: Observers, *, measures_norm: bool
+) -> LoopStages:
+    handlers, watch = bind(settings.algorithms), settings.watch
+    everything = watch is None or settings.strict
+    return LoopStages(
+        task=make_task(state.model.skeleton, settings.loss, settings.task),
+        engine=engine,
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+        microbatch_size=settings.microbatch_size,
+        clip_grad=settings.clip_grad,
+        nonfinite=settings.nonfinite,
+        measures_norm=measures_norm,
+        strict=settings.strict,
+        handlers=handlers,
+        donation=_donation(settings, engine),
+        observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),
+    )
+
+
+def _donation(settings: Settings, engine: Engine) -> Donation | None:
+    """What may be written in place; None: nothing."""
+    compiled = settings.compile is not False and not engine.in_parts
+    overwrites = compiled or settings.optimizer.overwrite is not None
+    if settings.strict or not settings.donate or not overwrites:
+        return None
+    if settings.donate == "auto" and not can_count():
+        return None
+    return Donation(always=settings.donate is True, compiled=compiled)
+
+
+def _training_data(settings: Settings, open_source: Callable[..., Source], seed: int) -> Source:
+    """
+    Raises:
+        ArgumentTypeError: the data can't be iterated.
+        ArgumentError: epochs of more batches than a loader has.
+        DataError: data that says that it has no batch.
+    """
+    limit = settings.batches_per_epoch
+    data = open_source(settings.train_dataloader, seed=seed, stream="train", batches_per_epoch=limit)
+    refuse_empty(data, "train_dataloader")
+    length = data.loader_length
+    # Ranks with data of their own may have unequally many.
+    if limit is not None and length is not None and limit > length and data.uneven is None:
+        raise ArgumentError(
+            f"batches_per_epoch={limit}: train_dataloader has {length} batches, and its epochs can only be "
+            f"cut; write a number up to {length}, or leave batches_per_epoch out. To go through it several times in an "
+            "epoch, repeat its data (torch.utils.data.ConcatDataset, or a list times a number)."
+        )
+    return data
+
+
+@attrs.frozen
+class _Start:
+    """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks."""
+
+    settings: Settings
+    engine: Engine
+    data: Source
+
+    def refuse_misfit(self, state: State) -> None:
+        """
+        Raises:
+            ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
+        """
+        from pure_loop.entry.algorithm_state import refuse_other_memories
+
+        refuse_no_boundary(state)
+        refuse_other_optimizer(state, self.settings.optimizer)
+        refuse_other_memories(state, self.settings.algorithms)
+
+    def fitted(self, state: State) -> State:
+        """The State with the duration and the length of this call's data, once it is sure to fit."""
+        from pure_loop.entry.algorithm_state import refuse_other_memories
+
+        refuse_other_optimizer(state, self.settings.optimizer)
+        # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.data.length}
+        now, before = state.timestamp.replace(**lasting), state.previous_timestamp.replace(**lasting)
+        state = state.replace(timestamp=now, previous_timestamp=before)
+        refuse_other_memories(state, self.settings.algorithms)
+        return state
+
+    def preparation(self, described: Callable[[], Mapping[str, Any]], *, fresh: bool) -> Callable[[State], State]:
+        """What gives a State optimizer memory, loss scale and the memory of algorithms, the same on all ranks."""
+        settings = self.settings
+        meeting = settings.parallel.meeting(self.engine, self.data, described, fresh)
+        return preparation(settings.optimizer, settings.precision, settings.algorithms, self.engine, meeting)
+
+
+def _described(
+    settings: Settings,
+    state: State,
+    stages: LoopStages,
+    data: Source,
+    evaluators: tuple[BoundEvaluator, ...],
+    checkpoint: Checkpoint | None,
+) -> dict[str, Any]:
+    """What has to be equal on all ranks, by the name in an error."""
+    return {
+        "seed": state.seed,
+        "max_duration": str(settings.max_duration),
+        "precision": settings.precision.name,
+        "microbatch_size": settings.microbatch_size,
+        "optimizer": repr(settings.optimizer),
+        "nonfinite": settings.nonfinite,
+        "clip_grad": settings.clip_grad,
+        "batches_per_epoch": settings.batches_per_epoch,
+        "learning rate": settings.optimizer.lr(state.timestamp),
+        "loss": stages.task.loss_in_words,
+        "eval_interval": [str(evaluator.interval) for evaluator in evaluators],
+        "algorithms": settings.algorithms_described,
+        "evaluators": [evaluator.described for evaluator in evaluators],
+        "compile": settings.compile,
+        "steps_per_call": settings.steps_per_call,
+        "train_dataloader": data.described,
+        "iteration_length": str(settings.iteration_length),
+        "order": settings.order,
+        "checkpoint": None if checkpoint is None else checkpoint.name,
+    }

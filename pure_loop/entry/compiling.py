@@ -1,0 +1,60 @@
+"""What ``compile=`` and ``steps_per_call=`` ask for; made here, so that nothing else imports the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pure_loop._internal.torch_private import import_compiler
+from pure_loop.evaluator import BoundEvaluator, measure_loss
+from pure_loop.event import Event
+
+if TYPE_CHECKING:
+    from pure_loop.compile.compiler import Compiler
+    from pure_loop.entry.settings import Settings
+    from pure_loop.loop.training import LoopStages
+
+__all__ = ["compiler", "evaluating"]
+
+
+def compiler(
+    settings: Settings, stages: LoopStages, observers: Mapping[Event, Any], evaluators: Iterable[BoundEvaluator]
+) -> Compiler | None:
+    """What compiles the steps of a call of ``fit``; None where nothing is compiled.
+
+    Args:
+        settings: the arguments of the call.
+        stages: those of its loop.
+        observers: callbacks and loggers, by event.
+        evaluators: those of the call.
+    """
+    if not settings.compile:
+        return None
+    import_compiler()
+    from pure_loop.compile.compiler import Compiler
+
+    everything = settings.watch is None or settings.strict
+    attached = {event for event, bound in observers.items() if bound}
+    return Compiler(
+        stages,
+        frozenset(Event) if everything else (settings.watch or frozenset()) | attached,
+        where_possible=settings.compile == "where possible",
+        steps=settings.steps_per_call,
+        with_loss=measure_loss(evaluators),
+        own=None if stages.donation is None else stages.donation.writable_or_copy,
+        shown=None if stages.donation is None else stages.donation.was_seen,
+    )
+
+
+def evaluating(
+    compile: bool | Literal["where possible"], stages: LoopStages, evaluators: Iterable[BoundEvaluator]
+) -> LoopStages:
+    """The stages of an evaluation or a prediction, compiled where that is asked for."""
+    if not compile:
+        return stages
+    import_compiler()
+    from pure_loop.compile.evaluation import CompiledEvaluation
+    from pure_loop.compile.replay import Recorders
+
+    where_possible = compile == "where possible"
+    return CompiledEvaluation.of(stages, Recorders(), with_loss=measure_loss(evaluators), where_possible=where_possible)

@@ -1,0 +1,102 @@
+"""``drive``: a script of the user's own, run with algorithms, callbacks and loggers as ``fit`` runs its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable
+from typing import Any
+
+from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
+from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.entry.settings import StreamSettings
+from pure_loop.entry.start import first_memory
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.event import Event, EventName
+from pure_loop.loop.driver import run_script
+from pure_loop.loop.stream import Stream
+from pure_loop.loop.strict import Strict
+from pure_loop.loop.training import Script
+from pure_loop.stages import Stages
+from pure_loop.state import State
+
+__all__ = ["drive"]
+
+
+def drive(
+    script: Script,
+    *,
+    algorithms: Iterable[AlgorithmLike] = (),
+    callbacks: Iterable[CallbackLike] = (),
+    loggers: Iterable[Logger] = (),
+    stages: Stages | None = None,
+    watch: Collection[Event | EventName] | None = None,
+    strict: bool = False,
+) -> Stream:
+    """Run a script of your own: algorithms, callbacks and loggers as in :func:`fit`.
+
+    Args:
+        script: a generator that yields ``(event, state)``, takes the State back, and returns the last one.
+        stages: what handlers that take a second argument are given.
+        algorithms, callbacks, loggers, watch: as in :func:`fit`. The memory of algorithms is there from the
+            first State on.
+        strict: checks by value that no State is changed in place; the order is yours.
+
+    >>> import torch, pure_loop as pl
+    >>> def script(state):
+    ...     for _ in range(2):
+    ...         state = yield pl.Event.BATCH_START, state
+    ...         state = yield pl.Event.BATCH_END, state
+    ...     return state
+    >>> state = pl.State.create(torch.nn.Linear(1, 1))
+    >>> [event.value for event, _ in pl.drive(script(state))]
+    ['batch_start', 'batch_end', 'batch_start', 'batch_end']
+    """
+    if not isinstance(script, Generator):
+        raise ArgumentTypeError(
+            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
+            "drive(script(state))."
+        )
+    settings = StreamSettings(algorithms=algorithms, callbacks=callbacks, loggers=loggers, watch=watch, strict=strict)
+    observed, objects, _ = observers(settings.callbacks, settings.loggers)
+    run = Run(function="drive", callbacks=objects)
+    bind_callbacks(run)
+    pairs = run_script(
+        _with_memory(script, settings.algorithms),
+        bind(settings.algorithms),
+        observed,
+        [*(callback.close for callback in objects), *run.at_end],
+        stages=stages,
+        watch=settings.watch,
+        strict=Strict(None) if settings.strict else None,
+    )
+    return Stream(pairs)
+
+
+def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
+    """The script, whose first State has the initial state of the algorithms."""
+    try:
+        event, state = _pair(next(script))
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    for algorithm in algorithms:
+        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
+            state = state.remember(algorithm.name, first_memory(algorithm, state))
+    try:
+        while True:
+            state = yield event, state
+            event, state = _pair(script.send(state))
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    finally:
+        script.close()
+
+
+def _pair(yielded: Any) -> tuple[Event, State]:
+    """What a user's script yielded; a State without an event is copied, because the driver writes the event into it."""
+    if isinstance(yielded, tuple) and len(yielded) == 2 and isinstance(yielded[1], State):
+        event, state = yielded
+        if isinstance(event, Event):
+            return event, state if state.event is not None else state.replace()
+    raise ArgumentTypeError(
+        f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
+        "algorithms left it: state = yield Event.BATCH_START, state."
+    )

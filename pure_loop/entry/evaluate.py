@@ -1,0 +1,216 @@
+"""The loops that don't train: ``evaluate`` and ``predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pure_loop._internal.arguments import check_flag
+from pure_loop._internal.suggestions import teaching
+from pure_loop.algorithm import AlgorithmLike, bind
+from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.data.source import Source
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.entry.algorithm_state import refuse_other_memories
+from pure_loop.entry.announcing import announced
+from pure_loop.entry.compiling import evaluating
+from pure_loop.entry.settings import ModelSettings
+from pure_loop.entry.start import any_state
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.evaluator import (
+    BoundEvaluator,
+    EvaluatorsLike,
+    bind_evaluators,
+    measure_loss,
+    refuse_empty,
+    with_own_tasks,
+)
+from pure_loop.event import Event, EventName
+from pure_loop.loop import training as loop
+from pure_loop.loop.driver import run_script
+from pure_loop.loop.recorder import Recorder
+from pure_loop.loop.stream import Stream
+from pure_loop.loop.strict import Strict
+from pure_loop.loop.training import LoopStages, Script
+from pure_loop.precision import PrecisionName
+from pure_loop.stages import Stages
+from pure_loop.state import Loss, State
+from pure_loop.task import Task, has_loss_method, make_task
+
+__all__ = ["evaluate", "predict"]
+
+
+@announced
+@teaching
+def evaluate(
+    model_or_state: nn.Module | State,
+    evaluators: EvaluatorsLike,
+    *,
+    loss: Callable[[Any, Any], Loss] | Task | None = None,
+    task: Task | None = None,
+    precision: PrecisionName = "fp32",
+    seed: int = 0,
+    algorithms: Iterable[AlgorithmLike] = (),
+    callbacks: Iterable[CallbackLike] = (),
+    loggers: Iterable[Logger] = (),
+    device: torch.device | str | None = None,
+    watch: Collection[Event | EventName] | None = None,
+    compile: bool | Literal["where possible"] = False,
+    strict: bool = False,
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+) -> Stream:
+    """Evaluate without training; the last State has the results in ``state.metrics[label]``.
+
+    Args:
+        model_or_state: a module, or a State of any event.
+        evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
+        algorithms: algorithms that act in evaluation, such as EMA.
+        loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
+        task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
+    >>> state = pl.run(pl.evaluate(torch.nn.Linear(2, 1), {"test": data}, loss=torch.nn.functional.mse_loss))
+    >>> list(state.metrics["test"])
+    ['loss']
+    """
+    settings = ModelSettings(
+        model_or_state=model_or_state,
+        precision=precision,
+        seed=seed,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers,
+        device=device,
+        watch=watch,
+        compile=compile,
+        strict=strict,
+        parallel=parallel,
+    )
+    state = _state(settings)
+    if evaluators is None:
+        raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
+    module, value = state.model.skeleton, next((item for item in (task, loss) if isinstance(item, Task)), Task())
+    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=settings.parallel.sources(value))
+    if loss is None and value.loss is None and not has_loss_method(module) and not measure_loss(bound, of_call=True):
+        loss = _no_loss
+    run_task = make_task(module, loss, task)
+    bound = with_own_tasks(bound, run_task)
+    stages = _stages(settings, state, run_task, bound)
+    script = loop.evaluate(state, stages, bound, _described(settings))
+    return _stream(settings, stages, script, [evaluator.source for evaluator in bound], bound)
+
+
+@announced
+@teaching
+def predict(
+    model_or_state: nn.Module | State,
+    dataloader: Iterable[Any],
+    *,
+    task: Task | None = None,
+    precision: PrecisionName = "fp32",
+    seed: int = 0,
+    algorithms: Iterable[AlgorithmLike] = (),
+    callbacks: Iterable[CallbackLike] = (),
+    loggers: Iterable[Logger] = (),
+    device: torch.device | str | None = None,
+    watch: Collection[Event | EventName] | None = None,
+    compile: bool | Literal["where possible"] = False,
+    strict: bool = False,
+    gradients: bool = False,
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+) -> Stream:
+    """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
+
+    Args:
+        model_or_state: a module, or a State of any event.
+        dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
+        gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
+            :func:`fit`; each rank predicts its part of every batch.
+
+    >>> import torch, pure_loop as pl
+    >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
+    >>> [state.outputs.shape for event, state in stream if event is pl.Event.PREDICT_BATCH_END]
+    [torch.Size([4, 1])]
+    """
+    check_flag("gradients", gradients, where="pl.predict")
+    settings = ModelSettings(
+        model_or_state=model_or_state,
+        precision=precision,
+        seed=seed,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers,
+        device=device,
+        watch=watch,
+        compile=compile,
+        strict=strict,
+        parallel=parallel,
+    )
+    state = _state(settings)
+    if task is None:
+        module = state.model.skeleton
+        task = make_task(module, None if has_loss_method(module) else _no_loss, None)
+    data = settings.parallel.sources(task)(dataloader, seed=state.seed, stream="predict")
+    refuse_empty(data, "dataloader")
+    stages = _stages(settings, state, task)
+    script = loop.predict(state, stages, data, _described(settings), gradients=gradients)
+    return _stream(settings, stages, script, [data])
+
+
+def _no_loss(outputs: Any, targets: Any) -> Any:
+    raise AssertionError("no metric uses a loss")
+
+
+def _state(settings: ModelSettings) -> State:
+    return any_state(settings.model_or_state, settings.seed, settings.parallel.device(settings.device))
+
+
+def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Sequence[BoundEvaluator] = ()) -> Stages:
+    refuse_other_memories(state, settings.algorithms)
+    engine, handlers = settings.parallel.engine(state), bind(settings.algorithms)
+    stages = LoopStages(task=task, precision=settings.precision, handlers=handlers, engine=engine)
+    return evaluating(settings.compile, stages, evaluators)
+
+
+def _described(settings: ModelSettings) -> list[str]:
+    """What the ranks compare of the algorithms."""
+    return [] if settings.parallel.parallel is None else settings.algorithms_described
+
+
+def _stream(
+    settings: ModelSettings,
+    stages: Stages,
+    script: Script,
+    sources: Sequence[Source],
+    evaluators: Sequence[BoundEvaluator] | None = None,
+) -> Stream:
+    engine = stages.engine
+    observed, objects, _ = observers(
+        settings.callbacks, settings.loggers, Recorder(), settings.parallel.rank, engine.ranks
+    )
+    run = Run(
+        function="predict" if evaluators is None else "evaluate",
+        callbacks=objects,
+        metrics={evaluator.label: evaluator.metrics for evaluator in evaluators or ()},
+        ranks=engine.ranks,
+        precision=settings.precision.name,
+        sources=tuple(sources),
+    )
+    bind_callbacks(run)
+    to_close: list[Any] = [*objects, *sources, engine]
+    pairs = run_script(
+        script,
+        bind(settings.algorithms),
+        observed,
+        [*(closed.close for closed in to_close), *run.at_end],
+        stages=stages,
+        watch=settings.watch,
+        strict=Strict.of_order("current") if settings.strict else None,
+        failed=engine.failed,
+    )
+    return Stream(pairs)

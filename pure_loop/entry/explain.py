@@ -1,0 +1,331 @@
+"""Explain: what a call of ``fit`` would do, written out; nothing is trained and no data is loaded.
+
+The loop comes from the specification (:func:`pure_loop.order.outline`), and what runs at each event from the
+same functions that bind it in ``fit``, so that the explanation can't drift from the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
+
+from torch import nn
+
+from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop.algorithm import bind, reversed_at
+from pure_loop.callback import Observer, observers
+from pure_loop.donation import consumer, references
+from pure_loop.entry.assembly import Assembly, assemble
+from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.settings import Settings
+from pure_loop.event import Event
+from pure_loop.progress import words as _words
+from pure_loop.state import State
+
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.checkpoint import Checkpoint
+
+__all__ = ["explain"]
+
+_WIDTH = 100
+_MARGIN = 17
+_COLUMN = 34
+
+Line: TypeAlias = tuple[int, str | Event, str]
+Table: TypeAlias = Mapping[Event, Sequence[Observer]]
+
+
+class _Explain(Protocol):
+    """The arguments for type checkers; when it is called, errors about them are those of ``fit``."""
+
+    def __call__(
+        self,
+        model_or_state: nn.Module | State,
+        train_dataloader: Iterable[Any],
+        *,
+        file: TextIO | None = None,
+        **options: Unpack[FitOptions],
+    ) -> None: ...
+
+
+def _as_typed(function: Callable[..., None]) -> _Explain:
+    return function
+
+
+@_as_typed
+def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
+    """Print what ``fit`` with these arguments would do: its settings, and what runs at each event, in order.
+
+    Args:
+        *args, **kwargs: those of :func:`pure_loop.entry.fit`. Iterators are not drawn from.
+        file: where to; None: standard output.
+
+    Raises:
+        ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
+        ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: as the call of ``fit`` would.
+
+    >>> import torch, pure_loop as pl
+    >>> @pl.algorithm(pl.Event.AFTER_LOSS, when="10ba")
+    ... def penalty(state):
+    ...     return state.replace(loss=state.loss + 0.1)
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> explain(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
+    ...         max_duration="2ep", algorithms=[penalty])
+    pl.fit, explained; nothing was run
+    <BLANKLINE>
+      model          Linear, 3 parameters in 2 tensors, on cpu
+      ...
+          for each microbatch ...
+            BEFORE_FORWARD                -
+            AFTER_FORWARD                 -
+            BEFORE_LOSS                   -
+            AFTER_LOSS                    algorithm  penalty  (every 10 batches)
+      ...
+    """
+    refuse_misfit(fit, args, kwargs)
+    bound = inspect.signature(fit).bind(*args, **kwargs)
+    bound.apply_defaults()
+    assembly = assemble(Settings(**bound.arguments))
+    print("pl.fit, explained; nothing was run", file=file)
+    for part in (_head(assembly), _loop(assembly), _legend(assembly)):
+        print("", *(line.rstrip() for line in part), sep="\n", file=file)
+
+
+def _head(assembly: Assembly) -> Iterator[str]:
+    for name, text in _settings(assembly):
+        if text:
+            yield textwrap.fill(
+                text,
+                _WIDTH,
+                initial_indent=f"  {name:<{_MARGIN - 2}}",
+                subsequent_indent=" " * _MARGIN,
+                break_on_hyphens=False,
+                break_long_words=False,  # of paths
+            )
+
+
+def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
+    settings, state, stages = assembly.settings, assembly.state, assembly.fit.stages
+    yield "model", _model(state)
+    if assembly.checkpoint is not None:
+        yield "starts from", _checkpoint(assembly.checkpoint)
+    elif settings.autoresume is not None and state.event is None and state.position is None:
+        yield "starts from", f"nothing: {settings.autoresume} holds no checkpoint yet"
+    elif isinstance(settings.model_or_state, State):
+        where = f"{state.position.name}, " if state.position is not None else ""
+        t = state.timestamp
+        yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
+    yield "data", _data(settings.train_dataloader, assembly.fit.source.length)
+    end = state.timestamp.max_duration
+    assert end is not None
+    if stages.engine.ranks > 1:
+        yield (
+            "ranks",
+            f"{stages.engine.ranks}, of which this is number {stages.engine.rank}; each has its part of a batch",
+        )
+    yield "duration", _words.duration(end)
+    if assembly.fit.iteration_length is not None:
+        yield "iterations", f"of {_words.duration(assembly.fit.iteration_length)}"
+    yield "optimizer", repr(stages.optimizer)
+    yield "precision", stages.precision.name
+    size = stages.microbatch_size
+    yield "microbatches", "the whole batch at once" if size is None else f"of at most {size:,} samples"
+    clip = stages.clip_grad
+    if clip is not None:
+        yield "gradients", f"clipped by {_name(clip)}" if callable(clip) else f"clipped to a norm of {clip:g}"
+    yield "not finite", "an error that names the batch" if stages.nonfinite == "error" else "the step is skipped"
+    yield "seed", str(state.seed)
+    evaluators = [
+        f"{evaluator.label}: {_words.how_often(evaluator.interval)}"
+        + ("" if evaluator.source.length is None else f", {_count(evaluator.source.length, 'batch', 'batches')}")
+        + ("" if evaluator.microbatch_size is None else f" in microbatches of {evaluator.microbatch_size:,}")
+        + ("" if evaluator.metrics is None else f", measuring {', '.join(metric.name for metric in evaluator.metrics)}")
+        for evaluator in assembly.fit.evaluators
+    ]
+    yield "evaluators", "; ".join(evaluators) or "none"
+    names = [algorithm.name + ("" if algorithm.init is None else " (with state)") for algorithm in settings.algorithms]
+    yield "algorithms", ", ".join(names) or "none"
+    if settings.watch is not None:
+        yield "yields only", ", ".join(event.name for event in Event if event in settings.watch) or "nothing"
+    everywhere = _everywhere(assembly)
+    if everywhere:
+        yield "at every event", ", ".join(everywhere)
+    if assembly.fit.compiled is not None:
+        yield "compiled", _compiled(assembly, settings.compile)
+    yield "donate", _donate(assembly)
+    if settings.strict:
+        yield "strict", "order, purity and returns are checked at every event"
+    if assembly.fit.order != "current":
+        yield "order", f"that of {assembly.fit.order}"
+
+
+def _donate(assembly: Assembly) -> str:
+    """Whether a step writes in place, and why."""
+    settings, doubt = assembly.settings, references.MEASURED.doubt
+    uncounted = f"references are not counted here, because {doubt}"
+    if assembly.fit.stages.donation is None:
+        if settings.donate is False:
+            return "each step copies: donate=False"
+        if settings.strict:
+            return "each step copies: strict=True compares States with what they were"
+        if settings.optimizer.overwrite is None and settings.compile is False:
+            return "each step copies: the optimizer makes new tensors"
+        return f"each step copies: {uncounted}" if doubt else "each step copies"
+    if settings.donate is True and assembly.fit.stages.donation.compiled:
+        if doubt:
+            return f"a compiled step copies wherever the State before it was observed: {uncounted}"
+        return "a compiled step writes in place where references show that nothing of the State before it is kept"
+    if settings.donate is True:
+        taken = "a step takes the memory of kept States, too"
+        return f"{taken}, and of tensors kept by themselves: {uncounted}" if doubt else taken
+    written = "a step writes in place where references show that nothing of the State before it is kept"
+    if not consumer.doubt:
+        return written
+    return f"{written}; a State in a loop variable counts as kept, because {consumer.doubt}"
+
+
+def _compiled(assembly: Assembly, compile: Any) -> str:
+    from pure_loop.compile.recurrent import recurrent_layer
+
+    compiler = assembly.fit.compiled
+    seen = [event.name for event in Event if event in compiler.observed]
+    looked_at = "at all events" if len(seen) == len(Event) else f"at {', '.join(seen)}" if seen else "nowhere"
+    how = "" if compile is True else "where possible, "
+    together = f"; {compiler.steps} steps a call" if compiler.steps > 1 else ""
+    layer = recurrent_layer(assembly.state.model.skeleton)
+    eager = "" if layer is None else f"; forward and backward run eagerly: {layer} is a recurrent layer"
+    return f"{how}into graphs that end at observed events: {looked_at}{together}{eager}"
+
+
+def _checkpoint(checkpoint: Checkpoint) -> str:
+    document = checkpoint.document
+    if document is None:
+        return f"the weights in {checkpoint.path}"
+    where = f"{document.event.name}, " if document.event is not None else ""
+    return f"{checkpoint.path}, saved at {where}batch {document.batch}"
+
+
+def _model(state: State) -> str:
+    numbers = sum(tensor.numel() for tensor in state.params.values())
+    frozen = sum(tensor.numel() for name, tensor in state.params.items() if name not in state.model.trainable)
+    kind = type(state.model.skeleton).__name__
+    text = f"{kind}, {_count(numbers, 'parameter', 'parameters')} in {_count(len(state.params), 'tensor', 'tensors')}"
+    return f"{text}{f' ({frozen:,} of them frozen)' if frozen else ''}, on {state.device}"
+
+
+def _data(loader: Any, length: int | None) -> str:
+    epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
+    return f"{type(loader).__name__}, {epochs}"
+
+
+def _count(value: int, one: str, many: str) -> str:
+    return f"{value:,} {one if value == 1 else many}"
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
+# What is bound where.
+
+
+def _observed(assembly: Assembly) -> tuple[Table, Table]:
+    """Callbacks and loggers apart: at each event the loggers are the last ones."""
+    logged = observers((), assembly.logger.loggers)[0]
+    called = {event: result[: len(result) - len(logged.get(event, ()))] for event, result in assembly.observers.items()}
+    return called, logged
+
+
+def _everywhere(assembly: Assembly) -> list[str]:
+    """The callbacks that see every event: said once, instead of at each."""
+    return [
+        f"{kind} {name}"
+        for kind, table in zip(("callback", "logger"), _observed(assembly), strict=True)
+        for name in _in_all(table)
+    ]
+
+
+def _in_all(table: Table) -> list[str]:
+    names = [[observer.name for observer in table.get(event, ())] for event in Event]
+    return [name for name in dict.fromkeys(names[0]) if all(name in some for some in names)]
+
+
+def _bound(assembly: Assembly) -> dict[Event, list[str]]:
+    """What runs at each event, in the order in which it runs."""
+    table: dict[Event, list[str]] = {}
+    for event, handlers in bind(assembly.settings.algorithms).items():
+        for handler in handlers:
+            when = _words.how_often(handler.when)
+            table.setdefault(event, []).append(f"algorithm  {handler.algorithm}{f'  ({when})' if when else ''}")
+        if reversed_at(event) and len(handlers) > 1:
+            table[event][0] += "  <- in reverse"
+    for kind, observed in zip(("callback", "logger"), _observed(assembly), strict=True):
+        everywhere = _in_all(observed)
+        for event, result in observed.items():
+            names = [observer.name for observer in result if observer.name not in everywhere]
+            table.setdefault(event, []).extend(f"{kind:<9}  {name}" for name in names)
+    return table
+
+
+# The loop.
+
+
+def _loop(assembly: Assembly) -> Iterator[str]:
+    bound = _bound(assembly)
+    from pure_loop import order
+
+    for depth, what, note in _relevant(_fit_only(order.outline(assembly.fit.order)), assembly):
+        indent = "  " * depth
+        if isinstance(what, Event):
+            first, *rest = bound.get(what) or ["-"]
+            yield f"{indent + what.name:<{_COLUMN}}{first}"
+            yield from (f"{'':<{_COLUMN}}{text}" for text in rest)
+        else:
+            heading = f"{indent}{what}{f' ({note})' if note else ''}"
+            yield from textwrap.wrap(heading, _WIDTH, subsequent_indent=f"{indent}    ")
+
+
+def _fit_only(outline: list[Line]) -> list[Line]:
+    ends = [index for index, (depth, _, _) in enumerate(outline) if depth == 0 and index > 0]
+    return outline[: ends[0]] if ends else outline
+
+
+def _relevant(outline: list[Line], assembly: Assembly) -> Iterator[Line]:
+    """The outline without what this call can't come to: evaluations, iterations, the start of a fresh run."""
+    left_out: set[Event] = set()
+    if assembly.fit.iteration_length is None:
+        left_out |= {event for event in Event if event.name.startswith("ITERATION")}
+    if not assembly.fit.evaluators:
+        left_out |= {event for event in Event if event.is_eval}
+    if not assembly.fit.fresh:
+        left_out |= {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
+    groups: dict[str, set[Event]] = {}
+    for index, (depth, what, _) in enumerate(outline):
+        if not isinstance(what, Event):
+            groups.setdefault(what, set()).update(_inside(outline[index + 1 :], depth))
+    for depth, what, note in outline:
+        inside = {what} if isinstance(what, Event) else groups[what]
+        if not inside or inside - left_out:
+            yield depth, what, note
+
+
+def _inside(rest: list[Line], depth: int) -> Iterator[Event]:
+    for deeper, what, _ in rest:
+        if deeper <= depth:
+            return
+        if isinstance(what, Event):
+            yield what
+
+
+def _legend(assembly: Assembly) -> Iterator[str]:
+    yield "-: nothing is bound there. At one event: algorithms in this order, then callbacks, then loggers."
+    if any(reversed_at(event) and len(result) > 1 for event, result in bind(assembly.settings.algorithms).items()):
+        yield "<- in reverse: after a computation the algorithms run in reverse, so what opened last closes first."
+    if not assembly.fit.evaluators:
+        yield "Evaluation events don't come: no evaluators are given."
+    if assembly.fit.iteration_length is None and assembly.fit.order == "current":
+        yield "Iteration events don't come: no iteration_length is given."
+    if not assembly.fit.fresh:
+        yield "Training resumes from a State: INIT and the load events don't come."

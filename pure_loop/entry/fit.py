@@ -1,0 +1,209 @@
+"""``fit``: its arguments and what they mean.
+
+Everything that can be wrong is refused when the function is called and before anything runs (``settings.py``,
+``assembly.py``); what comes back is a generator of ``(event, state)``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, Required, TypedDict
+
+import torch
+from torch import nn
+
+from pure_loop._internal.suggestions import teaching
+from pure_loop.algorithm import AlgorithmLike
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import CallbackLike, Logger
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.entry.announcing import announced
+from pure_loop.evaluator import EvaluatorsLike
+from pure_loop.event import Event, EventName
+from pure_loop.gradients import ClipFunction
+from pure_loop.loop.stream import Stream
+from pure_loop.metrics._base import MetricsLike
+from pure_loop.optim import Optimizer
+from pure_loop.precision import PrecisionName
+from pure_loop.state import Loss, State
+from pure_loop.task import Task
+from pure_loop.time import Time
+
+__all__ = ["FitOptions", "fit"]
+
+
+class FitOptions(TypedDict, total=False):
+    """The arguments of :func:`fit` after the model and the data, for settings that are kept in a dict."""
+
+    loss: Callable[[Any, Any], Loss] | Task | None
+    optimizer: Required[Optimizer]
+    max_duration: Required[str | int | Time]
+    task: Task | None
+    microbatch_size: int | None
+    precision: PrecisionName
+    seed: int
+    evaluators: EvaluatorsLike
+    eval_interval: CadenceLike
+    train_metrics: MetricsLike
+    algorithms: Iterable[AlgorithmLike]
+    callbacks: Iterable[CallbackLike]
+    loggers: Iterable[Logger]
+    run_name: str | None
+    clip_grad: float | ClipFunction | None
+    nonfinite: Literal["error", "skip"]
+    device: torch.device | str | None
+    load_path: str | os.PathLike[str] | None
+    autoresume: str | os.PathLike[str] | None
+    batches_per_epoch: int | None
+    iteration_length: str | Time | None
+    watch: Collection[Event | EventName] | None
+    donate: bool | Literal["auto"]
+    compile: bool | Literal["where possible"]
+    steps_per_call: int
+    strict: bool
+    order: Literal["current", "2021"]
+    parallel: Literal["replicate", "shard"] | Parallel | None
+    clock: Callable[[], float]
+
+
+@announced
+@teaching
+def fit(
+    model_or_state: nn.Module | State,
+    train_dataloader: Iterable[Any],
+    *,
+    loss: Callable[[Any, Any], Loss] | Task | None = None,
+    optimizer: Optimizer,
+    max_duration: str | int | Time,
+    task: Task | None = None,
+    microbatch_size: int | None = None,
+    precision: PrecisionName = "fp32",
+    seed: int = 0,
+    evaluators: EvaluatorsLike = None,
+    eval_interval: CadenceLike = "1ep",
+    train_metrics: MetricsLike = None,
+    algorithms: Iterable[AlgorithmLike] = (),
+    callbacks: Iterable[CallbackLike] = (),
+    loggers: Iterable[Logger] = (),
+    run_name: str | None = None,
+    clip_grad: float | ClipFunction | None = None,
+    nonfinite: Literal["error", "skip"] = "error",
+    device: torch.device | str | None = None,
+    load_path: str | os.PathLike[str] | None = None,
+    autoresume: str | os.PathLike[str] | None = None,
+    batches_per_epoch: int | None = None,
+    iteration_length: str | Time | None = None,
+    watch: Collection[Event | EventName] | None = None,
+    donate: bool | Literal["auto"] = "auto",
+    compile: bool | Literal["where possible"] = False,
+    steps_per_call: int = 1,
+    strict: bool = False,
+    order: Literal["current", "2021"] = "current",
+    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Stream:
+    """Train: yields ``(event, state)`` at every event of the specification, in order.
+
+    Args:
+        model_or_state: a module (a fresh start; it stays as it was), or a State of a boundary, from which
+            training resumes as if it had never stopped. Seed, loss scale, optimizer state and algorithm
+            state are in the State; data and functions are passed again, as at the start.
+        train_dataloader: any iterable of batches: a ``DataLoader``, a list, an iterator, endless or not.
+        loss: ``(outputs, targets) -> scalar``, a mean over the batch; or a Task; or None if the module has
+            a method ``loss(outputs, batch)``.
+        optimizer: such as ``pl.optim.adamw(lr=3e-4)``.
+        max_duration: when to stop: ``"3ep"``, ``"1000ba"``, ``"1e6tok"``, ``"90m"``; an int: epochs.
+        task: what to do with batches that are not ``(inputs, targets)``: :class:`pure_loop.Task`.
+        microbatch_size: the samples of a forward, at most; None: the whole batch. Gradients don't depend on it.
+        precision: ``"fp32"``, ``"amp_bf16"`` or ``"amp_fp16"``.
+        seed: seeds all random numbers of the run, shuffling and dropout included.
+        evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
+        eval_interval: how often evaluators run: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate; 0: never.
+        train_metrics: metrics of training, as those of an evaluator, of the outputs that the step has computed. At each
+            BATCH_END ``state.metrics["train"]`` has their values over the epoch so far; loggers are given them.
+        algorithms: pure functions ``State -> State`` bound to events (:func:`pure_loop.algorithm`).
+        callbacks: read-only observers: :class:`pure_loop.Callback`, or functions of ``(event, state)``.
+        loggers: destinations of recorded values (:mod:`pure_loop.loggers`).
+        run_name: the name of the run in all loggers. None: a run that resumes has the name that its loggers recorded,
+            another one a new name of the time and two words.
+        clip_grad: a global norm that gradients are scaled down to, or ``(grads, params) -> grads``.
+        nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch, on an
+            accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: the step is skipped
+            and counted in ``state.skipped``, and buffers are restored to those before its forward.
+        device: the device of training; None: that of the model. Batches are moved there once.
+        load_path: a checkpoint to resume from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
+            weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
+        autoresume: a folder of checkpoints: start from the newest intact one, if there is one, and save there at the
+            end of each epoch, unless a ``CheckpointSaver`` in ``callbacks`` does so. The same command, run again after
+            it was killed, resumes.
+        batches_per_epoch: cut epochs to this number of batches. Every epoch of a dataloader with a length begins with
+            its first batch; data without a length continues where the epoch before was cut.
+        iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
+        watch: yield only these events; algorithms and callbacks see all.
+        donate: let a step write to the memory of the State before it. ``"auto"``: where only the loop
+            variable still refers to it; ``True``: always, and a State that you kept raises DonatedStateError
+            when its tensors are accessed; ``False``: never. See :mod:`pure_loop.donation`.
+        compile: make graphs of the code between observed events: those of ``watch``, of callbacks, of loggers.
+            True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
+        steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing
+            in between is observed.
+        strict: check the order of events while training and, by value, that no State is changed in place.
+        order: ``"current"``, or ``"2021"``, the order of older documents.
+        parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
+            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
+        clock: a function that returns seconds, for durations in seconds.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before
+            anything runs; each says what was passed and what to write instead.
+        DistributedError: from the stream, if another rank fails, dies, hangs or does something else; names it.
+        DataError, LossError, NonFiniteError, AlgorithmReturnError, AlgorithmStructureError, ...: from the
+            stream, naming batch and event.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...                 optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep")
+    >>> sum(event is pl.Event.BATCH_END for event, state in stream)
+    6
+    """
+    # Imported by the first call: what a call is assembled from is half of what the package has to import.
+    from pure_loop.entry.assembly import assemble, start
+    from pure_loop.entry.settings import Settings
+
+    settings = Settings(
+        model_or_state=model_or_state,
+        train_dataloader=train_dataloader,
+        loss=loss,
+        optimizer=optimizer,
+        max_duration=max_duration,
+        task=task,
+        microbatch_size=microbatch_size,
+        precision=precision,
+        seed=seed,
+        evaluators=evaluators,
+        eval_interval=eval_interval,
+        train_metrics=train_metrics,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers,
+        run_name=run_name,
+        clip_grad=clip_grad,
+        nonfinite=nonfinite,
+        device=device,
+        load_path=load_path,
+        autoresume=autoresume,
+        batches_per_epoch=batches_per_epoch,
+        iteration_length=iteration_length,
+        watch=watch,
+        donate=donate,
+        compile=compile,
+        steps_per_call=steps_per_call,
+        strict=strict,
+        order=order,
+        parallel=parallel,
+        clock=clock,
+    )
+    return start(assemble(settings))

@@ -1,0 +1,84 @@
+"""The arguments of a call of ``fit`` as hyperparameters: numbers, flags and texts by name, for any logger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from pure_loop._internal.reprs import data, shown
+from pure_loop.cadence import Cadence
+from pure_loop.entry.parallel import Together
+from pure_loop.entry.settings import Settings
+from pure_loop.evaluator import Evaluator
+from pure_loop.event import Event
+from pure_loop.optim import Optimizer
+from pure_loop.precision import Precision
+from pure_loop.time import Time
+
+__all__ = ["hyperparameters"]
+
+
+def hyperparameters(settings: Settings) -> dict[str, Any]:
+    """Each argument of ``fit`` by its name, but the model and the seed, which the recorder reads from the State; and:
+
+    * ``<algorithm>/<setting>`` for each setting of an algorithm of the library, such as ``sam/rho``;
+    * ``optimizer/<option>`` for each option of the optimizer, and ``optimizer/<label>/<option>`` for those of a part;
+    * ``batch_size``, where the dataloader has one; else the recorder adds it after the first batch.
+
+    Values that are no numbers, flags or texts are described: tensors by shape, functions by name.
+    """
+    recorded: dict[str, Any] = {}
+    for field in attrs.fields(Settings):
+        if field.name not in ("model_or_state", "seed"):
+            recorded[field.name] = _described(getattr(settings, field.name))
+    recorded["train_dataloader"] = data(settings.train_dataloader)
+    recorded["evaluators"] = _evaluators(settings.evaluators)
+    for algorithm in settings.algorithms:
+        for name, value in algorithm.settings.items():
+            if name != "name":
+                recorded[f"{algorithm.name}/{name}"] = _described(value)
+    recorded |= _options(settings.optimizer, "optimizer")
+    batch_size = getattr(settings.train_dataloader, "batch_size", None)
+    if isinstance(batch_size, int):
+        recorded["batch_size"] = batch_size
+    return recorded
+
+
+def _evaluators(evaluators: Any) -> str | None:
+    if not isinstance(evaluators, Mapping):
+        return None if evaluators is None else _evaluator(evaluators)
+    return ", ".join(f"{label}: {_evaluator(evaluator)}" for label, evaluator in evaluators.items())
+
+
+def _evaluator(evaluator: Any) -> str:
+    return shown(evaluator) if isinstance(evaluator, Evaluator) else data(evaluator)
+
+
+def _options(optimizer: Optimizer, name: str) -> dict[str, Any]:
+    options = {f"{name}/{option}": _described(value) for option, value in optimizer.options.items()}
+    for label, part in optimizer.parts.items():
+        options |= _options(part, f"{name}/{label}")
+    return options
+
+
+def _described(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Time):
+        return str(value)
+    if isinstance(value, Cadence):
+        return str(value.interval)
+    if isinstance(value, Precision):
+        return value.name
+    if isinstance(value, Together):
+        return _described(value.parallel)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, frozenset) and all(isinstance(item, Event) for item in value):
+        return ", ".join(event.name for event in Event if event in value)
+    if isinstance(value, Mapping):
+        return shown(dict(value))
+    return shown(value)

@@ -1,0 +1,132 @@
+"""One rank or several: what the arguments of a call become, given its ``parallel=``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import attrs
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop.algorithm import Algorithm
+from pure_loop.data.open import source
+from pure_loop.data.source import Share, Source
+from pure_loop.distributed.parallel import Parallel, rank, read_parallel, world_size
+from pure_loop.errors import ResumeError
+from pure_loop.random import derive
+from pure_loop.stages.engine import ONE_RANK, Engine
+from pure_loop.state import State
+from pure_loop.task import Task
+from pure_loop.time import TimestampFields
+
+__all__ = ["Together"]
+
+
+def algorithm_described(algorithm: Algorithm) -> str:
+    """What has to be equal on all ranks of an algorithm: its name, its events, and its options, if it is a library's.
+
+    What the user's functions refer to may differ between ranks, such as a rank's number.
+    """
+    options: dict[str, Any] = {}
+    for function in (function for listed in algorithm.handlers.values() for function in listed):
+        if isinstance(function, FunctionType) and function.__module__.startswith("pure_loop."):
+            options |= inspect.getclosurevars(function).nonlocals
+    when = "" if algorithm.when is None else f", when={algorithm.when}"
+    simple = {name: value for name, value in options.items() if isinstance(value, int | float | str | None)}
+    shown = ", ".join(f"{name}={value!r}" for name, value in simple.items())
+    return f"{algorithm!r}{when}" + (f" with {shown}" if shown else "")
+
+
+@attrs.frozen
+class Together:
+    """What several ranks change in a call.
+
+    Attributes:
+        parallel: what the user chose; None where there is one rank, whatever was chosen.
+        rank: this process.
+    """
+
+    parallel: Parallel | None
+    rank: int = 0
+
+    @classmethod
+    def of(cls, value: Any) -> Together:
+        """Read the ``parallel=`` argument.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: it can't be read.
+        """
+        parallel = read_parallel(value)
+        return cls(None) if parallel is None or world_size() == 1 else cls(parallel, rank())
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return 1 if self.parallel is None else world_size()
+
+    def device(self, device: Any) -> Any:
+        """The device of this rank."""
+        if self.parallel is None:
+            return device
+        from pure_loop.distributed.engines import device_of_rank  # with it comes torch.distributed
+
+        return device_of_rank(device)
+
+    def engine(self, state: State) -> Engine:
+        """The engine for this State.
+
+        Raises:
+            ResumeError: there is one rank, and the State is sharded over several.
+        """
+        if self.parallel is None:
+            if any(map(is_sharded, state.params.values())):
+                raise ResumeError(
+                    "this State is sharded over several ranks, and there is one here: resume with parallel='shard' or "
+                    "parallel='replicate' on as many ranks, or from state.module(), which all ranks gather together."
+                )
+            return ONE_RANK
+        from pure_loop.distributed.engines import engine_of
+
+        return engine_of(self.parallel, state.device)
+
+    def sources(self, task: Task) -> Callable[..., Source]:
+        """What makes a Source of a dataloader, for this rank's part of it."""
+        return source if self.parallel is None else partial(self._source, task, self.parallel)
+
+    def _source(
+        self, task: Task, parallel: Parallel, dataloader: Any, *, seed: int, stream: str, **options: Any
+    ) -> Source:
+        from pure_loop.distributed.engines import reads_its_own
+
+        if not reads_its_own(parallel, dataloader):
+            share = Share(self.rank, world_size(), task.samples, task.split)
+            return source(dataloader, seed=seed, stream=stream, share=share, **options)
+        # In an evaluation every sample counts, so none is left out.
+        uneven = parallel.uneven if stream == "train" else "pad"
+        own = derive(seed, "rank", self.rank) if self.rank else seed
+        return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
+
+    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, Any]]) -> Callable[[State], State]:
+        """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
+        return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
+
+    def meeting(
+        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, Any]], fresh: bool
+    ) -> Callable[[State], State] | None:
+        """What the ranks do after INIT: start from the same State."""
+        if self.parallel is None:
+            return None
+
+        def meet(state: State) -> State:
+            state = engine.start(state, settings(), fresh=fresh)
+            data.length = engine.length(data.length, data.uneven)
+            known: TimestampFields = {"batches_per_epoch": data.length}
+            return state.replace(
+                timestamp=state.timestamp.replace(**known),
+                previous_timestamp=state.previous_timestamp.replace(**known),
+            )
+
+        return meet

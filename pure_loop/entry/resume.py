@@ -1,0 +1,148 @@
+"""Where a call of ``fit`` starts from disk: ``load_path=`` and ``autoresume=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pure_loop.callback import Callback
+from pure_loop.entry.start import can_resume_from
+from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.model.model import ModelDef
+from pure_loop.state import State, outside_batch
+
+if TYPE_CHECKING:
+    from pure_loop.checkpoint.checkpoint import Checkpoint
+
+__all__ = [
+    "loading",
+    "read_start",
+    "saving",
+    "seed_of",
+]
+
+
+def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0) -> tuple[Any, Checkpoint | None]:
+    """What to start from, and the checkpoint that it takes its numbers from, if there is one.
+
+    The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the
+    seed of the run is known, by a State or by ``seed``, those of other seeds are passed over.
+
+    Raises:
+        ArgumentError: there are two things to start from.
+        CheckpointNotFoundError, CheckpointError: ``load_path`` is none that is whole.
+        ResumeError: the State given is another model's than the newest checkpoint.
+    """
+    if load_path is None and autoresume is None:
+        return model_or_state, None
+    # Not before: a plain fit doesn't need it.
+    from pure_loop.checkpoint.files import Found, newest, read_checkpoint
+
+    if load_path is not None and isinstance(model_or_state, State):
+        raise ArgumentError(
+            f"load_path={load_path!r} and a State: each is a place to start from. Give the module, fit(model, ..., "
+            "load_path=path), or the State alone."
+        )
+    checkpoint = None
+    if autoresume is not None:
+
+        def is_of_run(result: Found) -> bool:
+            if isinstance(model_or_state, State):
+                return result.seed == model_or_state.seed and result.batch >= model_or_state.timestamp.batch
+            return seed in (0, result.seed)
+
+        checkpoint = newest(autoresume, can_resume_from, is_of_run)
+    if checkpoint is None and load_path is not None:
+        checkpoint = read_checkpoint(load_path)
+    if checkpoint is None or not isinstance(model_or_state, State):
+        return model_or_state, checkpoint
+    _refuse_other_run(model_or_state, checkpoint)
+    if model_or_state.position is None and model_or_state.event is None:
+        return model_or_state, checkpoint  # a fresh start, with INIT before the numbers are read
+    return checkpoint.into(model_or_state), None
+
+
+def _refuse_other_run(start: State, checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        ArgumentError: the checkpoint is of no run that began with this State.
+    """
+    document = checkpoint.document
+    if document is None or document.seed != start.seed or document.batch < start.timestamp.batch:
+        contents = "no State" if document is None else f"seed {document.seed}, batch {document.batch}"
+        raise ArgumentError(
+            f"autoresume: {checkpoint.path} ({contents}) is not of a run that began with the State passed (seed "
+            f"{start.seed}, batch {start.timestamp.batch}). Give each run a folder of its own."
+        )
+
+
+def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
+    """The seed with which the run resumes.
+
+    Raises:
+        ArgumentError: another one was asked for.
+    """
+    document = None if checkpoint is None else checkpoint.document
+    if checkpoint is None or document is None:
+        return seed
+    if seed not in (0, document.seed):
+        raise ArgumentError(
+            f"seed={seed!r}, and {checkpoint.path} has seed {document.seed}, with which it resumes. To fork it with "
+            f"other random numbers write fit(pl.load({checkpoint.path!r}, model=model).replace(seed={seed!r}), ...)."
+        )
+    return document.seed
+
+
+def loading(
+    checkpoint: Checkpoint | None,
+    model: ModelDef | None,
+    refuse: Callable[[State], object],
+    finish: Callable[[State], State],
+) -> Callable[[State], State] | None:
+    """What the loop does between BEFORE_LOAD and AFTER_LOAD: gives the State that was saved.
+
+    Args:
+        checkpoint: what to load; None: nothing.
+        model: the model, if it is sure to be the same at BEFORE_LOAD: what doesn't fit is refused now.
+        refuse: raises where training can't resume from a State.
+        finish: gives a State that resumes what it lacks.
+
+    Raises:
+        ResumeError: the checkpoint is another model's.
+    """
+    if checkpoint is None:
+        return None
+    path = checkpoint.path
+
+    def refuse_loaded(state: State) -> None:
+        try:
+            refuse(state)
+        except ResumeError as error:
+            raise ResumeError(f"{path}: {error}") from error
+
+    if checkpoint.document is not None and model is not None:
+        refuse_loaded(checkpoint.fitted(model))
+    # Taken out when it is loaded: the numbers are then the loop's, which writes to them.
+    waiting = [checkpoint]
+
+    def load(state: State) -> State:
+        result = waiting.pop()
+        if result.document is None:
+            return result.weights_into(state)
+        state = result.into(state)
+        refuse_loaded(state)
+        return finish(outside_batch(state))
+
+    return load
+
+
+def saving(autoresume: Any, callbacks: Any) -> Any:
+    """The callbacks, and a saver to the folder of ``autoresume`` where none of them saves to it."""
+    if autoresume is None:
+        return callbacks
+    listed = [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)
+    if not any(isinstance(callback, Callback) and callback.saves_to(autoresume) for callback in listed):
+        from pure_loop.callbacks.checkpoint_saver import CheckpointSaver  # a plain fit doesn't need it
+
+        listed.append(CheckpointSaver(autoresume))
+    return listed

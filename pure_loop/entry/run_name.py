@@ -1,0 +1,59 @@
+"""The name of a run, which all its loggers use."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pure_loop.callback import Callback, Logger
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["new_run_name", "read_run_name", "recorded_run_name"]
+
+_QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
+_NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
+
+_LONGEST = 128
+
+
+def read_run_name(name: Any) -> str | None:
+    """
+    Raises:
+        ArgumentTypeError: it is no text.
+        ArgumentError: a folder can't be named so.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f'run_name={name!r}: write a text, such as "baseline-1", or None for a new name.')
+    wrong = next((character for character in name if character in '/\\:*?"<>|' or not character.isprintable()), None)
+    if wrong is not None:
+        raise ArgumentError(
+            f"run_name={name!r} holds {wrong!r}: loggers name files and folders so, which not all systems allow; "
+            'write letters, digits, "-", "_" and ".", such as "baseline-1".'
+        )
+    if not name.strip() or name != name.strip() or name.startswith("."):
+        raise ArgumentError(
+            f"run_name={name!r}: a name is not empty, and begins with no dot and no space; write one such as "
+            '"baseline-1", or None for a new name.'
+        )
+    if len(name.encode()) > _LONGEST:
+        raise ArgumentError(f"run_name has {len(name.encode())} bytes, and names of files have room for {_LONGEST}.")
+    return name
+
+
+def new_run_name() -> str:
+    """A name that reads well, of the time and two words: ``20250131-142501-calm-river``.
+
+    Its words are drawn from the system's own generator, so that no seed of the run plays a part and none is moved.
+    """
+    words = secrets.choice(_QUALITIES), secrets.choice(_NOUNS)
+    return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
+
+
+def recorded_run_name(callbacks: Iterable[Callback]) -> str | None:
+    """The name of the run that loggers have a record of; None: none has one."""
+    names = (callback.recorded_run_name for callback in callbacks if isinstance(callback, Logger))
+    return next((name for name in names if name is not None), None)

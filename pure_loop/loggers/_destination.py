@@ -1,0 +1,259 @@
+"""The base of loggers that write somewhere: names are chosen by globs, values read in groups, one run is one record."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.reprs import call
+from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop.callback import Logger, LoggerGroup, Run
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.loggers._entry import Entry, Kind, Moment
+from pure_loop.loggers._values import read_numbers
+from pure_loop.state import State
+
+__all__ = ["Destination", "Names", "read_globs"]
+
+Names = str | Iterable[str] | None
+
+
+_UNKNOWN = Moment()
+_SECRETS = ("token", "api_key", "api_token")
+
+
+class Destination(Logger):
+    """Keeps what is recorded, and hands it to :meth:`write` in groups.
+
+    A subclass overrides ``begin``, ``write``, ``end`` and, where something can't be taken back, ``has``.
+
+    Args:
+        include: globs of the names to record, ``"train/*"`` or ``["*/loss", "*/accuracy"]``; None: all.
+        exclude: globs of names to leave out.
+        flush: how often values are read from the device and written: ``"50ba"``, ``"1ep"``, ``"30s"``, a predicate of
+            the State; 0: before a checkpoint and at the end only.
+
+    Attributes:
+        run_name: the name of the run, once the record is open; None: it has none.
+    """
+
+    def __init__(self, *, include: Names = None, exclude: Names = None, flush: CadenceLike = "50ba") -> None:
+        name = type(self).__name__
+        due = as_predicate(flush, f"{name} flush")
+        if due is None:
+            raise ArgumentTypeError(f'{name}(flush=None): write "50ba", "1ep", or 0 for checkpoints and the end only.')
+        self._due = due
+        self._include = read_globs(include, f"{name} include")
+        self._exclude = read_globs(exclude, f"{name} exclude") or ()
+        self._wanted: dict[str, bool] = {}
+        self._pending: list[Entry] = []
+        self._is_open = False
+        self._run: Run | None = None
+        self._latest = _UNKNOWN
+        self.run_name: str | None = None
+
+    def __repr__(self) -> str:
+        # Loggers are among the hyperparameters that others record.
+        secret = {name: "..." for name in _SECRETS if (self.made_with or {}).get(name) is not None}
+        return call(type(self).__name__, {**(self.made_with or {}), **secret})
+
+    # What a destination overrides.
+
+    def begin(self, start: Moment | None) -> None:
+        """Open the record of the run ``self.run_name``: the one that is there if it has this name, else a new one.
+
+        Args:
+            start: the FIT_START from which the run begins or resumes: what the record has from there on is recorded
+                again, and removed now. None: nothing is recorded again (``evaluate``, a script of the user's own).
+
+        Raises:
+            OSError: it can't be written.
+        """
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write what was recorded, in its order; values of metrics are Python numbers."""
+
+    def reached(self, state: State) -> None:
+        """What else is done at the interval ``flush``, and at FIT_END, once everything is written."""
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a record that was continued has this already."""
+        return False
+
+    def end(self) -> None:
+        """Close the record; ``begin`` may open it again."""
+
+    # What the loop and callbacks call.
+
+    def bind(self, run: Run) -> None:
+        """
+        Raises:
+            ArgumentError: another logger of the run writes to the same file.
+        """
+        file = getattr(self, "path", None)
+        beside = [logger for logger in run.callbacks if isinstance(logger, Destination) and logger is not self]
+        if file is not None and any(getattr(logger, "path", None) == file for logger in beside):
+            raise ArgumentError(f"two loggers write to {file}: give each a file of its own, or leave one of them out.")
+        self._run = run
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        self._pending.append(Entry("hyperparameters", "hyperparameters", dict(hyperparameters), self._latest, _now()))
+
+    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
+        metrics, tables = recordable_metrics(metrics)
+        self._latest, now = Moment.of(state), _now()
+        for name, value in metrics.items():
+            if self._wants(name):
+                # Without its graph, which would otherwise live as long as the entry.
+                value = value.detach() if isinstance(value, Tensor) else value
+                self._pending.append(Entry("metric", name, value, self._latest, now))
+        for name, (columns, rows) in tables.items():
+            self.log_table(name, columns, rows, state)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
+        self._keep("table", name, (list(columns), [list(row) for row in rows]), state)
+
+    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
+        if masks is not None and not isinstance(masks, Mapping):
+            masks = {"mask": masks}
+        kept = {key: _copy(mask) for key, mask in (masks or {}).items()}
+        self._keep("images", name, (_copy(images), kept), state)
+
+    def log_text(self, name: str, text: str, state: State) -> None:
+        self._keep("text", name, text, state)
+
+    def log_file(self, name: str, path: str) -> None:
+        if self._wants(name):
+            self._pending.append(Entry("file", name, path, self._latest, _now()))
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        self._latest = Moment.of(state)
+        # A script of the user's own may begin with batch 0 for another run: it says no name.
+        self._open(self._latest if self._run is None or self._run.function == "fit" or state.timestamp.batch else None)
+        self.flush()
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._flush_if_due(state, Event.BATCH_END)
+
+    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._flush_if_due(state, Event.EPOCH_END)
+
+    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
+        self._flush_if_due(state, Event.ITERATION_END)
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        self.flush()
+        self.reached(state)
+        state.check_finite()
+
+    def flush(self) -> None:
+        if self._run is not None and self._run.function == "fit" and not self._is_open:
+            return  # FIT_START is to come, or could not open the record
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        if not self._is_open:
+            self._open(None)
+        _read(pending)
+        new = [entry for entry in pending if not self.has(entry)]
+        if new:
+            self.write(new)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._pending = []
+            self._run = None
+            if self._is_open:
+                self._is_open = False
+                self.end()
+
+    def _open(self, start: Moment | None) -> None:
+        """Open the record, unless it is."""
+        if self._is_open:
+            return
+        passed = None if self._run is None else self._run.run_name
+        self.run_name = passed or self.recorded_run_name
+        self.begin(start)
+        self._is_open = True
+        # What the recorder and callbacks record at FIT_START comes before it is known where that is.
+        self._pending = [
+            attrs.evolve(entry, moment=self._latest) if entry.moment == _UNKNOWN else entry for entry in self._pending
+        ]
+
+    def _keep(self, kind: Kind, name: str, value: Any, state: State) -> None:
+        if self._wants(name):
+            self._latest = Moment.of(state)
+            self._pending.append(Entry(kind, name, value, self._latest, _now()))
+
+    def _wants(self, name: str) -> bool:
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            included = self._include is None or any(fnmatch.fnmatchcase(name, glob) for glob in self._include)
+            wanted = included and not any(fnmatch.fnmatchcase(name, glob) for glob in self._exclude)
+            self._wanted[name] = wanted
+        return wanted
+
+    def _flush_if_due(self, state: State, event: Event) -> None:
+        due = self._due
+        if due.at(state, event) if isinstance(due, Cadence) else due(state):
+            self.flush()
+            self.reached(state)
+            # After what was read is written: the record then shows the loss that was not finite.
+            state.check_finite()
+
+
+def _read(entries: list[Entry]) -> None:
+    """Put Python numbers in the places of tensors in metrics and cells of tables, all read together."""
+    metrics = [index for index, entry in enumerate(entries) if entry.kind == "metric"]
+    cells = [
+        (row, column)
+        for entry in entries
+        if entry.kind == "table"
+        for row in entry.value[1]
+        for column, value in enumerate(row)
+        if isinstance(value, Tensor) and value.numel() == 1
+    ]
+    numbers = read_numbers([*(entries[index].value for index in metrics), *(row[column] for row, column in cells)])
+    for index, number in zip(metrics, numbers, strict=False):
+        entries[index] = attrs.evolve(entries[index], value=number)
+    for (row, column), number in zip(cells, numbers[len(metrics) :], strict=True):
+        row[column] = number
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+def _copy(value: Any) -> Any:
+    """The value as it is now; a part of a batch is copied, so that the batch is not kept."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def read_globs(value: Names, name: str) -> tuple[str, ...] | None:
+    """Globs of names of metrics, as a tuple; None: None.
+
+    Raises:
+        ArgumentTypeError: it is neither a text nor several.
+        ArgumentError: there is none, or an empty one.
+    """
+    if value is None:
+        return None
+    globs = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise ArgumentTypeError(f'{name}={value!r}: write a glob such as "train/*", or a list of them.')
+        if not glob:
+            raise ArgumentError(f'{name}={value!r}: an empty glob matches no name; write one such as "train/*".')
+    if not globs and name.endswith("include"):
+        raise ArgumentError(f"{name}=[]: nothing would be recorded; leave it out to record everything.")
+    return tuple(globs)

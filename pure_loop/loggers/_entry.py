@@ -1,0 +1,76 @@
+"""One recorded thing, and where in a run it was recorded."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import attrs
+
+from pure_loop.event import Event
+from pure_loop.state import State
+from pure_loop.time import Timestamp
+
+__all__ = ["Entry", "Kind", "Moment"]
+
+Kind: TypeAlias = Literal["metric", "table", "images", "text", "file", "hyperparameters"]
+
+# Boundaries of one batch, one epoch and one iteration in their order.
+_BOUNDARIES = (
+    *(Event.AFTER_LOAD, Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT),
+    *(Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END, Event.ITERATION_START, Event.EPOCH_START),
+)
+_RANKS: dict[Event | None, int] = {None: -1} | {event: rank for rank, event in enumerate(_BOUNDARIES)}
+
+
+@attrs.frozen
+class Moment:
+    """A place in a run: after which boundary, and at which event.
+
+    Attributes:
+        batch: how many batches had ended.
+        epoch: how many epochs.
+        iteration: how many iterations.
+        position: the last boundary passed.
+        event: the event.
+    """
+
+    batch: int = 0
+    epoch: int = 0
+    iteration: int = 0
+    position: Event | None = None
+    event: Event | None = None
+
+    @classmethod
+    def of(cls, state: State) -> Moment:
+        t: Timestamp = state.timestamp
+        return cls(t.batch, t.epoch, t.iteration, state.position, state.event)
+
+    def is_before(self, start: Moment) -> bool:
+        """Whether a run that resumes at ``start``, which is a FIT_START, won't come to this moment again."""
+        mine, its = self._order, start._order
+        return mine < its or (mine == its and self.event is self.position)
+
+    @property
+    def _order(self) -> tuple[int, int, int]:
+        # Epochs and iterations end in either order, and their counts only grow.
+        return self.batch, self.epoch + self.iteration, _RANKS[self.position]
+
+
+@attrs.frozen
+class Entry:
+    """What was recorded.
+
+    Attributes:
+        kind: of what kind it is.
+        name: under which name.
+        value: a number; of a table columns and rows; of images ``(images, masks)``; a text; the path of a file; the
+            mapping of hyperparameters.
+        moment: where in the run.
+        seconds: when, since 1970.
+    """
+
+    kind: Kind
+    name: str
+    value: Any
+    moment: Moment
+    seconds: float

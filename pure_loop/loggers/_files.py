@@ -1,0 +1,138 @@
+"""Files of loggers: folders that are made, records of earlier runs that are kept, and what a run has to remember."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pure_loop._internal.arguments import is_path
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["RunFile", "json_safe", "make_folder", "read_file_path", "read_path", "replace_file", "set_aside"]
+
+
+def read_path(path: Any, name: str) -> Path:
+    """
+    Raises:
+        ArgumentTypeError: it is no path.
+        ArgumentError: it is empty, holds a NUL character, or is a URL.
+    """
+    if not is_path(path):
+        raise ArgumentTypeError(f"{name}={path!r}: write a text or a pathlib.Path.")
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise ArgumentError(f"{name}={text!r} is no path that a file can have.")
+    if "://" in text:
+        raise ArgumentError(
+            f"{name}={text!r} is a URL, and this logger writes to local files: give a local path, and add "
+            "pl.loggers.RemoteUploader(url) to upload what is written."
+        )
+    return Path(text)
+
+
+def read_file_path(path: Any, name: str) -> Path:
+    """The path of a file, which need not be there yet.
+
+    Raises:
+        ArgumentTypeError: it is no path.
+        ArgumentError: no file can have it, or it is that of a folder, which would be renamed as another run's record.
+    """
+    file = read_path(path, name)
+    if file.name in ("", "..") or os.path.isdir(file):
+        example = os.fspath(file / "metrics")
+        raise ArgumentError(f"{name}={os.fspath(path)!r} is a folder: write the path of a file, such as {example!r}.")
+    return file
+
+
+def make_folder(folder: Path, logger: str) -> None:
+    """Make the folder, and try that a file can be written there.
+
+    Raises:
+        OSError: it can't; names the logger and the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise type(error)(
+            error.errno,
+            f"{logger} can't write to the folder: {reason}. Pass another folder, or change its permissions",
+            str(folder),
+        ) from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that appears under its name whole or not at all."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def set_aside(path: Path, run_name: str | None) -> None:
+    """Rename the record of another run, which keeps it: ``metrics.jsonl`` to ``metrics.calm-river.jsonl``."""
+    if not path.exists():
+        return
+    middle = run_name or "earlier"
+    number = 1
+    while True:
+        other = path.with_name(f"{path.stem}.{middle}{'' if number == 1 else f'-{number}'}{path.suffix}")
+        if not other.exists():
+            os.rename(path, other)
+            return
+        number += 1
+
+
+class RunFile:
+    """What a run has to remember of its destination, in a JSON file: its name, and ids of services.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Any]:
+        """What it holds; nothing where there is no such file, or it is none of ours."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        replace_file(self.path, json.dumps(json_safe(content), indent=1) + "\n")
+
+    @property
+    def run_name(self) -> str | None:
+        name = self.read().get("run_name")
+        return name if isinstance(name, str) and name else None
+
+
+def json_safe(value: Any) -> Any:
+    """The value as strict JSON has it: NaN and infinities are texts, as in the JSON of protocol buffers.
+
+    >>> json_safe({"a": (1, float("nan"), float("-inf"))})
+    {'a': [1, 'NaN', '-Infinity']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    if number != number:
+        return "NaN"
+    if number in (float("inf"), float("-inf")):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number

@@ -1,0 +1,114 @@
+"""Files of JSON lines with the moment of the run at which each was recorded, so that a resumed run can cut them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pure_loop.event import Event
+from pure_loop.loggers._entry import Moment
+from pure_loop.loggers._files import json_safe
+
+__all__ = ["Lines", "content_of", "line_of", "moment_of"]
+
+# A line of a metric, up to its name.
+_METRIC = re.compile(rb'\{"time": [0-9.]+, .*?"batch": (?P<batch>[0-9]+), "kind": "metric", ')
+
+
+class Lines:
+    """A file of lines that grows by whole ones.
+
+    Args:
+        path: of the file, whose folder is there.
+
+    Attributes:
+        is_empty: whether it has no line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_empty = True
+        self._file: BinaryIO | None = None
+
+    def open(self, start: Moment | None, *, metrics: bool = False) -> Iterator[Any]:
+        """Open the file, and cut off what a run that resumes at ``start`` records again, and a line torn by a kill.
+
+        Args:
+            start: a FIT_START; None: only a torn line is cut.
+            metrics: whether lines of metrics are yielded, too.
+
+        Yields:
+            What the lines that stay hold. The file is cut after the last one.
+        """
+        # Not for appending: it is cut.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        end = 0
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                metric = _METRIC.match(line)
+                # Nearly all lines are metrics of batches before, and need no parsing.
+                if metrics or metric is None or (start is not None and int(metric["batch"]) >= start.batch):
+                    content = content_of(line)
+                    if content is None:
+                        break
+                    if content["kind"] != "run" and start is not None and not moment_of(content).is_before(start):
+                        break
+                    yield content
+                end += len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+        self.is_empty = end == 0
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Add lines at the end, in one call of the system unless the disk is full."""
+        assert self._file is not None
+        rest = memoryview("".join(lines).encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self.is_empty = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def line_of(kind: str, name: str, value: Any, moment: Moment, seconds: float) -> str:
+    """The line of something that was recorded."""
+    event, position = moment.event, moment.position
+    content: dict[str, Any] = {"time": round(seconds, 3), "event": None if event is None else event.name}
+    if position is not event:
+        content["position"] = None if position is None else position.name
+    content["epoch"] = moment.epoch
+    if moment.iteration:
+        content["iteration"] = moment.iteration
+    content |= {"batch": moment.batch, "kind": kind, "name": name, "value": json_safe(value)}
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def content_of(line: bytes) -> Any:
+    """The object of a line; None: it is torn, or no line of ours."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(content, dict) and {"event", "epoch", "batch", "kind", "name", "value"} <= content.keys()
+    return content if known else None
+
+
+def moment_of(content: Any) -> Moment:
+    """Where in the run the line was recorded."""
+    event = _event(content["event"])
+    position = _event(content["position"]) if "position" in content else event
+    return Moment(content["batch"], content["epoch"], content.get("iteration", 0), position, event)
+
+
+def _event(name: Any) -> Event | None:
+    return Event.__members__.get(name)

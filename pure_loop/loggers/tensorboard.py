@@ -1,0 +1,238 @@
+"""Writes event files for TensorBoard; a resumed run continues them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pure_loop._internal.extras import require
+from pure_loop.cadence import CadenceLike
+from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._entry import Entry, Moment
+from pure_loop.loggers._files import RunFile, json_safe, make_folder, read_path
+from pure_loop.ranges import checked
+
+__all__ = ["TensorBoardLogger"]
+
+
+@checked
+class TensorBoardLogger(Destination):
+    """Writes scalars, images, texts, tables (as texts) and hyperparameters to event files for TensorBoard.
+
+    The step is how many batches had ended. A run that resumes continues the record in the folder: events of steps that
+    are trained again, and an event that a kill has torn, are removed from the files, and a TensorBoard that is running
+    is told. Event files of a run of another name are moved to a folder of that name inside, where TensorBoard shows
+    them as a run of their own. Files (``log_file``) are left out.
+
+    Args:
+        folder: for the event files of one run, made if it isn't there; the file ``tensorboard_run.json`` in it has the
+            name of the run.
+        include, exclude, flush: which names are recorded, and how often they are written: see
+            :class:`pure_loop.loggers._destination.Destination`.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed: ``pip install 'pure_loop[tensorboard]'``.
+        ArgumentError, ArgumentTypeError: at once.
+        OSError: at FIT_START, where the folder can't be written.
+
+    >>> import tempfile, torch, pure_loop as pl
+    >>> from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    >>> folder, data = tempfile.mkdtemp(), [(torch.zeros(4, 2), torch.ones(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1, bias=False), data, loss=torch.nn.functional.mse_loss,
+    ...                       optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", loggers=[TensorBoardLogger(folder)]))
+    >>> [(event.step, event.value) for event in EventAccumulator(folder).Reload().Scalars("train/loss")]
+    [(1, 1.0), (2, 1.0), (3, 1.0)]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        include: Names = None,
+        exclude: Names = None,
+        flush: CadenceLike = "50ba",
+    ) -> None:
+        super().__init__(include=include, exclude=exclude, flush=flush)
+        self.folder = read_path(folder, "TensorBoardLogger folder")
+        require("tensorboard", "tensorboard", "TensorBoardLogger")
+        self._run_file = RunFile(self.folder / "tensorboard_run.json")
+        self._writer: Any = None
+        self._start = -1
+        # Tags that the record has at the step from which the run resumes.
+        self._recorded: set[str] = set()
+        # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
+        self._hyperparameters: dict[str, Any] = {}
+
+    @property
+    def recorded_run_name(self) -> str | None:
+        return self._run_file.run_name if _event_files(self.folder) else None
+
+    def begin(self, start: Moment | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make_folder(self.folder, "TensorBoardLogger")
+        recorded = self.recorded_run_name
+        if self.run_name != recorded:
+            self._set_aside(recorded or "earlier")
+            self._run_file.write({"run_name": self.run_name})
+        self._recorded, self._start = set(), -1 if start is None else start.batch
+        if start is not None:
+            for file in _event_files(self.folder):
+                self._recorded |= _cut(file, start.batch)
+        resumes = start is not None and bool(_event_files(self.folder))
+        _wait_for_later_name(self.folder)
+        self._writer = SummaryWriter(
+            log_dir=str(self.folder), purge_step=start.batch + 1 if resumes and start is not None else None
+        )
+
+    def has(self, entry: Entry) -> bool:
+        if entry.kind == "hyperparameters":
+            known = self._run_file.read().get("hyperparameters", {})
+            value = json_safe(entry.value)
+            return all(name in known and known[name] == value[name] for name in value)
+        tags = {entry.name, f"{entry.name}/0", f"{entry.name}/text_summary"}
+        return entry.moment.batch == self._start and not self._recorded.isdisjoint(tags)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            if entry.kind == "hyperparameters":
+                self._hyperparameters |= entry.value
+            elif entry.kind != "file":
+                getattr(self, f"_add_{entry.kind}")(entry)
+        if any(entry.moment.batch > 0 for entry in entries):
+            self._write_hyperparameters()
+        self._writer.flush()
+
+    def end(self) -> None:
+        if self._writer is not None:
+            self._write_hyperparameters()
+            self._writer.close()
+            self._writer = None
+
+    def _add_metric(self, entry: Entry) -> None:
+        self._writer.add_scalar(entry.name, entry.value, entry.moment.batch, walltime=entry.seconds)
+
+    def _add_text(self, entry: Entry) -> None:
+        self._writer.add_text(entry.name, entry.value, entry.moment.batch, walltime=entry.seconds)
+
+    def _add_table(self, entry: Entry) -> None:
+        columns, rows = entry.value
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |" for line in lines)
+        self._writer.add_text(entry.name, text, entry.moment.batch, walltime=entry.seconds)
+
+    def _add_images(self, entry: Entry) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        from pure_loop.loggers._images import as_masks, as_pixels, overlay, png
+
+        images, masks = entry.value
+        pixels = as_pixels(images, entry.name)
+        layers = {entry.name: pixels}
+        layers |= {
+            f"{entry.name}/{key}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
+        }
+        values = []
+        for name, layer in layers.items():
+            for index, image in enumerate(layer):
+                height, width, channels = image.shape
+                encoded = Summary.Image(
+                    height=height, width=width, colorspace=channels, encoded_image_string=png(image)
+                )
+                values.append(Summary.Value(tag=name if len(layer) == 1 else f"{name}/{index}", image=encoded))
+        summary = Summary(value=values)
+        self._writer.file_writer.add_summary(summary, entry.moment.batch, walltime=entry.seconds)
+
+    def _write_hyperparameters(self) -> None:
+        if not self._hyperparameters:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        content = self._run_file.read()
+        settings = {**content.get("hyperparameters", {}), **json_safe(self._hyperparameters)}
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in settings.items()
+        }
+        for summary in hparams(plain, {}):  # type: ignore[no-untyped-call]
+            self._writer.file_writer.add_summary(summary)
+        # Before the run file says that the event file has them.
+        self._writer.flush()
+        self._run_file.write({**content, "hyperparameters": settings})
+        self._hyperparameters = {}
+
+    def _set_aside(self, run_name: str) -> None:
+        files = _event_files(self.folder)
+        if files:
+            target, number = self.folder / run_name, 1
+            while target.exists():
+                number += 1
+                target = self.folder / f"{run_name}-{number}"
+            target.mkdir()
+            for file in [*files, *([self._run_file.path] if self._run_file.path.exists() else [])]:
+                file.rename(target / file.name)
+
+
+def _event_files(folder: Path) -> list[Path]:
+    """The event files of a folder, the oldest first."""
+    return sorted(file for file in folder.glob("events.out.tfevents.*") if file.name.split(".")[3].isdigit())
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait, for a second at most, until a new event file comes after those there are.
+
+    TensorBoard reads files in the order of their names, which begin with the second in which they were made.
+    """
+    while any(int(time.time()) <= int(file.name.split(".")[3]) <= time.time() + 1 for file in _event_files(folder)):
+        time.sleep(0.02)
+
+
+def _cut(file: Path, step: int) -> set[str]:
+    """Remove from an event file what is of later steps, and what is torn; the tags that it has at this step."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    tags: set[str] = set()
+    for begin, record, is_whole in _records(file):
+        if not is_whole or _step(record) > step:
+            if begin:
+                os.truncate(file, begin)
+            else:
+                file.unlink()
+            break
+        if _step(record) == step:
+            tags.update(value.tag for value in Event.FromString(record).summary.value)
+    return tags
+
+
+def _records(file: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Where each record of an event file begins, what it holds, and whether it is whole.
+
+    A record is its length in 8 bytes, their checksum in 4, the event, and its checksum in 4.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        at = 0
+        while at < size:
+            head = stream.read(12)
+            length = struct.unpack("<Q", head[:8])[0] if len(head) == 12 else 0
+            is_whole = len(head) == 12 and at + 16 + length <= size
+            yield at, stream.read(length) if is_whole else b"", is_whole
+            stream.seek(4, os.SEEK_CUR)
+            at += 16 + length
+
+
+def _step(record: bytes) -> int:
+    """The step of an event, without parsing the rest: field 1 is a double, and field 2 the step, if it is not 0."""
+    if record[:1] != b"\x09" or record[9:10] != b"\x10":
+        return 0
+    step = shift = 0
+    for byte in record[10:20]:
+        step |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return step

@@ -1,0 +1,242 @@
+"""The contract of an algorithm: it returns a State in which all that the loop needs next is valid."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import optree
+import torch
+
+from pure_loop._internal.dtensor import have_same_sharding, is_sharded, shard_like
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.model.model import ModelDef
+from pure_loop.precision import LossScale
+from pure_loop.stages.loss import loss_problem
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.state import NOT_READY, State, StateFields, raw_opt_state, refuse_misfit
+
+__all__ = ["check_returned"]
+
+
+def check_returned(new: Any, old: State, name: str, event: Event) -> State:
+    """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
+    cls = type(old)
+    if type(new) is not cls:
+        _refuse_type(new, cls, name, event)
+    if new.event is not event:
+        if new.event is not None:
+            other = new.event.name if isinstance(new.event, Event) else repr(new.event)
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} returned a State of {other}: it returned a State that it "
+                "had kept, or changed state.event. Return state.replace(...) of its argument."
+            )
+        new = new.replace(event=event)
+    if new.timestamp is not old.timestamp and new.timestamp != old.timestamp:
+        _refuse_field("timestamp", name, event, "only the loop counts")
+    if new.previous_timestamp is not old.previous_timestamp or new.position is not old.position:
+        _refuse_field("previous_timestamp or position", name, event, "only the loop counts")
+    if new.seed != old.seed:
+        _refuse_field("seed", name, event, "derive seeds of your own: pl.random.derive(state.seed, ...)")
+    if new.model is not old.model:
+        if event is not Event.INIT:
+            _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
+        if not isinstance(new.model, ModelDef):
+            what = f"to a {type(new.model).__name__}"
+            _refuse_field(f"model {what}", name, event, "it is the structure alone; write state.with_module(module)")
+        refuse_misfit(new)
+        return new  # type: ignore[no-any-return]
+    _refuse_ill_typed(new, old, name, event)
+    _refuse_mistimed(new, old, name, event)
+    if new.params is not old.params:
+        if hasattr(old.params, "origin"):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} replaced params at {event.name}, between the forward and the backward of a "
+                "microbatch: the loss is a function of the old ones. Replace params at BEFORE_FORWARD or earlier, "
+                "or from AFTER_BACKWARD on."
+            )
+        new = _same_tensors("params", new, new.params, old.params, name, event)
+    if new.buffers is not old.buffers:
+        new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
+    if raw_opt_state(new) is not raw_opt_state(old):
+        _same_structure("opt_state", raw_opt_state(new), raw_opt_state(old), name, event)
+    grads = new._grads
+    if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
+        _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
+    if grads is not old._grads and grads is not None and grads is not NOT_READY:
+        reference = FrozenDict((key, old.params[key]) for key in old.model.trainable)
+        new = _same_tensors("grads", new, grads, reference, name, event)
+    return new  # type: ignore[no-any-return]
+
+
+# What is needed to resume from these events.
+_NEEDED = {
+    **dict.fromkeys((Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH), "batch"),
+    **dict.fromkeys((Event.EVAL_BATCH_START, Event.PREDICT_BATCH_START), "batch"),
+    **dict.fromkeys((Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD), "microbatch"),
+}
+_OF_THE_LOSS = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH})
+_DIFFERENTIATED = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+
+
+def _refuse_ill_typed(new: Any, old: State, name: str, event: Event) -> None:
+    """Refuse here what would fail later, where the algorithm could no longer be named."""
+    if new.loss is not old.loss and event in _OF_THE_LOSS:
+        _refuse_loss(new, old, name, event)
+    needed = _NEEDED.get(event)
+    if needed is not None and getattr(new, needed) is None and getattr(old, needed) is not None:
+        _refuse_field(f"{needed} to None", name, event, "the step needs it")
+    if new.loss_scale is not old.loss_scale and not isinstance(new.loss_scale, LossScale | None):
+        what = f"loss_scale to a {type(new.loss_scale).__name__}"
+        _refuse_field(what, name, event, "precision='amp_fp16' brings a LossScale, and others None")
+    for field in ("skipped", "nonfinite"):
+        before, after = getattr(old, field), getattr(new, field)
+        if after is not before and before is not None and not isinstance(after, torch.Tensor):
+            _refuse_field(
+                f"{field} to a {type(after).__name__}", name, event, "it is a tensor, which the loop counts in"
+            )
+
+
+_STOPPING = frozenset(
+    {
+        *(Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT),
+        *(Event.ITERATION_END, Event.ITERATION_CHECKPOINT),
+    }
+)
+# From BATCH_START, where the rate of the batch is recorded, to its end.
+_RATE_IS_FIXED = frozenset(
+    {
+        *(Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+    }
+)
+
+
+def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
+    """Refuse ``stop`` and ``lr_scale`` where they have no effect, or another one than they seem to have."""
+    stop: Any = new.stop
+    if stop is not old.stop:
+        if type(stop) is not bool:
+            what = f"stop to {stop!r:.60} of type {type(stop).__name__}"
+            _refuse_field(what, name, event, "it is True or False; of a tensor, write bool(tensor)")
+        if event not in _STOPPING:
+            where = "at EVAL_END, keep it in algorithm_state and set stop" if event.is_eval else "set it"
+            _refuse_field("stop", name, event, f"training stops at a boundary: {where} at BATCH_CHECKPOINT")
+    if new.lr_scale is not old.lr_scale:
+        scale = new.lr_scale
+        right = scale is None or (isinstance(scale, torch.Tensor) and scale.shape == () and scale.is_floating_point())
+        if not right or (scale is not None and scale.device.type != "cpu"):
+            value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
+            right_one = "it is a factor of learning rates: torch.tensor(0.5, dtype=torch.float64), on the CPU, or None"
+            _refuse_field(f"lr_scale to {value}", name, event, right_one)
+        if event.is_eval or event in _RATE_IS_FIXED:
+            _refuse_field("lr_scale", name, event, "set it at BATCH_CHECKPOINT for the next batch, or at BATCH_START")
+
+
+def _refuse_loss(new: State, old: State, name: str, event: Event) -> None:
+    if loss_problem(old.loss) is not None:  # that of a script which means something else by it
+        return
+    where = f"the loss that algorithm {name!r} returned at {event.name}, batch {old.timestamp.batch},"
+    problem = loss_problem(new.loss)
+    if problem is not None:
+        raise LossError(f"{where} {problem}")
+    if event in _DIFFERENTIATED and total_loss(old.loss).requires_grad and not total_loss(new.loss).requires_grad:
+        raise LossError(
+            f"{where} has no graph, so that nothing can be differentiated: compute it from state.loss without "
+            ".detach(), .item() or torch.no_grad(). To leave a step out, multiply grads by 0 at AFTER_TRAIN_BATCH."
+        )
+
+
+def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:
+    """Refuse other names, shapes, dtypes or devices; bring the names back into their order."""
+    if new.keys() != old.keys():
+        missing, unknown = sorted(old.keys() - new.keys())[:3], sorted(new.keys() - old.keys())[:3]
+        raise AlgorithmStructureError(
+            f"algorithm {name!r} at {event.name} changed the names in {field}: missing {missing}, unknown {unknown}. "
+            f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}})"
+            + ("; to replace the model: at INIT, state.with_module(module)." if field == "params" else ".")
+        )
+    in_parts = False
+    for key, tensor in new.items():
+        before = old[key]
+        if tensor is before or (tensor is None and field == "grads"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} put {type(tensor).__name__} into {field}[{key!r}], not a tensor."
+            )
+        if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.device != before.device:
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {_describe(before)} to "
+                f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
+            )
+        if not have_same_sharding(tensor, before):
+            was, now = (getattr(item, "placements", None) for item in (before, tensor))
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from parts by {was} to parts by {now}; "
+                "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
+            )
+        in_parts = in_parts or is_sharded(before)
+    if in_parts:
+        new = FrozenDict((key, each if each is None else shard_like(each, old[key])) for key, each in new.items())
+        state = state.replace(**cast("StateFields", {field: new}))
+    if any(a != b for a, b in zip(new, old, strict=True)):
+        new = FrozenDict((key, new[key]) for key in old)
+        state = state.replace(**cast("StateFields", {field: new}))
+    if any(t is not None and t.requires_grad for t in new.values()):
+        detached = FrozenDict((key, t if t is None else t.detach()) for key, t in new.items())
+        state = state.replace(**cast("StateFields", {field: detached}))
+    return state
+
+
+def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> None:
+    """Refuse another tree, or leaves of other shapes."""
+    before, spec = optree.tree_flatten(old, namespace=NAMESPACE)
+    after, value = optree.tree_flatten(new, namespace=NAMESPACE)
+    if value != spec:
+        raise AlgorithmStructureError(
+            f"algorithm {name!r} at {event.name} changed the structure of {field}, in which the optimizer would not "
+            "find its memory again; map its leaves and keep the tree: optree.tree_map(function, state.opt_state, "
+            f"namespace={NAMESPACE!r})."
+        )
+    for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
+        if any(getattr(a, kind, None) != getattr(b, kind, None) for kind in ("shape", "dtype")):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{_keys(path)}; both stay as "
+                "they are."
+            )
+        if not have_same_sharding(a, b) or is_sharded(b) is not is_sharded(a):
+            raise AlgorithmStructureError(
+                f"algorithm {name!r} at {event.name} changed {field}{_keys(path)}, of which each rank holds a part, to "
+                "something else than parts by the same placements: pl.distributed.shard_like(whole, before)."
+            )
+
+
+def _keys(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _refuse_type(new: Any, cls: type, name: str, event: Event) -> NoReturn:
+    if new is None:
+        raise AlgorithmReturnError(
+            f"algorithm {name!r} at {event.name} returned None. An algorithm returns the next State: end it with "
+            "`return state.replace(...)`, or `return state` where nothing changes."
+        )
+    if isinstance(new, State):
+        raise AlgorithmReturnError(
+            f"algorithm {name!r} at {event.name} returned a {type(new).__name__} where it was given a {cls.__name__}: "
+            "use state.replace(...), which keeps the class."
+        )
+    raise AlgorithmReturnError(
+        f"algorithm {name!r} at {event.name} returned {type(new).__name__}, not a State: return state.replace(...)."
+    )
+
+
+def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
+    raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed {field}, and may not: {reason}.")

@@ -1,0 +1,443 @@
+"""The driver: runs a script, applies algorithms, calls callbacks, yields to the consumer, and sends States back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from sys import _getframe
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from pure_loop._internal.torch_private import set_grad_enabled
+from pure_loop.algorithm import Handler
+from pure_loop.callback import Observer, refuse_return
+from pure_loop.donation.consumer import rebinds_loop_variable
+from pure_loop.donation.donation import Donation, drop_gradients
+from pure_loop.donation.references import holders_of
+from pure_loop.donation.request import Request
+from pure_loop.errors import AlgorithmReturnError, PureLoopError
+from pure_loop.event import Event
+from pure_loop.loop.contract import check_returned
+from pure_loop.loop.fast import Observed, fast_text
+from pure_loop.stages.engine import worth_checking_references
+from pure_loop.state import NOT_READY, POSITIONS, State, seal
+
+if TYPE_CHECKING:
+    from pure_loop.loop.strict import Strict
+
+__all__ = ["Run", "apply", "run_script", "run_silently", "run_unwatched", "seal"]
+
+Handlers = Mapping[Event, tuple[Handler, ...]]
+
+_set_grads = vars(State)["_grads"].__set__
+
+
+def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
+    """Apply the handlers of one event, one after the other, and check what each returns."""
+    grads_missing = state._grads is None
+    if grads_missing:
+        _set_grads(state, NOT_READY)
+    grad_mode = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    handler = handlers[0]
+    try:
+        for handler in handlers:
+            if handler.when is not None and not handler.when(state):
+                continue
+            if strict is not None:
+                strict.before_handler(state)
+            if handler.takes_stages:
+                if stages is None:
+                    raise AlgorithmReturnError(
+                        f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
+                        "pl.drive(script, stages=...)."
+                    )
+                new = handler.function(state, stages)
+            else:
+                new = handler.function(state)
+            if strict is not None:
+                strict.after_handler(state, handler.algorithm, event)
+            if new is not state:
+                new = check_returned(new, state, handler.algorithm, event)
+                state = new
+    except PureLoopError as error:
+        if f"algorithm {handler.algorithm!r}" not in str(error):
+            error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
+        raise
+    except Exception as error:
+        error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "with parallel='shard' params, grads and opt_state are DTensors: "
+                "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
+            )
+        raise
+    finally:
+        set_grad_enabled(grad_mode)
+        if grads_missing and state._grads is NOT_READY:
+            _set_grads(state, None)
+    return state
+
+
+# From which on the gradients of the batch before are of no more use to the loop.
+_BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Request.COUNT_REFERENCES})
+# Before gradients are added to, divided or clipped.
+_OF_GRADIENTS = frozenset({Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
+# At which the consumer's frame is inspected in the first batch, where all events are watched.
+INSPECTED = frozenset({Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD})
+
+
+# In the place of a reference to the last State that was handed over, before there is one: gives None when called.
+_no_state: Any = type(None)
+
+
+def has_large_gradients(state: State) -> bool:
+    """Whether a State has gradients that are large enough to count the references to them."""
+    return state._grads is not None and worth_checking_references(state._grads.values())
+
+
+class Texts(dict[Callable[..., Any], Callable[..., Any]]):
+    """The fast texts of inner scripts in one run; a script that has none is run event by event."""
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+
+    def __missing__(self, script: Callable[..., Any]) -> Callable[..., Any]:
+        text = fast_text(script, self.observed)
+        if text is None:
+
+            def text(*args: Any, run: Run) -> Any:
+                return run.one_by_one(script(*args))
+
+        self[script] = text
+        return text
+
+
+class Run:
+    """A script under way: what is attached to it, and what its consumer holds.
+
+    Attributes:
+        last_yielded: a weak reference to the State that the consumer was given last, where not all events are watched.
+        consumer_rebinds: whether the State after an update is sure to replace the last one in the consumer's variable:
+            it is yielded at once, and, as far as the first batch shows, nothing in between picks events out.
+        calibrating: whether the first batch has yet to show that.
+        measured: whether ``large_gradients`` is known.
+        large_gradients: whether gradients are large enough to count the references to them.
+        closing: what is called when the stream ends, however it does.
+        texts: the fast texts of inner scripts.
+    """
+
+    __slots__ = (
+        *("calibrating", "closing", "consumer_rebinds", "donation", "handlers", "large_gradients"),
+        *("last_yielded", "measured", "observed", "observers", "stages", "texts"),
+    )
+
+    def __init__(
+        self,
+        handlers: Handlers,
+        observers: Mapping[Event, tuple[Observer, ...]],
+        observed: Observed,
+        *,
+        stages: Any = None,
+        donation: Donation | None = None,
+        closing: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.closing = closing
+        self.handlers, self.observers, self.observed = handlers, observers, observed
+        self.stages, self.donation = stages, donation
+        self.last_yielded: Callable[[], State | None] = _no_state
+        watch = observed.watch
+        self.consumer_rebinds = watch is None or Event.BATCH_END in watch
+        self.calibrating = self.consumer_rebinds and donation is not None
+        self.measured = self.large_gradients = False
+        self.texts = Texts(observed)
+
+    def close(self, state: State) -> None:
+        """End the stream, whose last State this is."""
+        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
+            for close in reversed(self.closing):
+                stack.callback(close)
+            stack.callback(state.model.release)
+            if self.donation is not None:
+                stack.callback(self.donation.forget)
+
+    def dispatch(self, event: Event, state: State) -> State:
+        """Apply the algorithms of an event to its State, and pass the result to the callbacks."""
+        handling, observing = self.handlers.get(event), self.observers.get(event)
+        if handling is not None:
+            if self.large_gradients:
+                self.donation.invalidate()  # type: ignore[union-attr]
+            state = apply(event, state, handling, self.stages)
+        if observing is not None:
+            _observe(event, state, observing, None)
+        return state
+
+    def one_by_one(self, script: Any) -> Generator[tuple[Event, State], None, Any]:
+        """An inner script that has no fast text, event by event."""
+        observed = self.observed
+        state: Any = None
+        try:
+            while True:
+                try:
+                    event, state = script.send(state)
+                except StopIteration as stop:
+                    return stop.value
+                if not observed.lists(event):
+                    continue
+                yields, dispatches = observed.yields(event), observed.dispatches(event)
+                if yields or dispatches or event in POSITIONS:
+                    state = seal(state, event)
+                if dispatches:
+                    state = self.dispatch(event, state)
+                if yields:
+                    yield event, state
+                    self.last_yielded = ref(state)
+        finally:
+            script.close()
+
+    def measure(self, state: State) -> None:
+        """Before the first update: whether gradients are large."""
+        self.measured = True
+        self.large_gradients = has_large_gradients(state)
+        if self.observed.watch is None:
+            self.calibrating = False
+
+    def inspect(self, state: State) -> None:
+        """In the first batch: whether the consumer puts what it is given into one variable."""
+        self.consumer_rebinds = self.consumer_rebinds and rebinds_loop_variable(_getframe(1).f_back, state)
+        if state.event is Event.BATCH_END:
+            self.calibrating = False
+
+    def record_references(self, about_to_change: ref[State]) -> None:
+        """Before memory is written to: count the references to the State that has it.
+
+        Args:
+            about_to_change: the State, to which the script's variable refers, and the consumer's it may be.
+        """
+        assert self.donation is not None
+        others = holders_of(about_to_change) - 1  # the script's variable
+        yielded = self.last_yielded()
+        seen: Callable[[], State | None]
+        if yielded is None or yielded is about_to_change():
+            seen, held_once, yielded = about_to_change, others == 1, None
+        else:
+            seen, held_once = self.last_yielded, holders_of(self.last_yielded) == 2  # `yielded`, and the consumer's
+        in_turn = held_once and self.consumer_rebinds and not self.calibrating
+        in_turn = in_turn and rebinds_loop_variable(_getframe(1).f_back, seen())
+        self.donation.record_references(others, yielded, replaced=in_turn)
+
+    def free(self) -> None:
+        """A batch begins: the gradients of the State that the consumer's variable still holds make room."""
+        seen = self.last_yielded()
+        if (
+            seen is not None
+            and self.consumer_rebinds
+            and not self.calibrating
+            and holders_of(self.last_yielded) == 2  # `seen`, and the consumer's variable
+            and rebinds_loop_variable(_getframe(1).f_back, seen)
+        ):
+            drop_gradients(seen)
+
+
+def run_script(
+    script: Generator[tuple[Event | Request, State], State, State],
+    handlers: Handlers,
+    observers: Mapping[Event, tuple[Observer, ...]],
+    closing: Sequence[Callable[[], None]] = (),
+    *,
+    stages: Any = None,
+    watch: Collection[Event] | None = None,
+    events: Collection[Event] | None = None,
+    strict: Strict | None = None,
+    failed: Callable[[BaseException, Event, State | None], None] | None = None,
+    donation: Donation | None = None,
+) -> Generator[tuple[Event, State], None, Any]:
+    """Run a script, and yield each ``(event, state)`` after its algorithms and callbacks have run.
+
+    Returns the State that the script returns. However the stream ends, the functions in ``closing`` are called then;
+    before them ``failed``, if it ends before the script does, with the error (GeneratorExit where the loop was left),
+    the last event and its State. ``donation`` is told before each update which references to the State there are.
+    ``events``, if not None, are the run's order: other events of the script are passed over. A
+    :class:`~pure_loop.donation.request.Request` of the script is answered by the driver alone.
+    """
+    attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
+    send, last = script.send, Event.INIT
+    event: Event | Request = last
+    compiled = donation is not None and donation.compiled
+    plain = watch is None and strict is None and not compiled
+    # After which memory is written to or freed, if nothing else refers to it; that of gradients, if they are large.
+    writing: frozenset[Event | Request] = frozenset()
+    if donation is not None:
+        writing = frozenset({Request.COUNT_REFERENCES if compiled else Event.AFTER_TRAIN_BATCH})
+    measured, large_gradients = compiled, False
+    # Whether the State after the update is sure to replace the last one in the consumer's variable: it is yielded at
+    # once, and, as far as the first batch shows, nothing in between picks some events out.
+    consumer_rebinds = watch is None or Event.BATCH_END in watch
+    calibrating = consumer_rebinds and donation is not None
+    last_yielded: Any = _no_state
+    skip: frozenset[Event | Request] = frozenset()
+    if watch is not None and strict is None:
+        skip = frozenset(Event) - POSITIONS - set(watch) - set(attached) - writing
+    passed_over = frozenset() if events is None else frozenset(Event) - frozenset(events)
+    skip |= passed_over
+
+    argument: Any = None  # what a generator that has not begun takes
+    try:
+        while True:
+            try:
+                event, state = send(argument)
+            except StopIteration as stop:
+                # Only the script's: one that escapes an algorithm or a callback must not end training in silence.
+                return stop.value
+            if isinstance(event, Request) or event in skip:
+                argument = state
+                if event not in writing:
+                    continue
+            else:
+                if strict is not None:
+                    strict.after_computation(argument, last)
+                    strict.advance(event)
+                    last = event
+                argument = seal(state, event)
+                if event in attached:
+                    handling, observing = attached[event]
+                    if handling is not None:
+                        if large_gradients:
+                            donation.invalidate()  # type: ignore[union-attr]
+                        argument = apply(event, argument, handling, stages, strict)
+                    if observing is not None:
+                        _observe(event, argument, observing, strict)
+                    if compiled:
+                        donation.seen = True  # type: ignore[union-attr]
+                if plain:
+                    yield event, argument
+                    if event not in writing:
+                        if calibrating and event in INSPECTED:
+                            consumer_rebinds = consumer_rebinds and rebinds_loop_variable(_getframe().f_back, argument)
+                        continue
+                    if event is Event.AFTER_TRAIN_BATCH:
+                        calibrating = False
+                elif watch is None or event in watch:
+                    if strict is not None:
+                        strict.hand_over(argument)
+                    if compiled:
+                        donation.seen = True  # type: ignore[union-attr]
+                    yield event, argument
+                    last_yielded = ref(argument)
+                    if calibrating and event is Event.BATCH_END:
+                        consumer_rebinds = consumer_rebinds and rebinds_loop_variable(_getframe().f_back, argument)
+                        calibrating = False
+                        if compiled and has_large_gradients(argument):
+                            large_gradients, writing = True, writing | ({Event.BATCH_START} & skip)
+                    if strict is not None:
+                        strict.take_back(argument, "the loop's body", event)
+                if strict is not None:
+                    strict.hand_over(argument)
+            if event in writing and donation is not None:
+                # Counted here, where nothing but variables refers to it: `argument` and `state`, and that of the script
+                # if it is the one that it yielded.
+                same, state = argument is state, argument
+                _record_references(
+                    donation,
+                    ref(argument),
+                    _no_state if plain else last_yielded,
+                    ours=2 + same,
+                    consumer_rebinds=consumer_rebinds and not calibrating,
+                    writes=event is not Event.BATCH_START,
+                    drops=large_gradients and event in _BEFORE_GRADIENTS,
+                )
+                if not measured:
+                    measured = True
+                    large_gradients = has_large_gradients(argument)
+                    if large_gradients:
+                        writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
+                        skip -= writing - passed_over
+    except BaseException as error:
+        if failed is not None:
+            failed(error, Event.AFTER_TRAIN_BATCH if isinstance(event, Request) else event, argument)
+        raise
+    finally:
+        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
+            for close in reversed(closing):
+                stack.callback(close)
+            if argument is not None:
+                stack.callback(argument.model.release)
+                if donation is not None:
+                    stack.callback(donation.forget)
+            stack.callback(script.close)
+
+
+def _record_references(
+    donation: Donation,
+    about_to_change: ref[State],
+    last_yielded: Callable[[], State | None],
+    *,
+    ours: int,
+    consumer_rebinds: bool,
+    writes: bool,
+    drops: bool,
+) -> None:
+    """Before memory is written to: count the references to the State that has it, for :func:`run_script`, the caller.
+
+    Args:
+        donation: what is told.
+        about_to_change: the State.
+        last_yielded: the State that the consumer was given last.
+        ours: how many references to it the driver and the script have.
+        consumer_rebinds: whether the next State replaces the consumer's last one, as far as the first batch shows.
+        writes: whether memory is about to be written to.
+        drops: whether the gradients of the last State make room.
+    """
+    others = holders_of(about_to_change) - ours
+    yielded = last_yielded()
+    seen: Callable[[], State | None]
+    if yielded is None or yielded is about_to_change():
+        seen, held_once, yielded = about_to_change, others == 1, None
+    else:
+        seen, held_once = last_yielded, holders_of(last_yielded) == 2  # `yielded`, and the consumer's variable
+    in_turn = held_once and consumer_rebinds and rebinds_loop_variable(_getframe(1).f_back, seen())
+    if writes:
+        donation.record_references(others, yielded, replaced=in_turn)
+    if drops and in_turn and yielded is not None:
+        drop_gradients(yielded)
+
+
+def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:
+    for observer in seen:
+        if strict is not None:
+            strict.hand_over(state)
+        try:
+            returned = observer.observe(event, state)
+        except Exception as error:
+            error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+            raise
+        if returned is not None:
+            refuse_return(returned, observer.name, event)
+        if strict is not None:
+            strict.take_back(state, f"callback {observer.name}", event)
+
+
+def run_silently(script: Generator[tuple[Event, State], State, State], handlers: Handlers, stages: Any) -> State:
+    """Run a script to its end with its algorithms, event by event, and nothing else; gives the State it returns."""
+    argument: Any = None
+    while True:
+        try:
+            event, state = script.send(argument)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        argument = seal(state, event)
+        handling = handlers.get(event)
+        if handling is not None:
+            argument = apply(event, argument, handling, stages)
+
+
+def run_unwatched(script: Callable[..., Any], arguments: Sequence[Any], handlers: Handlers, stages: Any) -> State:
+    """The same by the script's fast text, where there is one."""
+    run = Run(handlers, {}, Observed(frozenset(), frozenset(handlers)), stages=stages)
+    try:
+        next(run.texts[script](*arguments, run=run))
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    raise AssertionError("a script of which no event is watched yields nothing")

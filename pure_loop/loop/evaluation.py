@@ -1,0 +1,172 @@
+"""Evaluation and prediction as scripts: forwards in eval mode, on a branch of the State."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from itertools import count
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from pure_loop.data.batch import map_tensors
+from pure_loop.data.source import END, Source
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.batches import next_batch
+from pure_loop.metrics import Metric
+from pure_loop.metrics._base import updated
+from pure_loop.metrics._defaults import default_metrics
+from pure_loop.stages import Stages
+from pure_loop.stages.loss import detached, weighed_loss
+from pure_loop.stages.notes import noting
+from pure_loop.state import State, outside_batch
+
+__all__ = ["Script", "evaluate", "evaluation", "first_microbatch", "predict"]
+
+Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+
+def _no_rows(tensor: Tensor) -> Tensor:
+    """Of a batch that only keeps a rank company."""
+    return tensor[:0] if tensor.ndim else tensor
+
+
+def _untimed() -> float:
+    return 0.0
+
+
+def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
+    """One evaluator. It runs on a branch of the State, of which only metrics and algorithm state are kept."""
+    label, engine = evaluator.label, stages.engine
+    if evaluator.task is not None:
+        stages = stages.with_task(evaluator.task)
+    branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
+    metrics = evaluator.metrics
+    accumulated: dict[str, Any] = {}
+    number = 0
+    about = noting(lambda: f"raised in evaluator {label!r}, batch {number}")
+    with closing(evaluator.source.epoch(0)) as batches, about:
+        for number in count():
+            ready = next_batch(branch, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
+            if ready is None:
+                break
+            branch = branch.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
+            branch = yield Event.EVAL_BATCH_START, branch
+            size = evaluator.microbatch_size
+            pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
+            for index in range(len(pieces) if size is None else engine.num_microbatches(len(pieces), branch)):
+                piece = pieces[min(index, len(pieces) - 1)]
+                branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
+                options = {"gradients": True} if evaluator.gradients else {}
+                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, **options)
+                branch = yield Event.EVAL_AFTER_FORWARD, branch
+                if metrics is None:
+                    metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
+                if not (engine.padding or index >= len(pieces)):
+                    accumulated = _measure(accumulated, metrics, branch, stages, options)
+                if options:
+                    branch = branch.replace(outputs=detached(branch.outputs))
+            branch = yield Event.EVAL_BATCH_END, branch
+    accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
+    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
+    measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
+    branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
+    branch = yield Event.EVAL_END, branch
+    return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
+
+
+def _measure(
+    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages, options: dict[str, bool]
+) -> dict[str, Any]:
+    """The accumulators after one microbatch."""
+    measured = None
+    if any(metric.of_loss for metric in metrics):
+        measured = weighed_loss(stages.validation_loss(branch, **options), stages.task, branch.microbatch)
+    outputs = detached(branch.outputs) if options else branch.outputs
+    return updated(metrics, accumulated, outputs, measured, branch.microbatch)
+
+
+def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
+    """The first microbatch of an evaluation, to see whether the metrics that were passed fit it.
+
+    Raises:
+        DataError: a metric does not, or the error that it raised; names the evaluator and the metric.
+    """
+    label = evaluator.label
+    if evaluator.task is not None:
+        stages = stages.with_task(evaluator.task)
+    about = noting(lambda: f"raised in evaluator {label!r}, batch 0, before training")
+    with closing(evaluator.source.epoch(0)) as batches, about:
+        state = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
+        ready = next_batch(state, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
+        if ready is None:
+            return state
+        state = yield Event.EVAL_BATCH_START, state.replace(batch=ready[0], event=None)
+        size = evaluator.microbatch_size
+        piece = state.batch if size is None else stages.microbatches(state.batch, size)[0]
+        state = yield Event.EVAL_BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, event=None)
+        options = {"gradients": True} if evaluator.gradients else {}
+        state = stages.validate(state, label=f"eval/{label}", batch=0, **options)
+        state = yield Event.EVAL_AFTER_FORWARD, state
+        for metric in evaluator.metrics or ():
+            if metric.of_loss:
+                continue
+            try:
+                metric.update(metric.init(), detached(state.outputs), state.microbatch)
+            except Exception as error:
+                kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
+                reason = str(error) or type(error).__name__
+                raise kind(
+                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
+                ) from error
+    return state
+
+
+def _settings(stages: Stages, algorithms: Sequence[str]) -> dict[str, Any]:
+    """What has to be equal on all ranks."""
+    return {"precision": stages.precision.name, "loss": stages.task.loss_in_words, "algorithms": list(algorithms)}
+
+
+def evaluate(
+    state: State, stages: Stages, evaluators: Sequence[BoundEvaluator], algorithms: Sequence[str] = ()
+) -> Script:
+    """Evaluation by itself; ``algorithms`` are described, for ranks to compare."""
+    settings = {"evaluators": [item.described for item in evaluators], **_settings(stages, algorithms)}
+    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = yield Event.EVAL_STANDALONE_START, state
+    for evaluator in evaluators:
+        state = yield from evaluation(state, stages, evaluator)
+    stages.engine.barrier(state, Event.EVAL_STANDALONE_END)
+    return (yield Event.EVAL_STANDALONE_END, state)
+
+
+def predict(
+    state: State, stages: Stages, source: Source, algorithms: Sequence[str] = (), *, gradients: bool = False
+) -> Script:
+    """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
+    settings = {"dataloader": source.described, **_settings(stages, algorithms)}
+    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = yield Event.PREDICT_START, state
+    number = 0
+    with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):
+        for number in count():
+            ready = next_batch(state, stages, source, next(batches, END), _untimed, Event.PREDICT_BATCH_START)
+            if ready is None:
+                break
+            state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
+            state = yield Event.PREDICT_BATCH_START, state
+            state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
+            if gradients:
+                state = stages.validate(state, label="predict", batch=number, gradients=True)
+                state = state.replace(outputs=detached(state.outputs))
+            else:
+                state = stages.validate(state, label="predict", batch=number)
+            if stages.engine.padding:
+                state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
+            state = yield Event.PREDICT_AFTER_FORWARD, state
+            state = yield Event.PREDICT_BATCH_END, state
+    stages.engine.barrier(state, Event.PREDICT_END)
+    return (yield Event.PREDICT_END, outside_batch(state))

@@ -1,0 +1,161 @@
+"""The recorder: what ``fit`` records by itself where loggers are given.
+
+Callbacks say what is recorded and loggers say where, so this is a callback like any other; it
+comes before the loggers, which therefore find its values at the event at which they print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pure_loop._internal.recordable import is_scalar, recordable
+from pure_loop.algorithm import Algorithm
+from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.optim import Optimizer
+from pure_loop.ranges.strengths import Scheduled
+from pure_loop.state import State
+from pure_loop.time import Timestamp
+
+__all__ = ["Recorder", "is_scalar", "learning_rates", "losses", "recordable"]
+
+
+class Recorder(Callback):
+    """Records the settings, the training loss, the learning rate and the results of evaluations.
+
+    ``train/loss`` (and ``train/loss/<part>`` for the other parts of a dict) and ``train/learning_rate`` at
+    BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END (``eval/train/<metric>`` for the
+    label ``train``). A metric that is a mapping, a list or a vector has several names, ``<label>/<metric>/<key>``; a
+    matrix, a long vector or what is no number is a table. Only tables are read from the device.
+
+    Settings that are schedules are recorded at BATCH_END, too: those of an algorithm as ``<algorithm>/<setting>``,
+    those of the optimizer as ``train/<option>``.
+
+    ``fit`` with loggers has one already; give one yourself to :func:`pure_loop.entry.drive`, where a script of your own
+    should be recorded the same way.
+
+    Args:
+        optimizer: the optimizer of the run; None records no learning rate.
+        hyperparameters: further settings to record, by name.
+        algorithms: those of the run, whose settings that are schedules are recorded.
+        train_metrics: whether ``state.metrics["train"]`` is that of ``fit(train_metrics=)``, and recorded at BATCH_END
+            as ``train/<metric>``; ``train/epoch/<metric>`` where that is the name of another value.
+
+    >>> import torch, pure_loop as pl
+    >>> from pure_loop.loggers import InMemoryLogger
+    >>> logger, optimizer = InMemoryLogger(), pl.optim.sgd(lr=pl.schedules.linear(1.0, 0.0, "4ba"))
+    >>> data = [(torch.zeros(4, 2), torch.ones(4, 1))] * 3
+    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=optimizer,
+    ...                       max_duration="1ep", loggers=[logger]))
+    >>> logger.series("train/learning_rate")
+    ([1, 2, 3], [1.0, 0.75, 0.5])
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        algorithms: Sequence[Algorithm] = (),
+        *,
+        train_metrics: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._train_metrics = train_metrics
+        self._hyperparameters = dict(hyperparameters or {})
+        self._strengths = _strengths_of(algorithms) | ({} if optimizer is None else _numbers_of(optimizer))
+        self._batch_size_recorded = False
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        settings: dict[str, Any] = {
+            "model": type(state.model.skeleton).__name__,
+            "parameters": sum(tensor.numel() for tensor in state.params.values()),
+            "seed": state.seed,
+        }
+        if self._optimizer is not None:
+            settings["optimizer"] = repr(self._optimizer)
+        if state.timestamp.max_duration is not None:
+            settings["max_duration"] = str(state.timestamp.max_duration)
+        logger.log_hyperparameters(settings | self._hyperparameters)
+        self._batch_size_recorded = "batch_size" in self._hyperparameters
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        if not self._batch_size_recorded:
+            self._batch_size_recorded = True
+            samples = state.timestamp.sample - state.previous_timestamp.sample
+            logger.log_hyperparameters({"batch_size": samples})
+        values = losses(state.loss)
+        if self._optimizer is not None:
+            # Its batch was the one that started at the timestamp before.
+            values |= learning_rates(self._optimizer, state, state.previous_timestamp, "train/learning_rate")
+        values |= {name: strength(state.previous_timestamp) for name, strength in self._strengths.items()}
+        tables: dict[str, Any] = {}
+        for name, value in state.metrics.get("train", {}).items() if self._train_metrics else ():
+            place = f"train/epoch/{name}" if f"train/{name}" in values else f"train/{name}"
+            numbers, more = recordable(place, value)
+            values |= numbers
+            tables |= more
+        logger.log_metrics(values, state)
+        _log_tables(tables, state, logger)
+
+    def eval_end(self, state: State, logger: LoggerGroup) -> None:
+        label = state.evaluator
+        if label is not None:
+            measured: Mapping[str, Any] = state.metrics.get(label, {})
+            place = "eval/train" if label == "train" else label  # "train/loss" is that of training
+            values, tables = recordable(place, measured)
+            logger.log_metrics(values, state)
+            _log_tables(tables, state, logger)
+
+
+def _log_tables(tables: Mapping[str, Any], state: State, logger: LoggerGroup) -> None:
+    for name, (columns, rows) in tables.items():
+        logger.log_table(name, columns, rows, state)
+
+
+def _strengths_of(algorithms: Iterable[Algorithm]) -> dict[str, Scheduled]:
+    """The settings of algorithms that are schedules."""
+    return {
+        f"{algorithm.name}/{name}": value
+        for algorithm in algorithms
+        for name, value in algorithm.settings.items()
+        if isinstance(value, Scheduled)
+    }
+
+
+def _numbers_of(optimizer: Optimizer, label: str = "") -> dict[str, Scheduled]:
+    """The options of an optimizer and its parts that are schedules; those of a part end with its label."""
+    numbers: dict[str, Scheduled] = {}
+    for name, option in optimizer.options.items():
+        pairs = enumerate(option) if isinstance(option, tuple) else [("", option)]
+        for place, value in pairs:
+            if isinstance(value, Scheduled):
+                numbers["/".join(filter(None, ("train", name, str(place), label)))] = value
+    for part, inner in optimizer.parts.items():
+        numbers |= _numbers_of(inner, f"{label}/{part}".strip("/"))
+    return numbers
+
+
+def losses(loss: Any) -> dict[str, Any]:
+    """A loss, and the parts of it, by the names under which they are recorded."""
+    if isinstance(loss, Mapping):
+        return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
+    return {} if loss is None else {"train/loss": loss}
+
+
+def learning_rates(optimizer: Optimizer, state: State, timestamp: Timestamp, name: str) -> dict[str, float]:
+    """The learning rate by name; that of each part of a partition by ``<name>/<label>``.
+
+    Args:
+        optimizer: that of the run.
+        state: by whose ``lr_scale`` they are multiplied.
+        timestamp: at which the batch started.
+        name: under which they are recorded.
+    """
+    if not optimizer.parts:
+        rate = optimizer.lr(timestamp)
+        return {name: rate if state.lr_scale is None else rate * float(state.lr_scale)}
+    return {
+        result: value
+        for label, part in optimizer.parts.items()
+        for result, value in learning_rates(part, state, timestamp, f"{name}/{label}").items()
+    }

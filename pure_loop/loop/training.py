@@ -1,0 +1,396 @@
+"""The loop: scripts, in which each event is one line, and the driver that runs them.
+
+A *script* is a generator: ``state = yield EVENT, state`` yields an event and receives the State that the
+algorithms return. It refers to no algorithm, callback or consumer. The *driver* (:func:`drive`)
+runs a script: it applies the algorithms to the State, passes the result to the callbacks, yields it to
+the consumer, and sends it back. The scripts here read as the specification in :mod:`pure_loop.order`;
+:func:`pure_loop.order.expected` computes independently what they must yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal, TypeAlias, cast
+
+import attrs
+import torch
+
+from pure_loop.algorithm import Handler
+from pure_loop.cadence import Cadence
+from pure_loop.data.source import END, Source
+from pure_loop.donation.owned import Owned
+from pure_loop.errors import ArgumentError
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.loop.batches import train_batch
+from pure_loop.loop.driver import run_silently, run_unwatched
+from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict
+from pure_loop.stages import Stages
+from pure_loop.state import State, fresh_draft_of, outside_batch, with_fields
+from pure_loop.time import Time, TimeUnit
+
+__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "evaluate", "fit", "gradients", "predict"]
+
+# (state, number of the microbatch, whether it is the last, its weight)
+Between: TypeAlias = Callable[[State, int, bool, Any], Script]
+
+# The events of the older documents. Others of the script are passed over in that order.
+EVENTS_OF_2021 = frozenset(
+    {
+        *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START),
+        *(Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        *(Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD),
+        *(Event.EVAL_BATCH_END, Event.EVAL_END, Event.EPOCH_END, Event.FIT_END),
+    }
+)
+
+_OF_A_MICROBATCH = (
+    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
+    *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+)
+
+
+class Stopwatch:
+    """Seconds between laps, by a clock."""
+
+    __slots__ = ("_clock", "_last")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def lap(self) -> float:
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+    def put_back(self, seconds: float) -> None:
+        """Add these seconds to the next lap."""
+        self._last -= seconds
+
+
+@attrs.frozen(kw_only=True)
+class LoopStages(Stages):
+    """The second argument of a handler that takes one: the loop's stages, algorithms included.
+
+    ``stages.gradients(state)`` is the gradient of the whole batch at ``state.params``, computed as the loop
+    computes it: microbatches, weights, precision, clipping, and the other algorithms at the events
+    from BEFORE_FORWARD to AFTER_BACKWARD. Random numbers are those of this batch, so a second call
+    draws the same dropout masks. Nothing is yielded, and no callback is called.
+    """
+
+    handlers: dict[Event, tuple[Handler, ...]]
+    observed: frozenset[Event] = frozenset(Event)
+
+    @property
+    def harmless(self) -> bool:
+        # An algorithm at these events may have replaced the targets or the loss.
+        return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
+
+    def gradients(self, state: State) -> State:
+        """``state`` with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its parameters."""
+        if state.event in _OF_A_MICROBATCH:
+            raise ArgumentError(
+                f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
+                "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
+            )
+        return self.gradients_of(state.replace(grads=None, grad_norm=None))
+
+    def gradients_of(self, state: State) -> State:
+        """The same of a State without gradients."""
+        return run_unwatched(gradients, (state, self), self.handlers, self)
+
+
+@attrs.define
+class LastBoundary:
+    """The State of the last boundary, for as long as no step writes to it.
+
+    Attributes:
+        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
+            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+    """
+
+    state: State | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """One call of ``fit``: what its script needs besides a State."""
+
+    stages: LoopStages
+    source: Source
+    evaluators: Sequence[BoundEvaluator]
+    iteration_length: Time | None
+    clock: Callable[[], float]
+    fresh: bool
+    meet: Callable[[State], State]
+    prepare: Callable[[State], State]
+    counts_tokens: bool
+    # What never moves as long as no batch has tokens, for errors.
+    needs_tokens: str | None = None
+    order: Literal["current", "2021"] = "current"
+    compiled: Any = None
+    load: Callable[[State], State] | None = None
+    boundary: LastBoundary = attrs.field(factory=LastBoundary)
+
+
+def gradients(state: State, stages: LoopStages, between: Between | None = None) -> Script:
+    """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds.
+
+    ``between`` continues from the State of a microbatch's BEFORE_FORWARD to that of its AFTER_BACKWARD in another way.
+    """
+    engine = stages.engine
+    pieces = stages.microbatches(state.batch)
+    weights, count = stages.weights(pieces, state)
+    losses: list[Any] = []
+    for index in range(count):
+        last, weight = index == count - 1, weights.shares[index]
+        buffers, model = state.buffers, state.model
+        piece = pieces[min(index, len(pieces) - 1)]
+        state = yield Event.BEFORE_FORWARD, with_fields(state, microbatch=piece, outputs=None, loss=None)
+        if between is not None:
+            state = yield from between(state, index, last, weight)
+        else:
+            state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=last)
+            state = yield Event.BEFORE_LOSS, state
+            state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
+            state = yield Event.BEFORE_BACKWARD, state
+            # Not in one line: while it waited, the script would keep the graph alive in the State before.
+            state = stages.backward(state, weight=weight)
+        if engine.ranks > 1:
+            engine.repeats = index >= len(pieces)
+        if engine.padding or index >= len(pieces):
+            # A rank with fewer microbatches repeats its last one, which counts for nothing.
+            state = state.replace(buffers=buffers, model=model)
+        state = yield Event.AFTER_BACKWARD, state
+        losses.append(state.loss)
+    mean = weights.mean_of(losses, always=engine.ranks > 1)
+    if mean is None and engine.ranks > 1:
+        loss = state.loss
+        mean = (
+            {name: torch.zeros_like(torch.as_tensor(part)) for name, part in loss.items()}
+            if isinstance(loss, dict)
+            else torch.zeros_like(cast("torch.Tensor", loss))
+        )
+    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
+
+
+_INSIDE_BATCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
+
+
+def epoch_end(state: State, fit: Fit, at: Event | None) -> Script:
+    """What follows EPOCH_END."""
+    if at is Event.EPOCH_END:
+        state = yield from evaluations(state, fit, Event.EPOCH_END)
+        state = yield Event.EPOCH_CHECKPOINT, state
+    return (yield from iteration_end(state, fit, TimeUnit.EPOCH, at))
+
+
+def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> Script:
+    """The end of an iteration, if what was just counted completed it, and the start of the next."""
+    length = fit.iteration_length
+    if length is None:
+        return state
+    t = state.timestamp
+    done = t.token_in_iteration if unit is TimeUnit.TOKEN else t.epoch_in_iteration
+    if at not in (Event.ITERATION_END, Event.ITERATION_CHECKPOINT):
+        if length.unit is not unit or done < length.value:
+            return state
+        state = yield Event.ITERATION_END, state.replace(timestamp=t.next_iteration(), event=None)
+    if at is not Event.ITERATION_CHECKPOINT:
+        state = yield Event.ITERATION_CHECKPOINT, state
+    if not state.has_ended():
+        state = yield Event.ITERATION_START, state
+    return state
+
+
+def load_or_start(state: State, fit: Fit) -> State:
+    """What a fresh start trains from: a checkpoint, or the State itself; its first step may write where that is."""
+    if fit.load is not None:
+        state = fit.load(state)
+    if fit.stages.donation is not None:
+        assert fit.stages.optimizer is not None
+        fit.stages.donation.track_initial(state, state.model.served_by(fit.stages.optimizer))
+    return state
+
+
+def fit(state: State, fit: Fit) -> Script:
+    """Training, from a fresh State or from the boundary at which a State was kept.
+
+    The specification in one function: every event is one line. The State is in one variable, and in none of an outer
+    script, so that an update may write to the memory of the State before it.
+    """
+    stages = fit.stages
+    if fit.fresh:
+        state = yield Event.INIT, fit.meet(state)
+        state = yield Event.BEFORE_LOAD, fit.prepare(state)
+        state = yield Event.AFTER_LOAD, load_or_start(state, fit)
+    else:
+        state = fit.prepare(outside_batch(state))
+    at = state.position  # the boundary from which training resumes
+    state = yield Event.FIT_START, state
+    over = already_finished(state, at)
+    if fit.evaluators and not over:
+        refuse_misfits(state, fit.stages, fit.evaluators)
+    stopwatch = Stopwatch(fit.clock)
+    if not over and at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
+        state = yield Event.ITERATION_START, state
+    if not over and at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0 and fit.order == "current":
+        state = yield from epoch_end(state, fit, at)
+        at = None
+
+    while not over and (at in _INSIDE_BATCH or not state.has_ended()):
+        if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
+            state = yield Event.EPOCH_START, state
+        first = state.timestamp.batch_in_epoch
+        with closing(_open(state, fit)) as batches:
+            while True:
+                if at not in _INSIDE_BATCH:
+                    if fit.compiled is not None:
+                        state = fit.compiled.several(state, fit, batches, stopwatch)
+                    state = yield Event.BEFORE_DATALOADER, state
+                    state, samples, tokens = _load(state, fit, batches, stopwatch)
+                    if samples is None:
+                        exhausted = True
+                        break
+                    state = yield Event.AFTER_DATALOADER, state
+                    if fit.compiled is not None:
+                        owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
+                        state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
+                    else:
+                        state = yield Event.BATCH_START, state
+                        state = yield Event.BEFORE_TRAIN_BATCH, state
+                        buffers, model = state.buffers, state.model
+                        state = yield from gradients(state, stages)
+                        if stages.engine.ranks > 1:
+                            state = stages.engine.sync_buffers(state, buffers)
+                        state = yield Event.AFTER_TRAIN_BATCH, state
+                        before = state.timestamp
+                        now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
+                        state = stages.update(
+                            state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
+                        )
+                        state = yield Event.BATCH_END, state
+                    at = Event.BATCH_END
+                if at is Event.BATCH_END:
+                    state = outside_batch(state)
+                    if fit.evaluators:
+                        state = yield from evaluations(state, fit, Event.BATCH_END)
+                    state = yield Event.BATCH_CHECKPOINT, state
+                if fit.iteration_length is not None:
+                    state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
+                at = None
+                if state.has_ended():
+                    exhausted = state.timestamp.batch_in_epoch == fit.source.length
+                    if exhausted and state.timestamp.batch_in_epoch > first:
+                        _hold_to_length(fit, batches)
+                    break
+        if exhausted or fit.order == "2021":  # which closes an epoch that is cut short, too
+            _check_finite(state)
+            state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+        if fit.order == "2021":
+            ended = [Event.EPOCH_END, Event.FIT_END] if state.has_ended() else [Event.EPOCH_END]
+            state = yield from evaluations(state, fit, *ended)
+            state = yield Event.EPOCH_END, state
+        elif exhausted:
+            state = yield Event.EPOCH_END, state
+            state = yield from epoch_end(state, fit, Event.EPOCH_END)
+
+    if not over:
+        _check_finite(state)
+        if fit.order == "current":
+            state = yield from evaluations(state, fit, Event.FIT_END)
+    stages.engine.barrier(state, Event.FIT_END)
+    return (yield Event.FIT_END, state)
+
+
+def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundEvaluator]) -> None:
+    """Refuse metrics that do not fit what they measure, before training: hours may pass before the first evaluation.
+
+    Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped. Left
+    out is data that can't be begun again, or has workers to start, and what several ranks would have to do together.
+    """
+    if stages.engine.ranks > 1:
+        return
+    for evaluator in evaluators:
+        never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
+        if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
+            run_silently(first_microbatch(state, stages, evaluator), stages.handlers, stages)
+
+
+_BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
+_AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
+
+
+def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
+    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch."""
+    donation = fit.stages.donation
+    if donation is not None and not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
+        donation.seen = True  # a function of the user's is shown the State
+    if event is Event.FIT_END:
+        return [evaluator for evaluator in fit.evaluators if evaluator.due_at_end(state)]
+    return [evaluator for evaluator in fit.evaluators if evaluator.due(state, event)]
+
+
+def evaluations(state: State, fit: Fit, *events: Event) -> Script:
+    """The evaluators that are due at one of these events; decided before the first one runs."""
+    requested = [item for event in events for item in due_evaluators(state, fit, event)]
+    due_now = [item for item in fit.evaluators if item in requested] if len(events) > 1 else requested
+    if not due_now:
+        return state
+    fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
+    state = yield Event.EVAL_BEFORE_ALL, state
+    stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
+    for evaluator in due_now:
+        state = yield from evaluation(state, stages, evaluator)
+    state = yield Event.EVAL_AFTER_ALL, state
+    fit.boundary.state = None
+    return state
+
+
+def _check_finite(state: State) -> None:
+    """Raise if a batch was not finite, at the few places where waiting for a device costs nothing that counts."""
+    if state.device.type != "cpu":  # where it was raised at once
+        state.check_finite()
+
+
+def already_finished(state: State, at: Event | None) -> bool:
+    """Whether this duration was over before the last batch, or the stream that the State is from had ended.
+
+    A State that an algorithm has stopped, and that has ended, stays so with any duration.
+    """
+    end = state.timestamp.max_duration
+    if end is not None and state.previous_timestamp >= end:
+        return True
+    return state.has_ended() and (at is Event.FIT_END or state.timestamp.batch == 0)
+
+
+def _begins_iteration(state: State, fit: Fit) -> bool:
+    t = state.timestamp
+    return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
+
+
+def _open(state: State, fit: Fit) -> Any:
+    t = state.timestamp
+    batches = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+    return batches if fit.compiled is None else fit.compiled.feed(batches)
+
+
+def _hold_to_length(fit: Fit, batches: Any) -> None:
+    """After the last batch by the loader's length: the source raises if there is another one."""
+    if fit.source.uneven is None:  # or else this rank may have more than all have
+        next(batches, END)
+
+
+def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
+    """The State with the next batch, its samples and its tokens; ``(state, None, 0)`` at the end of the data."""
+    ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
+    if ready is None:
+        return state, None, 0
+    fit.boundary.state = None
+    draft = fresh_draft_of(state)
+    draft.batch, samples, tokens = ready
+    draft.__class__ = state.__class__
+    return draft, samples, tokens

@@ -1,0 +1,173 @@
+"""``Metric``, and how an evaluator's ``metrics=`` is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import attrs
+import torch
+
+from pure_loop._internal.reprs import call
+from pure_loop._internal.weights import is_number
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["Metric"]
+
+
+@attrs.frozen(repr=False)
+class Metric:
+    """A metric of ``(outputs, batch)``, accumulated over batches.
+
+    Args:
+        name: its key in ``state.metrics[label]``.
+        init: ``() -> accumulator``, any pytree.
+        update: ``(accumulator, outputs, batch) -> accumulator``; pure.
+        compute: ``accumulator -> value``.
+        of_loss: ``update`` receives ``(loss, weight)`` of each microbatch in place of the outputs; microbatches of
+            weight 0 are left out. A weight that only a device knows is a tensor; if it is 0, so is the loss. It is None
+            if the loss is one of torch's with ``reduction="sum"``.
+        merge: ``(accumulator, accumulator) -> accumulator``, of two parts of the data; several ranks need it.
+
+    >>> import torch
+    >>> worst = Metric("worst", lambda: torch.tensor(-torch.inf),
+    ...                lambda acc, outputs, batch: torch.maximum(acc, (outputs - batch[1]).abs().max()),
+    ...                lambda acc: acc, merge=torch.maximum)
+    >>> worst.compute(worst.update(worst.init(), torch.tensor([1.0, 5.0]), (None, torch.tensor([1.0, 2.0]))))
+    tensor(3.)
+    """
+
+    name: str
+    init: Callable[[], Any]
+    update: Callable[[Any, Any, Any], Any]
+    compute: Callable[[Any], Any]
+    of_loss: bool = False
+    merge: Callable[[Any, Any], Any] | None = None
+    # The call that made it, for its repr: the arguments that were passed.
+    shows_defaults: ClassVar[bool] = False
+    _factory: str = attrs.field(default="", init=False, eq=False)
+    _settings: Mapping[str, Any] = attrs.field(factory=dict, init=False, eq=False)
+
+    def on(self, *, outputs: Callable[[Any], Any] | None = None, targets: Callable[[Any], Any] | None = None) -> Metric:
+        """The same metric of a part of the outputs, and of targets anywhere in the batch.
+
+        Args:
+            outputs: ``outputs -> outputs``: a function of the outputs; None: the outputs as they are.
+            targets: ``batch -> targets``: the metric receives ``(None, targets)`` as batch; None: the batch as it is.
+
+        Raises:
+            ArgumentError: a metric of the loss, which is given no outputs.
+
+        >>> import torch, pure_loop as pl
+        >>> metric = pl.metrics.accuracy().on(outputs=lambda o: o["logits"], targets=lambda batch: batch["labels"])
+        >>> outputs, batch = {"logits": torch.tensor([[2.0, 1.0]])}, {"labels": torch.tensor([0])}
+        >>> metric.compute(metric.update(metric.init(), outputs, batch))
+        tensor(1.)
+        """
+        if self.of_loss:
+            raise ArgumentError(f"metric {self.name!r} is of the loss: it receives no outputs and no targets.")
+        update = self.update
+
+        def on_parts(accumulator: Any, model_outputs: Any, batch: Any) -> Any:
+            chosen = model_outputs if outputs is None else outputs(model_outputs)
+            return update(accumulator, chosen, batch if targets is None else (None, targets(batch)))
+
+        result = attrs.evolve(self, update=on_parts)
+        return result.made_by(self._factory, self._settings) if self._factory else result
+
+    def made_by(self, factory: str, settings: Mapping[str, Any]) -> Metric:
+        """The same metric, which says by which call it was made."""
+        result = copy.copy(self)
+        object.__setattr__(result, "_factory", factory)
+        object.__setattr__(result, "_settings", settings)
+        return result
+
+    def renamed(self, name: str) -> Metric:
+        """The same metric under another name."""
+        settings = {setting: value for setting, value in self._settings.items() if setting != "name"}
+        return attrs.evolve(self, name=name).made_by(self._factory, {**settings, "name": name})
+
+    def __repr__(self) -> str:
+        return call(self._factory, self._settings) if self._factory else f"Metric({self.name!r})"
+
+
+MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
+
+
+def add(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def plus(one: Any, other: Any) -> Any:
+    """The sum of two accumulators that are tensors; 0 is one of no data."""
+    return one + other
+
+
+def quotient(accumulator: tuple[Any, Any]) -> Any:
+    total, count = accumulator
+    if is_number(count) and count == 0:
+        return torch.tensor(float("nan"))  # a mean over nothing
+    return total / count
+
+
+def updated(
+    metrics: Sequence[Metric], before: Mapping[str, Any], outputs: Any, measured: tuple[Any, Any] | None, batch: Any
+) -> dict[str, Any]:
+    """The accumulators after one microbatch, by name.
+
+    Args:
+        metrics: what is measured.
+        before: the accumulators by name; a metric that has none begins with its first one.
+        outputs: those of the microbatch.
+        measured: its loss and weight; None where no metric is of the loss.
+        batch: the microbatch.
+    """
+    # What is a mean over nothing is left out. Where only a device knows whether it is, its loss is 0.
+    nothing = measured is not None and is_number(measured[1]) and measured[1] == 0
+    result = {}
+    for metric in metrics:
+        old = before[metric.name] if metric.name in before else metric.init()
+        value = measured if metric.of_loss else outputs
+        result[metric.name] = old if nothing and metric.of_loss else metric.update(old, value, batch)
+    return result
+
+
+def as_metrics(value: MetricsLike, where: str) -> tuple[Metric, ...] | None:
+    """Metrics in a list or by name as a tuple; None: None.
+
+    Raises:
+        ArgumentTypeError: something in it is no metric; names ``where``.
+        ArgumentError: two have one name.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Metric):
+        return (value,)
+    if not isinstance(value, Mapping | list | tuple):
+        _refuse_metric(value, where)
+    if isinstance(value, Mapping):
+        for metric in value.values():
+            if not isinstance(metric, Metric):
+                _refuse_metric(metric, where)
+        value = [metric if metric.name == name else metric.renamed(name) for name, metric in value.items()]
+    metrics = tuple(value)
+    for metric in metrics:
+        if not isinstance(metric, Metric):
+            _refuse_metric(metric, where)
+    names = [metric.name for metric in metrics]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"{where} has two metrics of one name: {names}; give one of them another, name=...")
+    return metrics
+
+
+def _refuse_metric(value: object, where: str) -> NoReturn:
+    if type(value).__module__.partition(".")[0] == "torchmetrics":
+        raise ArgumentTypeError(
+            f"{where}: {value!r} in metrics is a metric of torchmetrics; write "
+            f"pl.metrics.from_torchmetrics({type(value).__name__}(...))."
+        )
+    raise ArgumentTypeError(
+        f"{where}: {value!r} in metrics is no metric. Write [pl.metrics.accuracy()], or "
+        "pl.metrics.mean(function, 'name') of a function of (outputs, batch) that gives one number a sample."
+    )

@@ -1,0 +1,46 @@
+"""The mean over samples of any function of outputs and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from pure_loop._internal.weights import wide_dtype
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.metrics._base import Metric, add, quotient
+from pure_loop.ranges import Name, checked
+
+__all__ = ["mean"]
+
+
+@checked
+def mean(function: Callable[[Any, Any], Tensor], name: Annotated[str, Name()]) -> Metric:
+    """The mean over all samples of a function that gives one number a sample.
+
+    Args:
+        function: ``(outputs, batch) -> tensor``, of shape (n,) or more; every element counts the same.
+        name: the metric's name.
+
+    Raises:
+        ArgumentTypeError: (a TypeError) where the function gives one number for the whole batch.
+
+    >>> import torch
+    >>> error = mean(lambda outputs, batch: (outputs - batch[1]).abs(), "mae")
+    >>> acc = error.update(error.init(), torch.tensor([1.0, 4.0]), (None, torch.tensor([1.0, 2.0])))
+    >>> error.compute(acc)
+    tensor(1.)
+    """
+
+    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
+        values = function(outputs, batch)
+        if not isinstance(values, Tensor) or not values.ndim:
+            what = "a tensor of shape ()" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ArgumentTypeError(
+                f"metric {name!r}: its function gave {what}, and what it gives is one number a sample, of shape (n,): "
+                "leave out its .mean(), which would count a smaller last batch as much as the others."
+            )
+        return accumulator[0] + values.sum(dtype=wide_dtype(values)), accumulator[1] + values.numel()
+
+    return Metric(name, lambda: (0.0, 0), update, quotient, merge=add)

@@ -1,0 +1,216 @@
+"""What a model must not be: refusals of modules that would train wrongly, or not at all, with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.torch_private import has_gradient_hooks
+from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
+from pure_loop.model.overlaps import overlapping_elements, overlapping_pair
+
+__all__ = ["refuse_aliases", "refuse_shared_memory", "refuse_untrainable"]
+
+_WRAPPERS = {
+    "DistributedDataParallel": "replicated over ranks",
+    "DataParallel": "replicated over devices",
+    "FullyShardedDataParallel": "sharded over ranks",
+    "OptimizedModule": "compiled with torch.compile",
+}
+
+
+def refuse_untrainable(module: object) -> None:
+    """Refuse, with the reason, a model that would train wrongly or not at all.
+
+    Raises:
+        ArgumentTypeError: not a ``torch.nn.Module``.
+        WrappedModelError: a wrapped, scripted or compiled module. Under functional calls DDP returns
+            unreduced gradients without an error.
+        ModelError: no parameters, none that requires a gradient, parameters that are not yet
+            initialised, or a layer that rewrites its weights in the forward.
+    """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise ArgumentTypeError(f"model is the class {module.__name__}, not an instance: write {module.__name__}(...).")
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"model is {type(module).__name__}, which is neither a torch.nn.Module nor a pure_loop State"
+            f"{_hint(module)}."
+        )
+    for name, submodule in module.named_modules():
+        kinds = {cls.__name__ for cls in type(submodule).__mro__}
+        where = f"model.{name}" if name else "model"
+        for wrapper, meaning in _WRAPPERS.items():
+            if wrapper in kinds:
+                raise WrappedModelError(
+                    f"{where} is {meaning} ({wrapper}). pure_loop calls modules functionally, and through such a "
+                    f"wrapper gradients would be wrong without an error: give the module inside "
+                    f"({'model._orig_mod' if wrapper == 'OptimizedModule' else 'model.module'})."
+                )
+        if "FSDPModule" in kinds:
+            raise WrappedModelError(
+                f"{where} went through torch.distributed.fsdp.fully_shard; give the module as it was before."
+            )
+        if "ScriptModule" in kinds:
+            raise WrappedModelError(
+                f"{where} is a TorchScript module ({type(submodule).__name__}), whose parameters can't be replaced "
+                "for a call: give the nn.Module it was made from."
+            )
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.max_norm is not None:
+            raise ModelError(
+                f"{where} is an embedding with max_norm={submodule.max_norm}, which rewrites its weight in place in "
+                "the forward. Normalise the rows that you look up instead: torch.renorm(weight[index], 2, 0, max_norm)."
+            )
+    _refuse_strange_tensors(module)
+    for name, parameter in module.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ModelError(
+                f"parameter {name!r} has a hook on its gradient, which would never be called, because gradients are "
+                "taken by copies of the parameters. Change gradients with clip_grad=function, or with an algorithm at "
+                "AFTER_TRAIN_BATCH."
+            )
+    parameters = list(module.parameters())
+    if not parameters:
+        raise ModelError(
+            f"{type(module).__name__} has no parameters, so there is nothing to train. Are its layers kept in a plain "
+            "list or dict? Use nn.ModuleList, nn.ModuleDict or nn.ParameterList."
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ModelError(
+            f"no parameter of {type(module).__name__} requires a gradient: unfreeze some with requires_grad_(True)."
+        )
+
+
+def _refuse_strange_tensors(module: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: a parameter or buffer has no shape or no numbers yet, or is not a plain tensor of torch's.
+    """
+    named: list[tuple[str, str, Tensor]] = [("parameter", *pair) for pair in module.named_parameters()]
+    named += [("buffer", *named_buffer) for named_buffer in module.named_buffers()]
+    for kind, name, tensor in named:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ModelError(
+                f"{kind} {name!r} of a lazy module has no shape yet: call the model on one batch first, before "
+                "pl.fit(model, ...)."
+            )
+        if is_sharded(tensor):
+            continue
+        if tensor.is_meta and kind == "parameter":  # a buffer there may be one that no forward reads
+            raise ModelError(
+                f"parameter {name!r} is on the meta device and has no numbers: write model.to_empty(device=...) and "
+                "initialise it, or load its numbers, first."
+            )
+        problem = _what_is_strange(tensor, kind)
+        if problem is not None:
+            raise ModelError(f"{kind} {name!r} {problem}")
+
+
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def _what_is_strange(tensor: Tensor, kind: str) -> str | None:
+    """Why a State can't hold this tensor, and what to write instead; None where it can."""
+    cls = type(tensor)
+    plain = f"nn.{kind.capitalize()}(tensor)" if kind == "parameter" else "register_buffer(name, tensor)"
+    is_parameter = issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    if cls is not Tensor and not is_parameter:
+        return (
+            f"is a {cls.__name__}, a subclass of torch.Tensor, whose class copies, optimizers and checkpoints would "
+            f"not keep: register a plain tensor, {plain}, and make the {cls.__name__} of it in the forward."
+        )
+    if tensor.is_nested:
+        return f"is a nested tensor: keep its values and offsets as {kind}s, and put them together in the forward."
+    if tensor.is_quantized:
+        return (
+            f"is quantised ({tensor.dtype}): keep tensor.int_repr(), its scale and its zero point as buffers, or "
+            "tensor.dequantize()."
+        )
+    if tensor.layout is torch.strided or (kind == "buffer" and tensor.layout in _SPARSE):
+        return None
+    return f"has the layout {tensor.layout}, and a {kind} is a dense tensor: register tensor.to_dense()."
+
+
+def _hint(argument: object) -> str:
+    if isinstance(argument, Mapping) and any(isinstance(value, Tensor) for value in argument.values()):
+        return ": a state_dict goes into its module first, model.load_state_dict(...)"
+    if isinstance(argument, Iterable) and not isinstance(argument, Mapping | str):
+        return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
+    return ""
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse different tensors that have elements in common, which a State would hold twice."""
+    registered: list[tuple[str, str, Tensor]] = [
+        ("parameter", name, tensor) for name, tensor in module.named_parameters()
+    ]
+    registered += [("buffer", name, tensor) for name, tensor in module.named_buffers()]
+    for kind, name, tensor in registered:
+        if overlapping_elements(tensor):
+            raise ModelError(
+                f"{kind} {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its "
+                "elements are at one place in memory, as expand() leaves them, so that a write to one changes others. "
+                "Give it memory of its own: register tensor.clone(memory_format=torch.contiguous_format), or expand it "
+                "in the forward."
+            )
+    ids = {id(tensor) for _, _, tensor in registered}
+    attributes = [
+        (f"attribute {'.'.join(filter(None, (prefix, attribute)))!r}", tensor)
+        for prefix, submodule in module.named_modules()
+        if not isinstance(submodule, nn.RNNBase)
+        for attribute, value in vars(submodule).items()
+        if attribute not in ("_parameters", "_buffers", "_modules", *_recomputed(submodule))
+        for tensor in _plain_tensors(value)
+        if id(tensor) not in ids
+    ]
+    pair = overlapping_pair([(f"{kind} {name!r}", tensor) for kind, name, tensor in registered], attributes)
+    if pair is not None:
+        raise ModelError(
+            f"{pair[0]} and {pair[1]} share memory and are different tensors. A write to one changes the other, and a "
+            "State holds each by itself. For one tensor under two names assign the object itself "
+            "(decoder.weight = encoder.weight, not .data); compute a part or view of another tensor in the forward, or "
+            "in a property (return self.base[:2]); else give each its own memory (tensor.clone())."
+        )
+
+
+def _recomputed(module: nn.Module) -> Iterator[str]:
+    """Attributes that a hook of torch's sets before each forward: a pruned weight, an old-style normalised one."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            name = getattr(hook, "_tensor_name", getattr(hook, "name", None))
+            if isinstance(name, str):
+                yield name
+
+
+def refuse_aliases(skeleton: nn.Module) -> None:
+    """Refuse a registered tensor that also stands in a plain attribute, where no call would put its numbers."""
+    tensors = [*skeleton.named_parameters(), *skeleton.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors}
+    for prefix, module in skeleton.named_modules():
+        if isinstance(module, nn.RNNBase):
+            continue  # its list of weights is made anew where they have changed
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            name = next(
+                (names[id(plain_tensor)] for plain_tensor in _plain_tensors(value) if id(plain_tensor) in names), None
+            )
+            if name is not None:
+                where = ".".join(filter(None, ("model", prefix, attribute)))
+                raise ModelError(
+                    f"{where} holds {name!r} a second time, in a plain attribute, and a call with the State's numbers "
+                    "can't reach it there. Read it where it is registered, or make the attribute a property: "
+                    f"@property, def {attribute}(self): return ..."
+                )
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _plain_tensors(item)

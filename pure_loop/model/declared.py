@@ -1,0 +1,46 @@
+"""Parameters as the user declared them: their class and attributes, for copies and for tensors of a State.
+
+``Parameter.__deepcopy__`` drops attributes, and calls the class of a subclass with arguments that it may not take;
+pickling drops the class.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from pure_loop._internal.torch_private import subclass_of_tensor
+
+__all__ = ["attributes_of", "copy_attributes", "declared_like", "is_declared"]
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """The user's attributes; of a tensor of another kind, whose own state is there, none."""
+    return vars(parameter) if nn.Parameter in type(parameter).__mro__ else {}
+
+
+def is_declared(parameter: Tensor) -> bool:
+    return bool(attributes_of(parameter)) or (
+        type(parameter) is not nn.Parameter and nn.Parameter in type(parameter).__mro__
+    )
+
+
+def declared_like(parameter: Tensor, tensor: Tensor, requires_grad: bool, *, attributes: bool = False) -> Any:
+    """This tensor as a parameter of the class of another one, with its attributes if that is said."""
+    kind = type(parameter)
+    if kind is nn.Parameter or nn.Parameter not in kind.__mro__:
+        result: Any = nn.Parameter(tensor, requires_grad=requires_grad)
+    else:
+        result = subclass_of_tensor(kind, tensor, requires_grad)
+    if attributes:
+        vars(result).update(attributes_of(parameter))
+    return result
+
+
+def copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copies of parameters, which stand in the memo of a deepcopy, copies of their attributes."""
+    for parameter in module.parameters():
+        if attributes := attributes_of(parameter):
+            vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))

@@ -1,0 +1,68 @@
+"""NumPy's global random state, set aside and put back in microseconds.
+
+``numpy.random.get_state`` and ``set_state`` copy 624 words one by one, as long as a small batch takes to
+load. Here the global generator gets another bit generator for a while (``numpy.random.set_bit_generator``),
+so nothing is copied. The exchange forgets one thing, the second half of the last pair of normal numbers,
+which only ``get_state`` shows: it is read and written with nothing in the place of the 624 words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["put_back", "set_aside"]
+
+# Bit generators to lend; guards may stand inside one another, so there may be several.
+_spare: list[Any] = []
+
+
+class _Nothing:
+    """Stands for a bit generator whose words are not needed."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"bit_generator": "MT19937", "state": None}
+
+
+def set_aside(numpy_random: Any) -> tuple[Any, ...]:
+    """Put another bit generator in the global one's place, and return what :func:`put_back` needs."""
+    if not _can_exchange(numpy_random):
+        return (None, numpy_random.get_state())
+    own = numpy_random.get_bit_generator()
+    pair = _read_pair(numpy_random.mtrand._rand)
+    lent = _spare.pop() if _spare else numpy_random.MT19937()
+    numpy_random.set_bit_generator(lent)
+    return (own, pair, lent)
+
+
+def put_back(numpy_random: Any, state: tuple[Any, ...]) -> None:
+    if state[0] is None:
+        numpy_random.set_state(state[1])
+        return
+    own, pair, lent = state
+    numpy_random.set_bit_generator(own)
+    if pair["has_gauss"]:
+        _write_pair(numpy_random.mtrand._rand, pair)
+    _spare.append(lent)
+
+
+def _can_exchange(numpy_random: Any) -> bool:
+    return hasattr(numpy_random, "set_bit_generator") and hasattr(numpy_random.mtrand._rand, "_bit_generator")
+
+
+def _read_pair(singleton: Any) -> dict[str, Any]:
+    own = singleton._bit_generator
+    singleton._bit_generator = _Nothing()
+    try:
+        pair: dict[str, Any] = singleton.get_state(legacy=False)
+    finally:
+        singleton._bit_generator = own
+    return pair
+
+
+def _write_pair(singleton: Any, pair: dict[str, Any]) -> None:
+    own = singleton._bit_generator
+    singleton._bit_generator = _Nothing()
+    try:
+        singleton.set_state(pair)
+    finally:
+        singleton._bit_generator = own

@@ -1,0 +1,326 @@
+"""Ranges: what a setting may be, how it is read, and which values have to be refused."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import attrs
+
+from pure_loop._internal.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    is_integer,
+    refusal,
+)
+from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.ranges.strengths import Scheduled
+from pure_loop.time import Time, TimeUnit
+
+__all__ = [
+    "Above",
+    "AtLeast",
+    "Between",
+    "Duration",
+    "Flag",
+    "Index",
+    "Name",
+    "Number",
+    "OneOf",
+    "Range",
+    "Setting",
+]
+
+_NO_NUMBERS = ("1", True, [1])
+
+
+class Range(ABC):
+    """What a setting may be.
+
+    Attributes:
+        typical: what strategies draw: of numbers ``(least, most)``, of others the values. None: now and then anything
+            in the range; (): nothing, the default is kept; else it is drawn always.
+        example: a call for errors; "": one with the default.
+        reads_schedules: whether it reads a schedule itself, where the annotation allows one.
+        one_of: settings with the same word here are ways to say one thing: exactly one of them has to be given.
+    """
+
+    typical: tuple[Any, ...] | None = None
+    example: str = ""
+    one_of: str = ""
+    reads_schedules: bool = False
+
+    @abstractmethod
+    def read(self, setting: Setting, value: Any) -> Any:
+        """The value as the function gets it.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: it is outside the range.
+        """
+
+    @abstractmethod
+    def in_words(self, setting: Setting) -> str:
+        """The range, for docs."""
+
+    @abstractmethod
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        """Values that have to be refused, for tests."""
+
+
+class Number(Range):
+    """Any finite number, whole where the annotation is ``int``; ``wanted`` are an error's words for it."""
+
+    def __init__(
+        self,
+        *,
+        least: float = -math.inf,
+        above: float = -math.inf,
+        below: float = math.inf,
+        typical: tuple[float, float] | tuple[()] | None = None,
+        example: str = "",
+        one_of: str = "",
+        wanted: str = "",
+    ) -> None:
+        self.least, self.above, self.below = least, above, below
+        self.typical, self.example, self.one_of, self.wanted = typical, example, one_of, wanted
+
+    def read(self, setting: Setting, value: Any) -> int | float:
+        where, example = setting.where, self.example or setting.example
+        wanted = self.wanted
+        if setting.whole:
+            least = None if self.least == -math.inf else int(self.least)
+            if setting.optional and not wanted:
+                wanted = f"a whole number{'' if least is None else f' of at least {least}'}, or None"
+            return check_integer(setting.name, value, where=where, least=least, wanted=wanted, example=example)
+        bounds = {"least": self.least, "above": self.above, "below": self.below}
+        return check_number(setting.name, value, where=where, **bounds, wanted=wanted, example=example)
+
+    def in_words(self, setting: Setting) -> str:
+        kind = "whole number" if setting.whole else "number"
+        low = f"at least {self.least:g}" if self.least > -math.inf else f"above {self.above:g}"
+        high = f"less than {self.below:g}"
+        bounds = [low] * (max(self.least, self.above) > -math.inf) + [high] * (self.below < math.inf)
+        return " ".join([kind, " and ".join(bounds)]).rstrip()
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        numbers: list[Any] = [1.5, math.nan] if setting.whole else [math.nan, math.inf, -math.inf]
+        if self.least > -math.inf:
+            numbers.append(int(self.least) - 1 if setting.whole else math.nextafter(self.least, -math.inf))
+        if self.above > -math.inf:
+            numbers += [self.above, self.above - 1]
+        if self.below < math.inf:
+            numbers.append(self.below)
+        return (*numbers, *_NO_NUMBERS)
+
+
+class Above(Number):
+    """A finite number above ``limit``."""
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        below: float = math.inf,
+        typical: tuple[float, float] | tuple[()] | None = None,
+        example: str = "",
+    ) -> None:
+        super().__init__(above=limit, below=below, typical=typical, example=example)
+
+
+class AtLeast(Number):
+    """A finite number of at least ``limit``."""
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        typical: tuple[float, float] | tuple[()] | None = None,
+        example: str = "",
+        wanted: str = "",
+    ) -> None:
+        super().__init__(least=limit, typical=typical, example=example, wanted=wanted)
+
+
+class Between(Number):
+    """A number in ``[least, below)``."""
+
+    def __init__(
+        self,
+        least: float,
+        below: float,
+        *,
+        typical: tuple[float, float] | tuple[()] | None = None,
+        example: str = "",
+        one_of: str = "",
+    ) -> None:
+        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of)
+
+
+@attrs.frozen(init=False)
+class OneOf(Range):
+    """One of some values; a ``Literal`` is one by itself."""
+
+    choices: tuple[Any, ...]
+    typical: tuple[Any, ...] | None
+    example: str
+
+    def __init__(self, *choices: Any, typical: tuple[Any, ...] | None = None, example: str = "") -> None:
+        self.__attrs_init__(choices, typical, example)
+
+    def read(self, setting: Setting, value: Any) -> Any:
+        return check_choice(setting.name, value, self.choices, where=setting.where)
+
+    def in_words(self, setting: Setting) -> str:
+        return ", ".join(f'`"{choice}"`' if isinstance(choice, str) else f"`{choice}`" for choice in self.choices)
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return "none of them", 17, ()
+
+
+@attrs.frozen
+class Flag(Range):
+    """True or False; a ``bool`` is one by itself."""
+
+    typical: tuple[Any, ...] | None = None
+
+    def read(self, setting: Setting, value: Any) -> bool:
+        return check_flag(setting.name, value, where=setting.where)
+
+    def in_words(self, setting: Setting) -> str:
+        return "`True`, `False`"
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return 1, "yes", 0.0
+
+
+@attrs.frozen
+class Name(Range):
+    """A text that is not empty."""
+
+    typical: tuple[Any, ...] | None = ()
+
+    def read(self, setting: Setting, value: Any) -> str:
+        return check_text(setting.name, value)
+
+    def in_words(self, setting: Setting) -> str:
+        return "text"
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return "", 3, b"name"
+
+
+@attrs.frozen
+class Index(Range):
+    """An index or a key of a batch."""
+
+    typical: tuple[Any, ...] | None = ()
+
+    def read(self, setting: Setting, value: Any) -> int | str:
+        if is_integer(value) or isinstance(value, str):
+            return value
+        raise refusal(setting.name, value, "an index or a key, such as 1 or 'labels'", setting.where)
+
+    def in_words(self, setting: Setting) -> str:
+        return "index or key"
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return True, 1.0, None
+
+
+@attrs.frozen
+class Duration(Range):
+    """An amount of training above 0: a Time, or what is read as one.
+
+    Args:
+        typical, example, one_of: as in :class:`Range`.
+        clock: whether it may be of seconds, which pass differently in every run.
+        zero: what an error says of no time at all; ``{time!r}`` stands for it.
+    """
+
+    typical: tuple[str, ...] | None = None
+    example: str = ""
+    one_of: str = ""
+    clock: bool = False
+    zero: str = "that is no time at all; leave it out instead"
+
+    def read(self, setting: Setting, value: Any) -> Time:
+        said = f"{setting.where}: {setting.name}={value!r}"
+        try:
+            time = Time.parse(value)
+        except (ArgumentError, ArgumentTypeError) as error:
+            raise type(error)(f"{said}: {error}") from None
+        if not time:
+            raise ArgumentError(f"{said}: {self.zero.format(time=str(time))}.")
+        if time.unit is TimeUnit.SECOND and not self.clock:
+            raise ArgumentError(
+                f"{said} goes by the clock, so every run would be another one; count batches, samples, tokens or "
+                'epochs: "100ba".'
+            )
+        return time
+
+    def in_words(self, setting: Setting) -> str:
+        return 'time above 0, such as `"100ba"`'
+
+    def outside(self, setting: Setting) -> tuple[Any, ...]:
+        return "0ba", "soon", 0.5, "-1ba", True, *(() if self.clock else ("10s",))
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """An argument that has a range.
+
+    Attributes:
+        where: what is called, ``sam``.
+        name: the argument's.
+        range: what it may be.
+        whole: whether it is an ``int``.
+        optional: whether it may be None.
+        scheduled: whether it may be a schedule.
+        default: what it is where it isn't given; ``inspect.Parameter.empty``: it has to be.
+    """
+
+    where: str
+    name: str
+    range: Range
+    whole: bool
+    optional: bool
+    scheduled: bool
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def example(self) -> str:
+        """A call with the default, where there is one that shows something."""
+        return "" if self.required or self.default is None else f"{self.where}({self.name}={self.default!r})"
+
+    @property
+    def in_words(self) -> str:
+        others = [", or a schedule"] * self.scheduled + [", or None"] * self.optional
+        return "".join([self.range.in_words(self), *others])
+
+    @property
+    def outside(self) -> tuple[Any, ...]:
+        """Values that have to be refused."""
+        return self.range.outside(self) + (() if self.optional else (None,))
+
+    def read(self, value: Any) -> Any:
+        """
+        Raises:
+            ArgumentError, ArgumentTypeError: it is outside the range.
+        """
+        if value is None and self.optional:
+            return None
+        if self.scheduled and (callable(value) or is_scheduler(value)):
+            refuse_no_schedule(f"{self.where}: {self.name}", value)
+            return Scheduled(value, functools.partial(self.range.read, self))
+        return self.range.read(self, value)

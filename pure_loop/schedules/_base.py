@@ -1,0 +1,157 @@
+"""What all schedules are: a function of the timestamp that multiplies with numbers and other schedules.
+
+``constant`` and ``product`` stand beside it, because they are what numbers and products are turned into.
+"""
+
+# These classes are called as functions and named like them.
+# ruff: noqa: N801
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial, reduce, wraps
+from typing import Annotated, Any
+
+import attrs
+
+from pure_loop._internal.reprs import call, changed_fields
+from pure_loop._internal.signatures import name_of, refuse_no_schedule
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.ranges import Duration, Number, checked
+from pure_loop.time import Time, Timestamp
+
+__all__ = ["Schedule", "constant", "product"]
+
+LASTING = Duration(clock=True, zero="a schedule can't change over a time of {time!r}; write constant(value) instead")
+"""The range of a time over which a schedule changes."""
+
+
+def _as_one_number(call: Callable[[Any, Timestamp], float]) -> Callable[[Any, Timestamp], float]:
+    """In a step that is traced a schedule is one number, whatever its code asks of the timestamp on the way."""
+
+    @wraps(call)
+    def called(self: Any, timestamp: Timestamp) -> float:
+        traced: Any = getattr(timestamp, "number_of", None)
+        return call(self, timestamp) if traced is None else traced(partial(call, self))
+
+    return called
+
+
+class Schedule(ABC):
+    """A callable ``Timestamp -> float`` that multiplies with numbers and other schedules.
+
+    Attributes:
+        fixed_value: the value, where it is the same at every timestamp; None: it may change. An optimizer whose rate is
+            fixed needs not ask for it in each step.
+
+    >>> from pure_loop.schedules import linear
+    >>> halved = 0.5 * linear(1.0, 0.0, "4ba")
+    >>> [halved(Timestamp(batch=i)) for i in range(4)]
+    [0.5, 0.375, 0.25, 0.125]
+    """
+
+    __slots__ = ()
+
+    @property
+    def fixed_value(self) -> float | None:
+        return None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        call: Any = vars(cls).get("__call__")
+        if call is not None and not hasattr(call, "__wrapped__"):
+            cls.__call__ = _as_one_number(call)  # type: ignore[assignment, method-assign]
+
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        if "__repr__" in vars(cls) and vars(cls)["__repr__"].__code__.co_filename.startswith("<attrs generated"):
+            cls.__repr__ = Schedule.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, changed_fields(self))
+
+    @abstractmethod
+    def __call__(self, timestamp: Timestamp) -> float:
+        """The value for what starts at ``timestamp``."""
+
+    def __mul__(self, other: Callable[[Timestamp], float] | float) -> product:
+        return product((self, as_schedule(other)))
+
+    def __rmul__(self, other: Callable[[Timestamp], float] | float) -> product:
+        return product((as_schedule(other), self))
+
+
+@checked
+@attrs.frozen
+class constant(Schedule):
+    """Always ``value``.
+
+    >>> constant(0.1)(Timestamp(batch=7))
+    0.1
+    """
+
+    value: Annotated[float, Number()]
+
+    @property
+    def fixed_value(self) -> float | None:
+        return self.value if type(self) is constant else None  # a subclass may give another one
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"constant({self.value!r})"
+
+
+def _factors(factors: Iterable[Callable[[Timestamp], float]]) -> tuple[Callable[[Timestamp], float], ...]:
+    return tuple(factors)
+
+
+@checked
+@attrs.frozen
+class product(Schedule):
+    """The product of its factors; ``a * b`` writes it.
+
+    >>> product((constant(2.0), constant(3.0)))(Timestamp())
+    6.0
+    """
+
+    factors: tuple[Callable[[Timestamp], float], ...] = attrs.field(converter=_factors)
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        try:
+            return reduce(operator.mul, (factor(timestamp) for factor in self.factors), 1)
+        except TypeError:
+            refuse_no_numbers(self.factors, timestamp)
+            raise
+
+    def __repr__(self) -> str:
+        return " * ".join(map(repr, self.factors))
+
+
+def as_schedule(value: Callable[[Timestamp], float] | float) -> Callable[[Timestamp], float]:
+    if not callable(value):
+        return constant(value)
+    refuse_no_schedule("a schedule", value)
+    return value
+
+
+def refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], Any]], timestamp: Timestamp) -> None:
+    """
+    Raises:
+        ArgumentTypeError: one of them gives no number; names it.
+    """
+    for schedule in schedules:
+        value = schedule(timestamp)
+        if not hasattr(value, "__float__"):
+            raise ArgumentTypeError(
+                f"the schedule {name_of(schedule)} gave {value!r} of type {type(value).__name__}: a schedule is a "
+                "function of the timestamp that returns a number"
+            )
+
+
+def as_time(value: str | int | Time) -> Time:
+    """A time, as the annotation of a field has it."""
+    return Time.parse(value)

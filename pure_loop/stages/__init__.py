@@ -1,0 +1,26 @@
+"""The computations between the events, as pure functions ``State -> State``: forward, loss, backward, update.
+
+May import what is below: ``state``, ``model``, ``task``, ``precision``, ``optim``, ``donation``. Stages know no events,
+algorithms or callbacks. Begin with ``stages.py``, whose base classes are ``update.py`` (the optimizer's step),
+``evaluation.py`` and ``settings.py`` (random numbers, precision); ``engine.py`` is the seam behind which several ranks
+compute.
+"""
+
+from typing import TYPE_CHECKING
+
+from pure_loop._internal.lazy import lazily as _lazily
+
+if TYPE_CHECKING:
+    from pure_loop.stages.differentiation import value_and_grad
+    from pure_loop.stages.stages import Stages
+
+__all__ = ["Stages", "value_and_grad"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _lazily(
+        __name__, {"Stages": "pure_loop.stages.stages", "value_and_grad": "pure_loop.stages.differentiation"}
+    )
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

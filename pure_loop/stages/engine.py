@@ -1,0 +1,340 @@
+"""The engine: where forwards and backwards run, and what ranks have to agree on. Here: one rank, eagerly.
+
+The stages and the loop call an engine for everything that may differ with several ranks, so that their code is the same
+for one and for many. It has three interfaces, here with the methods of one rank: :class:`Data` (the next batch, and its
+counts), :class:`Compute` (gradient and update) and :class:`Agreement` (what ranks exchange).
+:mod:`pure_loop.distributed` has the engines of several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
+from pure_loop._internal.weights import Weights
+from pure_loop.donation.owned import Owned
+from pure_loop.donation.references import held_once
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.optimizer import time_of_step
+
+if TYPE_CHECKING:
+    from pure_loop.data.source import Part, Source
+    from pure_loop.metrics import Metric
+    from pure_loop.model.model import ModelDef
+    from pure_loop.optim import Optimizer
+    from pure_loop.state import State
+
+__all__ = ["ONE_RANK", "Agreement", "Compute", "Data", "Engine", "worth_checking_references", "writable"]
+
+T = TypeVar("T")
+
+
+class Data:
+    """The batches of a rank, and their counts over all ranks.
+
+    Attributes:
+        padding: whether the current batch is padding: it has samples, all of weight 0, because other ranks still have
+            batches.
+        repeats: whether the current microbatch is a repeated one of weight 0, so that all ranks run equally many.
+    """
+
+    padding = False
+    repeats = False
+
+    def next_batch(
+        self,
+        state: State,
+        part: Part,
+        samples: int,
+        tokens: int,
+        seconds: Callable[[], float],
+        event: Event,
+        source: Source,
+    ) -> Any:
+        """The batch that this rank trains on; END comes for all ranks at once.
+
+        Args:
+            state: the State before it.
+            part: from this rank's data: its part of a batch, or END, which doesn't count.
+            samples, tokens: of the part.
+            seconds: returns the seconds since its last call.
+            event: the next event if there is a batch.
+            source: of the batches.
+        """
+        return part.batch
+
+    def length(self, length: int | None, uneven: str | None) -> int | None:
+        """The number of batches of an epoch on all ranks, where this rank's data has ``length``."""
+        return length
+
+    def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
+        """Samples and tokens of the batch over all ranks, and the seconds it took: equal on all ranks.
+
+        Args:
+            samples, tokens: in this rank's part.
+            seconds: returns the seconds since its last call.
+        """
+        return samples, tokens, seconds()
+
+    def weigh(
+        self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
+    ) -> tuple[Weights, int]:
+        """The weight of each microbatch in the whole batch, and the number of microbatches that every rank runs.
+
+        Args:
+            weights: of each microbatch.
+            state: the State before them.
+            split: whether the batch was split; if not, every rank has one microbatch.
+            summed: whether the loss is a sum, and not a mean.
+        """
+        result = Weights.of_sum(len(weights)) if summed else Weights.of(weights, state.timestamp.batch)
+        return result, len(weights)
+
+    def divisor(self, weights: Weights) -> Any:
+        """The divisor of the sum of gradients."""
+        return weights.divisor
+
+    def num_microbatches(self, pieces: int, state: State) -> int:
+        """The number of microbatches of an evaluation that every rank runs, where this one has ``pieces``."""
+        return pieces
+
+
+class Compute:
+    """The computations of a rank for a batch: forwards, gradients, and the update.
+
+    Attributes:
+        in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
+    """
+
+    in_parts: tuple[str, ...] = ()
+
+    def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
+        """The parameters that a forward differentiates by.
+
+        Args:
+            state: the one that has them.
+            index: the microbatch's number in its batch.
+            last: whether it is the last one, after which ranks exchange.
+        """
+        return state.model.leaves(state.params)
+
+    def apply(
+        self,
+        state: State,
+        function: Callable[[nn.Module], T],
+        params: FrozenDict[str, Tensor],
+        *,
+        training: bool,
+        hold: bool = False,
+    ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
+        """Call ``function(module)`` with these parameters; returns its result, and buffers and structure after it."""
+        return state.model.call(function, params, state.buffers, training=training, hold=hold)
+
+    def parameters(self) -> Iterable[Tensor] | None:
+        """The engine's own tensors that stand for parameters of a State in a graph; None: not known."""
+        return ()
+
+    def shares_storage(self, params: FrozenDict[str, Tensor]) -> bool:
+        """Whether each of these parameters that is trained shares its storage with a tensor of the engine's own."""
+        return False
+
+    def gradient(
+        self,
+        state: State,
+        loss: Tensor | None,
+        seed: Tensor | float,
+        *,
+        alone: bool = False,
+        counts: Tensor | None = None,
+    ) -> tuple[Any, ...] | None:
+        """The gradient of this microbatch and of those before it; None where it is known after the last one only.
+
+        Args:
+            state: with the gradients of the microbatches before, and the leaves that the forward went through.
+            loss: the tensor to differentiate; None for a microbatch of weight 0.
+            seed: a factor of the loss.
+            alone: whether this State holds the only reference to the mapping of accumulated gradients; it gives it up.
+            counts: if only the device knows the weight: whether it is not 0; bool, shape (). If False, the gradient is
+                0, though that of the loss may be NaN.
+        """
+        leaves, names = state.params, state.model.trainable
+        inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
+        # By name: a caller of the stages may have made a mapping in another order.
+        before = None if state._grads is None else [state._grads[name] for name in names]
+        if loss is None:
+            return tuple([None] * len(inputs) if before is None else before)
+        result: tuple[Any, ...]
+        if alone and before is not None and writable(before):
+            result = add_gradient(loss, inputs, before, seed, counts)
+            if all(gradient is None for gradient in result):
+                return result
+            return tuple(map(_first, result, before))
+        result = gradient_of(loss, inputs, seed)
+        if counts is not None:
+            result = tuple([None if item is None else zero_unless(counts, item) for item in result])
+        if before is None or (result[0] is None and all(gradient is None for gradient in result)):
+            return result
+        return _sum(before, result)
+
+    def unsharded(self, state: State) -> State:
+        """The State that :meth:`Engine.single_rank` computes with: parameters are whole. All ranks call it together."""
+        return state
+
+    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
+        """The State after a microbatch that was computed by :meth:`Engine.single_rank`.
+
+        Args:
+            owned: the State with this rank's gradients, of this microbatch and, unless the engine accumulates them, of
+                those before; passed without another reference, so that nothing keeps its tensors alive.
+            before: the result of :meth:`unsharded`.
+            last: whether no other microbatch follows in this batch: ranks exchange, and the State has the gradients.
+        """
+        return owned.take()
+
+    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+        """The optimizer state before the first step."""
+        return optimizer.init(trained)
+
+    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
+        """The new parameters and the new optimizer state."""
+        timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
+        return optimizer.update(state._grads, state.opt_state, trained, timestamp)
+
+    def overwrite(
+        self,
+        optimizer: Optimizer,
+        state: State,
+        trained: FrozenDict[str, Tensor],
+        opt_state: Any,
+        found_inf: Tensor | None = None,
+    ) -> Any:
+        """The same, written in place of the parameters and of the optimizer state; both were taken out of the State.
+
+        Where ``found_inf``, if there is one, is 1 on the device, everything stays as it is.
+        """
+        assert optimizer.overwrite is not None
+        options = {} if found_inf is None else {"found_inf": found_inf}
+        timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
+        return optimizer.overwrite(state._grads, opt_state, trained, timestamp, **options)
+
+    def local_shards(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        """The shards that this rank holds of these tensors, None left out."""
+        return [tensor for tensor in tensors if tensor is not None]
+
+
+class Agreement:
+    """What ranks exchange: that they do the same, their results, and that one of them failed.
+
+    Attributes:
+        rank: of this process; part of every seed that must differ between ranks.
+        ranks: the number of ranks.
+    """
+
+    rank = 0
+    ranks = 1
+
+    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+        """Wait for all ranks before INIT, and compare their settings with those of rank 0."""
+        return state
+
+    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+        """Compare the settings of all ranks, and start from the same State."""
+        return state
+
+    def barrier(self, state: State, event: Event) -> None:
+        """Wait until all ranks have called this."""
+
+    def reduce_loss(self, state: State, loss: Any) -> Any:
+        """The loss of the whole batch, from this rank's share of it."""
+        return loss
+
+    def sync_buffers(self, state: State, before: FrozenDict[str, Tensor]) -> State:
+        """The State with the same buffers on all ranks: those to which forwards wrote are averaged.
+
+        Args:
+            state: after the gradients.
+            before: the buffers before the batch.
+        """
+        return state
+
+    def any_rank(self, result: Tensor) -> Tensor:
+        """1 if it is 1 on any rank, else 0; float32, shape (1,)."""
+        return result
+
+    def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+        """The accumulators of the metrics of an evaluation, over all ranks."""
+        return accumulated
+
+    def failed(self, error: BaseException, event: Event, state: State | None) -> None:
+        """The stream ends with this error: tell the other ranks, or raise an error that names the rank that failed."""
+
+    def close(self) -> None:
+        """Release what is shared with the other ranks."""
+
+
+class Engine(Data, Compute, Agreement):
+    """One rank, eagerly: nothing has to be agreed on, and nothing is sharded."""
+
+    def single_rank(self) -> Engine:
+        """The engine for this rank's computations between two exchanges, which a graph can hold."""
+        return self
+
+
+ONE_RANK = Engine()
+
+# Numbers in gradients from which a check of references is cheaper than a copy.
+_LARGE = 2**18
+
+
+def worth_checking_references(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether a check of references is cheaper than a copy of these gradients."""
+    numbers = 0
+    for gradient in gradients:
+        if gradient is not None:
+            numbers += gradient.numel()
+            if numbers >= _LARGE:
+                return True
+    return False
+
+
+def writable(gradients: list[Any]) -> bool:
+    """Whether gradients may be written to: they are large, and only one mapping refers to them."""
+    # No variable may refer to the gradients while references to them are counted.
+    if not worth_checking_references(gradients) or _any_sparse(grad for grad in gradients if grad is not None):
+        return False
+    return held_once(gradients, mappings=1)
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _any_sparse(gradients: Iterable[Any]) -> bool:
+    """Whether one of them is sparse: its numbers are in two tensors of other sizes."""
+    return any(map(_is_sparse, gradients))
+
+
+def _first(one: Any, other: Any) -> Any:
+    return other if one is None else one
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients: torch adds a sparse one to a dense one, and not the other way round."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
+def _sum(before: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(a is None or b is None for a, b in zip(before, result, strict=True)):
+        return tuple(b if a is None else a if b is None else _added(a, b) for a, b in zip(before, result, strict=True))
+    if _any_sparse(before) or _any_sparse(result):
+        return tuple(map(_added, before, result))
+    # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
+    if worth_checking_references(result) and held_once(result):
+        torch._foreach_add_(result, before)
+        return result
+    return tuple(torch._foreach_add(before, list(result)))

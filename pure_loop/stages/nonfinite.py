@@ -1,0 +1,149 @@
+"""Finding losses and gradients that are NaN or infinite, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import reduce
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.scalars import KINDS, cell_of, is_transformed, one_on
+from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
+from pure_loop.errors import NonFiniteError
+from pure_loop.stages.engine import worth_checking_references
+from pure_loop.state import NON_FINITE_ADVICE, State
+
+__all__ = ["find_nonfinite", "gradients_nonfinite", "is_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
+
+
+def total_loss(loss: Any) -> Tensor:
+    """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""
+    return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
+
+
+def loss_is_finite(loss: Any) -> bool:
+    """Whether a loss is finite; waits for the device."""
+    return math.isfinite(total_loss(loss).item())
+
+
+_dtype = attrgetter("dtype")
+
+
+# Zeros that the kernel has left alone, and their cells; one is taken out while it is used.
+_zeros: list[tuple[Tensor, Any]] = []
+
+
+_one_on_cpu = one_on(torch.device("cpu"), 1)
+
+
+def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
+    """1 where the loss or one of these tensors is not finite, else 0; float32, shape (1,), on their device.
+
+    It is torch's kernel for unscaling gradients, at scale 1: the cheapest that sees a NaN. It writes each
+    tensor, times one, back, so the tensors must not be aliased.
+    """
+    device, tensors = loss.device, list(fresh)
+    if device.type == "cpu":
+        result = torch.zeros(1, dtype=torch.float32)
+        _look(tensors, result)
+        return result if math.isfinite(loss.item()) else one_on(device, 1)
+    if not _SCALED.issuperset(map(_dtype, tensors)) or any(element.device != device for element in tensors):
+        return _any_nonfinite(loss, tensors)
+    result = torch.zeros(1, dtype=torch.float32, device=device)
+    _look(tensors, result)
+    return torch.maximum(result, (~torch.isfinite(loss)).float().reshape(1))
+
+
+# What that kernel takes on a GPU, in pairs of numbers where they are complex.
+_SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> bool:
+    """The same as a bool, at once; for the CPU. ``alike`` says that these have one dtype, float32 or float64."""
+    try:
+        result, number = _zeros.pop()
+    except IndexError:
+        result = torch.zeros(1, dtype=torch.float32)
+        number = cell_of(result)
+    if alike or set(map(_dtype, fresh)) in (_SINGLE, _DOUBLE):
+        find_nonfinite_kernel(fresh, result, _one_on_cpu)
+    else:
+        _look(fresh, result)
+    if number.value:
+        return True
+    _zeros.append((result, number))
+    # Only torch's own class is known to have its number at its address.
+    kind = KINDS.get(loss.dtype) if type(loss) is Tensor and not is_transformed(loss) else None
+    return not math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
+
+
+_SINGLE, _DOUBLE = {torch.float32}, {torch.float64}
+
+
+def _look(tensors: list[Tensor], result: Tensor) -> None:
+    one = _one_on_cpu if result.is_cpu else one_on(result.device, 1)
+    dtypes = set(map(_dtype, tensors))
+    if len(dtypes) == 1 and not dtypes.pop().is_complex:
+        find_nonfinite_kernel(tensors, result, one)
+        return
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        find_nonfinite_kernel([real], result, one)
+
+
+def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """The same of a loss and of gradients, which may be aliased: nothing is written."""
+    looked_at = [gradient for gradient in map(_real, grads) if gradient.is_floating_point()]
+    if loss.is_cpu:
+        if not worth_checking_references(looked_at):
+            return find_nonfinite(loss, clone_all(looked_at))
+        # Sums are quick on a CPU; one of large numbers may overflow, too.
+        if all(math.isfinite(element.item()) for element in (loss, *[element.sum() for element in looked_at])):
+            return torch.zeros(1, dtype=torch.float32)
+    return _any_nonfinite(loss, looked_at)
+
+
+def _any_nonfinite(loss: Tensor, tensors: list[Tensor]) -> Tensor:
+    """The same by the largest element of each tensor, which is NaN where one is; of any dtypes and devices."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for item in map(_real, tensors):
+        if item.numel():
+            devices.setdefault(item.device, []).append(item)
+    numbers = [loss.detach()]
+    for filled in devices.values():
+        numbers += torch._foreach_norm(filled, math.inf)
+    widest = reduce(torch.promote_types, map(_dtype, numbers))
+    moved = [number.to(loss.device, widest, non_blocking=True) for number in numbers]
+    return (~torch.isfinite(torch.stack(moved))).any().float().reshape(1)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The numbers in a tensor, real ones."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def nonfinite_error(state: State) -> NonFiniteError:
+    """The error that names the batch, and what in it is not finite; waits for the device."""
+    t, grads = state.timestamp, state._grads or {}
+    bad = [name for name, g in grads.items() if g is not None and not bool(torch.isfinite(_real(g)).all())]
+    if not loss_is_finite(state.loss):
+        what = f"the loss is {total_loss(state.loss).item()}"
+    elif bad:
+        more = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
+        what = f"the gradient of {bad[0]!r}{more} is not finite"
+    else:
+        what = "loss and gradients are finite, and the optimizer's step made parameters that are not"
+        return NonFiniteError(
+            f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. Lower the learning rate: no "
+            'batch is to blame, and nonfinite="skip" leaves none out for that.'
+        )
+    return NonFiniteError(
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
+    )

@@ -1,0 +1,41 @@
+"""Types for the annotations of user code: of arguments, and of the values that its functions receive.
+
+>>> from pure_loop.typing import EvaluatorsLike, PrecisionName
+>>> def settings(precision: PrecisionName = "fp32", evaluators: EvaluatorsLike = None): ...
+"""
+
+from __future__ import annotations
+
+from pure_loop.algorithm import AlgorithmLike
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import CallbackLike, LoggerGroup, Run
+from pure_loop.entry.fit import FitOptions
+from pure_loop.evaluator import EvaluatorsLike
+from pure_loop.event import EventName
+from pure_loop.loop.training import LoopStages
+from pure_loop.metrics._base import MetricsLike
+from pure_loop.precision import PrecisionName
+from pure_loop.state import Loss, MetricValue, StateFields
+from pure_loop.time import TimestampFields
+
+__all__ = [
+    "AlgorithmLike",
+    "CadenceLike",
+    "CallbackLike",
+    "EvaluatorsLike",
+    "EventName",
+    "FitOptions",
+    "LoggerGroup",
+    "LoopStages",
+    "Loss",
+    "MetricValue",
+    "MetricsLike",
+    "PrecisionName",
+    "Run",
+    "StateFields",
+    "TimestampFields",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,305 @@
+"""Each algorithm, callback, logger, schedule and metric of the library keeps what all of its kind have to keep.
+
+What there is is read from the packages, and settings are drawn from the ranges in their signatures, so a new method
+is tried without a line here. What is peculiar to one stands in its module: ``SERVES``, what it needs of a problem,
+``NEEDS_DEVICE``, and ``EXPECTED_FAILURES``, laws that it can't keep, with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torchmetrics
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import pure_loop as pl
+from pure_loop.callbacks import GradMonitor
+from pure_loop.ranges import alternatives_in, settings_of
+from pure_loop.testing import cases, check_algorithm, check_callback, laws, plans
+from pure_loop.testing._compositions import ALGORITHMS
+from pure_loop.testing._settings import built, values
+from pure_loop.testing.laws._streams import same_stream
+from tests.conftest import THOROUGH
+from tests.support.samples import sample, simplest
+
+# Arguments that have to be given and that no range says how to draw, by their names.
+NEEDED: dict[str, Any] = {
+    "milestones": ["1ba", "3ba"],
+    "first": 1.0,
+    "values": {"0ba": 1.0, "2ba": 0.5},
+    "factors": (pl.schedules.constant(2.0), pl.schedules.linear(1.0, 0.0, "4ba")),
+    "metric": torchmetrics.classification.MulticlassF1Score(6, average="macro"),
+    "function": lambda outputs, batch: outputs.detach().exp().sum(dim=1),
+    "name": "measured",
+    "channel": "#training",
+    "url": "memory://uploaded",
+    "benchmark": "linear",
+    "prompts": ["a"],
+    "generate": lambda module, prompt: f"{prompt} {torch.rand(())}",
+}
+
+# Variables that keep the packages of trackers from any network.
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "SLACK_TOKEN": "x"}
+OFFLINE |= {"COMET_START_ONLINE": "false", "NEPTUNE_MODE": "offline"}
+
+
+def module_of(made: Any) -> ModuleType:
+    return sys.modules[made.__module__]
+
+
+def members(package: ModuleType, base: type | None = None) -> list[Any]:
+    """What a package has of a kind: subclasses, or functions that are named like their modules."""
+    found = [getattr(package, name) for name in package.__all__]
+    if base is not None:
+        return [each for each in found if isinstance(each, type) and issubclass(each, base) and each is not base]
+    return [each for each in found if inspect.isfunction(each) and each.__module__.endswith(f".{each.__name__}")]
+
+
+CALLBACKS = members(pl.callbacks, pl.Callback)
+LOGGERS = members(pl.loggers, pl.Logger)
+SCHEDULES = members(pl.schedules, pl.schedules.Schedule)
+METRICS = members(pl.metrics)
+METHODS = [*ALGORITHMS.values(), *CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS]
+
+
+def test_nothing_is_left_out() -> None:
+    assert {"blurpool", "ema", "gradient_clipping", "label_smoothing", "sam"} <= ALGORITHMS.keys()
+    names = {each.__name__ for each in (*CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS)}
+    assert {"SpeedMonitor", "CheckpointSaver", "InMemoryLogger", "cosine", "product", "accuracy", "loss"} <= names
+
+
+def required(method: Any, folder: Path | None = None) -> dict[str, Any]:
+    """The arguments that a method needs: the simplest that its ranges allow."""
+    settings = settings_of(method)
+    chosen = {way[0].name for way in alternatives_in(settings)}
+    given = {}
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind is not parameter.VAR_POSITIONAL and (parameter.default is parameter.empty or name in chosen):
+            if name == "folder":
+                given[name] = folder
+            elif name == "path":
+                given[name] = "record" if folder is None else folder / "record"
+            else:
+                typical = name in settings and settings[name].range.typical
+                given[name] = NEEDED[name] if name in NEEDED and not typical else simplest(values(settings[name]))
+    return given
+
+
+# All
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_settings_outside_of_their_ranges_are_refused(method: Any, tmp_path: Path) -> None:
+    settings, needed = settings_of(method), required(method, tmp_path)
+    for way in alternatives_in(settings):
+        for setting in way:
+            for value in setting.outside:
+                others = {name: given for name, given in needed.items() if name not in {each.name for each in way}}
+                with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=setting.name):
+                    method(**{**others, setting.name: value})
+    exclusive = {setting.name for way in alternatives_in(settings) for setting in way}
+    for name in settings.keys() - exclusive:
+        for value in settings[name].outside:
+            with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=name):
+                method(**{**needed, name: value})
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_a_misspelt_argument_is_refused_with_what_there_is(method: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"{method.__name__} has no argument 'strenght'"):
+        method(**required(method, tmp_path), strenght=1)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_its_head_is_a_row_of_the_docs(method: Any) -> None:
+    head = inspect.getdoc(module_of(method)) or ""
+    assert head.partition("\n\n")[0].endswith("."), "the first sentence of the module"
+    assert ">>>" in (inspect.getdoc(method) or ""), "a doctest"
+    assert "Annotated" not in str(inspect.signature(method))
+
+
+# Algorithms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_keep_every_law(name: str) -> None:
+    """On simulated ranks, from disk and compiled, too."""
+    factory = ALGORITHMS[name]
+    module = module_of(factory)
+    options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
+    images = getattr(module, "SERVES", None) == "images"
+    if images:
+        options["problems"] = "convolution"
+    for made in [simplest(built(factory)), *(sample(built(factory), 4) if THOROUGH else [])]:
+        report = check_algorithm(made, max_examples=20 if THOROUGH else 2, **options)
+        skipped = {outcome.law: outcome.reason for outcome in report.outcomes if outcome.result == "skipped"}
+        # Models of images have BatchNorm, whose statistics are of another batch on each rank.
+        assert skipped.keys() == {*laws.UNAVAILABLE, *(["microbatch_invariance", "world_size"] if images else [])}
+        assert all(skipped.values())
+
+
+# Callbacks and loggers
+
+
+def lacking(method: Any, folder: Path) -> str:
+    """What this machine lacks that the method needs; "": nothing."""
+    if getattr(module_of(method), "NEEDS_DEVICE", "cpu") == "cuda" and not torch.cuda.is_available():
+        return "needs a CUDA device"
+    try:
+        method(**required(method, folder))
+    except pl.MissingExtraError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*CALLBACKS, *LOGGERS], ids=lambda method: method.__name__)
+def test_callbacks_and_loggers_keep_every_law(
+    method: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Trackers stay offline, and what is written without a folder goes to this one.
+    monkeypatch.chdir(tmp_path)
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    if method.__name__ == "SlackLogger":
+        monkeypatch.setattr("slack_sdk.WebClient.chat_postMessage", lambda *_, **message: message)
+
+    lacks = lacking(method, tmp_path)
+    if lacks:
+        pytest.skip(lacks)
+
+    def make() -> Any:
+        return method(**required(method, tmp_path))
+
+    module = module_of(method)
+    options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
+    serves = getattr(module, "SERVES", None)
+    if serves == "images":
+        options["problems"] = "convolution"
+    if serves == "evaluations":
+        options["plans"] = plans(min_evaluators=1)
+    report = check_callback(make, max_examples=3, **options)
+    assert report.ok
+    assert {outcome.result for outcome in report.outcomes} <= {"passed", "expected failure"}
+
+
+@pytest.mark.slow
+def test_callbacks_and_loggers_change_nothing_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slack_sdk.WebClient.chat_postMessage", lambda *_, **message: message)
+    usable = [method for method in (*CALLBACKS, *LOGGERS) if not lacking(method, tmp_path)]
+    arguments = {method: required(method, tmp_path) for method in usable}
+    numbers = itertools.count()
+
+    def made(method: Any, folder: Path) -> Any:
+        places = {name: folder / name for name in ("folder", "path") if name in arguments[method]}
+        return method(**{**arguments[method], **places})
+
+    # Without a search for a smaller one, which would begin hundreds of runs of trackers.
+    @settings(max_examples=50 if THOROUGH else 6, phases=[Phase.generate])
+    @given(
+        cases(problems="convolution", plans=plans(min_evaluators=1)),
+        st.lists(st.sampled_from([method for method in usable if method in CALLBACKS]), unique=True, min_size=2),
+        # A tracker takes seconds to begin a run.
+        st.lists(
+            st.sampled_from([method for method in usable if method in LOGGERS]), unique=True, min_size=1, max_size=2
+        ),
+    )
+    def check(case: Any, callbacks: list[Any], loggers: list[Any]) -> None:
+        folder = tmp_path / str(next(numbers))
+        attached = {
+            "callbacks": [made(method, folder / method.__name__) for method in callbacks],
+            "loggers": [made(method, folder / method.__name__) for method in loggers],
+        }
+        # For a monitor of gradients States have a grad_norm.
+        norms = [GradMonitor()] if GradMonitor in callbacks else []
+        same_stream(
+            case.run(**attached), case.run(callbacks=norms), "with callbacks and loggers together, the run differed"
+        )
+
+    check()
+
+
+# Schedules
+
+TIMESTAMPS = [
+    pl.Timestamp(batch=batch, epoch=batch // 3, batch_in_epoch=batch % 3, batches_per_epoch=3) for batch in range(12)
+]
+
+
+@pytest.mark.parametrize("method", SCHEDULES, ids=lambda method: method.__name__)
+def test_schedules_are_functions_of_the_timestamp(method: Any) -> None:
+    for schedule in sample(built(method), 10) if settings_of(method) and _is_drawn(method) else [_made(method)]:
+        found = [schedule(timestamp) for timestamp in TIMESTAMPS]
+        assert all(isinstance(value, float | int) for value in found)
+        assert [schedule(timestamp) for timestamp in reversed(TIMESTAMPS)][::-1] == found
+        assert [(2 * schedule)(timestamp) for timestamp in TIMESTAMPS] == pytest.approx([2 * value for value in found])
+        if not any(each.kind is each.VAR_POSITIONAL for each in inspect.signature(method).parameters.values()):
+            assert attrs.evolve(schedule) == schedule
+        assert pickle.loads(pickle.dumps(schedule)) == schedule
+        assert schedule.fixed_value is None or set(found) == {schedule.fixed_value}
+
+
+def _is_drawn(method: Any) -> bool:
+    return all(
+        name in settings_of(method) or parameter.default is not parameter.empty
+        for name, parameter in inspect.signature(method).parameters.items()
+    )
+
+
+def _made(method: Any) -> Any:
+    return method(**required(method))
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("method", METRICS, ids=lambda method: method.__name__)
+def test_metrics_are_the_same_however_samples_are_batched(method: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(6, 3, generator=generator), torch.randint(6, (6,), generator=generator)
+    model = nn.Linear(3, 6)
+    found = []
+    for sizes in ([6], [1, 3, 2], [2, 2, 2]):
+        data = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+        metric = _made(method)
+        state = pl.run(
+            pl.evaluate(model, {"test": pl.Evaluator(data, metrics=[metric])}, loss=functional.cross_entropy)
+        )
+        found.append(state.metrics["test"][metric.name])
+    for value in found:
+        torch.testing.assert_close(value, found[0])
+
+
+@pytest.mark.parametrize("method", METRICS, ids=lambda method: method.__name__)
+def test_metrics_of_parts_are_merged(method: Any) -> None:
+    """What several ranks do with theirs."""
+    metric = _made(method)
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    whole = metric.init()
+    for _ in range(2):
+        outputs, targets = torch.randn(3, 6, generator=generator), torch.randint(6, (3,), generator=generator)
+        given = (functional.cross_entropy(outputs, targets), 3) if metric.of_loss else outputs
+        parts.append(metric.update(metric.init(), given, (None, targets)))
+        whole = metric.update(whole, given, (None, targets))
+    assert metric.merge is not None
+    merged = metric.compute(metric.merge(*parts))
+    torch.testing.assert_close(merged, metric.compute(whole))

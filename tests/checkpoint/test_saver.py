@@ -1,0 +1,377 @@
+"""CheckpointSaver: when it saves, what it keeps, and that training is not changed by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.callbacks import CheckpointSaver
+from pure_loop.checkpoint.retention import Saved, expired
+from tests.support import streams as sameness
+
+DATA = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.zeros(4, 1)) for i in range(4)]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+
+def stream(*callbacks: Any, **overrides: Any) -> Any:
+    settings: dict[str, Any] = {
+        "loss": nn.functional.mse_loss,
+        "optimizer": pl.optim.adamw(lr=0.1),
+        "max_duration": "3ep",
+        "evaluators": {"val": pl.Evaluator(DATA[:1], metrics={"loss": pl.metrics.loss()})},
+        "algorithms": [pl.algorithms.ema(half_life="2ba")],
+        "callbacks": callbacks,
+        **overrides,
+    }
+    return pl.fit(model(), DATA, **settings)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir() if not each.is_symlink())
+
+
+@pytest.mark.parametrize(
+    ("interval", "batches"),
+    [
+        ("1ep", [4, 8, 12]),
+        ("2ep", [8, 12]),
+        ("5ba", [5, 10, 12]),
+        ("20sp", [5, 10, 12]),
+        ("0.25dur", [3, 6, 9, 12]),
+        (lambda state: state.timestamp.batch == 7, [7, 12]),
+        (0, [12]),
+    ],
+    ids=["1ep", "2ep", "5ba", "20sp", "0.25dur", "a function", "never"],
+)
+def test_it_saves_at_its_interval_and_at_the_end(tmp_path: Path, interval: Any, batches: list[int]) -> None:
+    saver = CheckpointSaver(tmp_path, interval=interval, filename="{batch:02}.safetensors")
+    whole = list(stream(saver))
+    assert files(tmp_path) == [f"{batch:02}.safetensors" for batch in batches]
+    for batch in batches:
+        at = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT}
+        found = pl.load(tmp_path / f"{batch:02}.safetensors", model=model())
+        wanted = next(s for e, s in reversed(whole) if e is found.event and s.timestamp.batch == batch)
+        assert found.event in at
+        sameness.assert_same(found, wanted, f"batch {batch}")
+
+
+def test_the_link_leads_to_the_newest(tmp_path: Path) -> None:
+    pl.run(stream(CheckpointSaver(tmp_path)))
+    assert os.readlink(tmp_path / "latest") == "ep3-ba12.safetensors"
+    assert pl.load(tmp_path / "latest", model=model()).timestamp.epoch == 3
+    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
+    pl.run(stream(CheckpointSaver(tmp_path / "none", latest=None)))
+    assert "latest" not in files(tmp_path / "none")
+
+
+def test_what_it_keeps(tmp_path: Path) -> None:
+    # A file of another origin stays, whatever it is.
+    tmp_path.joinpath("mine.safetensors").write_bytes(b"mine")
+    pl.run(stream(CheckpointSaver(tmp_path, interval="1ba", keep_last=2)))
+    # Of the last batch, the end of its epoch.
+    assert files(tmp_path) == ["ep2-ba11.safetensors", "ep3-ba12.safetensors", "mine.safetensors"]
+
+
+# None: of a loss less is better.
+@pytest.mark.parametrize("mode", ["min", "max", None])
+def test_it_keeps_the_best(tmp_path: Path, mode: Any) -> None:
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=2, metric="val/loss", mode=mode)
+    whole = list(stream(saver, eval_interval="2ba", max_duration="12ba", donate=False))
+    scores = {s.timestamp.batch: float(s.metrics["val"]["loss"]) for e, s in whole if e is Event.EVAL_AFTER_ALL}
+    assert sorted(scores) == [2, 4, 6, 8, 10, 12]
+    best = sorted(scores, key=scores.__getitem__, reverse=mode == "max")[:2]
+    kept = {pl.load(path, model=model()).timestamp.batch for path in tmp_path.glob("*.safetensors")}
+    assert kept == {*best, 12}
+
+
+def test_it_resumes_keeping_what_an_earlier_run_left(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(tmp_path, keep_last=2, keep_best=1, metric="val/loss", mode="min")
+
+    pl.run(stream(saver(), max_duration="2ep"))
+    assert files(tmp_path) == ["ep1-ba4.safetensors", "ep2-ba8.safetensors"]
+    pl.run(stream(saver(), max_duration="5ep", autoresume=tmp_path))
+    kept = {path: pl.load(tmp_path / path, model=model()) for path in files(tmp_path)}
+    assert {"ep4-ba16.safetensors", "ep5-ba20.safetensors"} <= set(kept)
+    assert len(kept) <= 3
+
+
+SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
+    lambda scores: [Saved(str(index), index, score) for index, score in enumerate(scores)]
+)
+
+
+@given(SAVED, st.none() | st.integers(1, 4), st.none() | st.integers(1, 4), st.booleans())
+def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, largest: bool) -> None:
+    gone = expired(saved, last=last, best=best, largest=largest)
+    kept = [each for each in saved if each not in gone]
+    if last is None and best is None:
+        assert not gone
+        return
+    newest = saved[-(last or 1) :]
+    assert all(each in kept for each in newest)
+    scored = [each for each in saved if each.score is not None and each.score == each.score]
+    others = [each for each in kept if each not in newest]
+    assert len(kept) <= (last or 1) + (best or 0)
+    # Nothing that went is better than something that stayed for its score.
+    for stayed in others:
+        for went in (each for each in gone if each in scored):
+            assert stayed.score is not None
+            assert went.score is not None
+            assert (went.score <= stayed.score) if largest else (went.score >= stayed.score)
+    assert len([each for each in kept if each in scored]) >= min(best or 0, len(scored))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("donate", ["auto", True, False])
+def test_training_does_not_change(tmp_path: Path, background: bool, donate: Any) -> None:
+    alone = [(event, sameness.frozen_copy(state)) for event, state in stream(donate=False)]
+    saver = CheckpointSaver(tmp_path, interval="1ba", background=background)
+    watched = [(event, sameness.frozen_copy(state)) for event, state in stream(saver, donate=donate)]
+    assert [event for event, _ in watched] == [event for event, _ in alone]
+    for (event, state), (_, wanted) in zip(watched, alone, strict=True):
+        sameness.assert_same(state, wanted, event.name)
+    for event, state in stream(donate=False):
+        if event is Event.BATCH_CHECKPOINT:
+            path = tmp_path / f"ep{state.timestamp.epoch}-ba{state.timestamp.batch}.safetensors"
+            sameness.assert_same(pl.load(path, model=model()), state, path.name)
+
+
+def test_memory_that_is_being_written_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With donate=True, and a disk so slow that the next steps are over before it has begun."""
+    from pure_loop.callbacks import checkpoint_saver
+
+    go, real = threading.Event(), checkpoint_saver.write_state
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        go.wait(20)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_saver, "write_state", slow)
+    whole = {s.timestamp.batch: s for e, s in stream(donate=False) if e is Event.BATCH_CHECKPOINT}
+    saver = CheckpointSaver(tmp_path, interval="2ba", filename="{batch}.safetensors")
+    for event, state in stream(saver, donate=True):
+        if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3:
+            go.set()
+    for batch in (2, 4, 6):
+        sameness.assert_same(pl.load(tmp_path / f"{batch}.safetensors", model=model()), whole[batch], f"batch {batch}")
+
+
+def test_autoresume_brings_no_saver_where_a_callback_of_ones_own_saves(tmp_path: Path) -> None:
+    class Saver(pl.Callback):
+        """Saves where training ends."""
+
+        folders: list[Any] = []  # noqa: RUF012
+
+        def saves_to(self, folder: Any) -> bool:
+            return folder == tmp_path
+
+        def bind(self, run: Any) -> None:
+            self.folders.append(run.autoresume)
+
+        def fit_end(self, state: pl.State, logger: Any) -> None:
+            pl.save(state, tmp_path / "own.safetensors")
+
+    pl.run(stream(Saver(), autoresume=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["own.safetensors"]
+    pl.run(stream(Saver()))
+    assert Saver.folders == [tmp_path, None]
+
+
+def test_autoresume_brings_a_saver_where_there_is_none(tmp_path: Path) -> None:
+    pl.run(stream(autoresume=tmp_path / "a"))
+    assert files(tmp_path / "a") == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (1, 2, 3)]
+    pl.run(stream(CheckpointSaver(tmp_path / "b", interval="3ep"), autoresume=str(tmp_path / "b") + "/"))
+    assert files(tmp_path / "b") == ["ep3-ba12.safetensors"]
+    pl.run(stream(CheckpointSaver(tmp_path / "c", interval="3ep"), autoresume=tmp_path / "d"))
+    assert len(files(tmp_path / "d")) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"folder": 3}, pl.ArgumentTypeError, "3 is no path"),
+        ({"interval": None}, pl.ArgumentTypeError, "how often to save"),
+        ({"interval": "1x"}, pl.ArgumentError, "interval='1x'"),
+        ({"filename": "{loss}.safetensors"}, pl.ArgumentError, "there are epoch, batch"),
+        ({"filename": "../{batch}.safetensors"}, pl.ArgumentError, "a name in the folder"),
+        ({"filename": "{batch}.pt"}, pl.ArgumentError, "ends with '.safetensors'"),
+        ({"keep_last": 0}, pl.ArgumentError, "at least one checkpoint has to stay"),
+        ({"keep_last": 1.5}, pl.ArgumentTypeError, "a whole number"),
+        ({"keep_best": 1}, pl.ArgumentError, '"val/accuracy"'),
+        ({"keep_best": 1, "metric": "loss", "mode": "min"}, pl.ArgumentError, "label of an evaluator"),
+        ({"keep_best": 1, "metric": "val/reward"}, pl.ArgumentError, 'mode="max"'),
+        ({"metric": "val/loss"}, pl.ArgumentError, "keep_best=1 keeps the best"),
+        ({"latest": "a/b"}, pl.ArgumentError, "name of a link"),
+        ({"latest": "x.safetensors"}, pl.ArgumentError, "those of checkpoints"),
+        ({"signals": [signal.SIGKILL]}, pl.ArgumentError, "can't be caught"),
+        ({"signals": 15}, pl.ArgumentTypeError, "signals=15: write a list"),
+        ({"filename": "{epoch:,}.safetensors"}, pl.ArgumentError, "in digits alone"),
+        ({"folder": ""}, pl.ArgumentError, "the path is empty"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        CheckpointSaver(**{"folder": "x", **arguments})
+
+
+def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accurracy", mode="max")
+    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss"):
+        stream(saver)
+    with pytest.raises(pl.ArgumentError, match="there is no evaluator 'test' in evaluators=; there are val"):
+        stream(CheckpointSaver(tmp_path, keep_best=1, metric="test/loss", mode="min"))
+    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss, val/acc"):
+        stream(saver, evaluators={"val": DATA[:1]})
+    # By default there is an accuracy where the outputs are scores of classes, and the first ones tell.
+    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accuracy", mode="max")
+    with pytest.raises(pl.ArgumentError, match="metric='val/accuracy' is not measured; there are val/loss"):
+        pl.run(stream(saver, evaluators={"val": DATA[:1]}))
+
+
+def test_a_folder_that_is_in_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    events: list[Event] = []
+    with pytest.raises(pl.CheckpointWriteError, match="file/runs"):
+        events.extend(event for event, _ in stream(CheckpointSaver(tmp_path / "file" / "runs")))
+    assert Event.BATCH_START not in events
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_can_not_be_saved_is_an_error_before_training(tmp_path: Path) -> None:
+    odd = pl.Algorithm("odd", {Event.BATCH_END: lambda state: state}, init=lambda state: object())
+    events: list[Event] = []
+    with pytest.raises(pl.ArgumentTypeError, match=r"state\.algorithm_state\.odd is a builtins\.object"):
+        events.extend(event for event, _ in stream(CheckpointSaver(tmp_path), algorithms=[odd]))
+    assert Event.BATCH_START not in events
+
+
+def test_the_order_of_2021_has_no_events_for_it(tmp_path: Path) -> None:
+    with pytest.raises(pl.ArgumentError, match="order='2021' has no checkpoint events"):
+        stream(CheckpointSaver(tmp_path), order="2021")
+
+
+def test_another_runs_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pl.run(stream(CheckpointSaver(tmp_path, keep_last=2), max_duration="5ep"))
+    assert files(tmp_path) == ["ep4-ba16.safetensors", "ep5-ba20.safetensors"]
+    # The same again, without autoresume.
+    pl.run(stream(CheckpointSaver(tmp_path, keep_last=2), max_duration="3ep"))
+    assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (2, 3, 4, 5)]
+    assert "holds checkpoints of another run" in caplog.text
+    # What is further on is the newest, not what was saved last.
+    assert pl.latest(tmp_path) == str(tmp_path / "ep5-ba20.safetensors")
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    data = [(torch.full((4, 3), float("nan")), torch.zeros(4, 1))]
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=1, metric="val/loss", mode="min")
+    pl.run(stream(saver, evaluators={"val": data}, eval_interval="1ba"))
+    assert files(tmp_path) == ["ep3-ba12.safetensors"]
+    assert pl.checkpoint.describe(tmp_path / "ep3-ba12.safetensors")["notes"] == {
+        "metric": "val/loss",
+        "mode": "min",
+        "score": None,
+    }
+
+
+def test_two_savers_of_one_folder_need_names_of_their_own(tmp_path: Path) -> None:
+    often = CheckpointSaver(tmp_path, interval="1ba", keep_last=1)
+    with pytest.raises(pl.ArgumentError, match="under the same names"):
+        stream(often, CheckpointSaver(str(tmp_path) + "/", interval="4ba"))
+    pl.run(stream(often, CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")))
+    assert files(tmp_path) == ["ep3-ba12.safetensors", *(f"milestone-{n}.safetensors" for n in (12, 4, 8))]
+
+
+def test_a_folder_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    pl.run(stream(CheckpointSaver(tmp_path)))
+    assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (1, 2, 3)]
+    assert "can't have links" in caplog.text
+
+
+def test_the_link_takes_nobodys_place(tmp_path: Path) -> None:
+    tmp_path.joinpath("latest").write_text("precious")
+    with pytest.raises(pl.ArgumentError, match="is no link, and stays as it is"):
+        pl.run(stream(CheckpointSaver(tmp_path)))
+    assert tmp_path.joinpath("latest").read_text() == "precious"
+
+
+def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl.run(stream(CheckpointSaver(tmp_path), max_duration="2ep"))
+    monkeypatch.setattr("pure_loop.checkpoint.document.time.time_ns", lambda: 1)
+    pl.run(stream(CheckpointSaver(tmp_path), autoresume=tmp_path))
+    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
+
+
+def test_an_interval_that_never_comes(tmp_path: Path) -> None:
+    with pytest.raises(pl.ArgumentError, match="counts iterations, and iteration_length is not given"):
+        stream(CheckpointSaver(tmp_path, interval="1iter"))
+    with pytest.raises(pl.ArgumentError, match="evaluate has no checkpoint events"):
+        pl.evaluate(model(), {"val": DATA}, loss=nn.functional.mse_loss, callbacks=[CheckpointSaver(tmp_path)])
+
+
+def how_it_ended(child: int) -> int | None:
+    """The status of a process; one that doesn't end within seconds is killed, and has none."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_a_forked_process_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    for event, _ in stream(CheckpointSaver(tmp_path)):
+        if event is Event.BATCH_END:
+            # The signal comes before, at, or after the call that waits for it.
+            for delay in (0.0, 0.0, 0.0, 0.001, 0.01):
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+                    os._exit(0)  # not reached: nothing holds the signal back here
+                time.sleep(delay)
+                os.kill(child, signal.SIGTERM)
+                assert how_it_ended(child) == signal.SIGTERM
+            break
+
+
+def test_a_fork_leaves_signals_held_back_in_the_process_that_trains(tmp_path: Path) -> None:
+    def told() -> None:
+        for event, state in stream(CheckpointSaver(tmp_path, interval="9ep")):
+            if event is Event.BATCH_START and state.timestamp.batch == 1:
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+                assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        told()
+    assert pl.latest(tmp_path) is not None

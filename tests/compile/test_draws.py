@@ -1,0 +1,570 @@
+"""Random numbers that an algorithm draws in a compiled step: those of eager steps, bit for bit, in one graph."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Event as Flag
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import numpy
+import pytest
+import torch
+from hypothesis import example, given
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile import attention, record
+from pure_loop.errors import ArgumentTypeError, CompileError
+from pure_loop.random.seeds import derive, generator, seeded, seeded_all, tracer
+from tests.support.models import batches
+from tests.support.tiers import examples
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
+OWN = torch.Generator()
+
+
+def drawn(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, **options: Any) -> tuple[Any, Any]:
+    """What a function of the State draws at an event of each of twelve batches, and the parameters after them."""
+
+    def init(state: pl.State) -> Tensor:
+        return torch.zeros(12, *torch.as_tensor(function(state)).shape, dtype=torch.float64)
+
+    def remember(state: pl.State) -> pl.State:
+        before = state.algorithm_state["drawn"]
+        return state.remember("drawn", torch.cat([before[1:], torch.as_tensor(function(state))[None]]))
+
+    torch.manual_seed(0)
+    inputs = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(1))
+    defaults: dict[str, Any] = {
+        "loss": mse_loss,
+        "optimizer": pl.optim.sgd(lr=0.1),
+        "max_duration": "2ep",
+        "watch": {Event.FIT_END},
+        "algorithms": [pl.Algorithm("drawn", {event: remember}, init=init)],
+    }
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+    state = pl.run(pl.fit(model, [(x, x.mean(1, keepdim=True)) for x in inputs], **defaults | options))
+    return state.algorithm_state["drawn"], dict(state.params)
+
+
+def same(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, graphs: int = 1, **options: Any) -> None:
+    found, params = drawn(function, event, **options)
+    with record() as made:
+        compiled, its_params = drawn(function, event, compile=True, **options)
+    assert torch.equal(compiled, found)
+    torch.testing.assert_close(its_params, params, rtol=0, atol=1e-6)
+    assert sum(each.segment == "step" for each in made) == graphs
+
+
+def written() -> Tensor:
+    weights = torch.ones(5)
+    weights[1:3] = torch.arange(2.0)
+    weights.view(5, 1)[4] *= 7
+    return weights
+
+
+Source = Callable[[pl.State, str], torch.Generator]
+SOURCES: dict[str, Source] = {
+    "each batch": lambda state, name: generator(state.seed, name, state.timestamp.batch),
+    "each epoch": lambda state, name: generator(state.seed, "epoch", name, state.timestamp.epoch),
+    "always": lambda state, name: generator(7, name),
+}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "rand": lambda **given: torch.rand(4, **given),
+    "randn": lambda **given: torch.randn(3, 4, dtype=torch.float64, **given),
+    "randint": lambda **given: torch.randint(9, (4,), **given),
+    "randint from": lambda **given: torch.randint(3, 9, (4,), **given),
+    "randperm": lambda **given: torch.randperm(4, **given),
+    "uniform_": lambda **given: torch.empty(2, 4).uniform_(1, 2, **given),
+    "normal_": lambda **given: torch.ones(4, 3).t().normal_(1, 2, **given),
+    "bernoulli_": lambda **given: torch.empty(4).bernoulli_(0.4, **given),
+    "exponential_": lambda **given: torch.empty(4).exponential_(2, **given),
+    "random_": lambda **given: torch.empty(4).random_(5, **given),
+    "init": lambda **given: nn.init.xavier_normal_(torch.empty(3, 4), **given),
+    "normal": lambda **given: torch.normal(0.5, 2.0, (4,), **given),
+    "normal of means": lambda **given: torch.normal(WEIGHTS, 0.1, **given),
+    "normal of deviations": lambda **given: torch.normal(0.1, WEIGHTS * 2, **given),
+    "normal of both": lambda **given: torch.normal(WEIGHTS, WEIGHTS, **given),
+    "bernoulli": lambda **given: torch.bernoulli(torch.full((4,), 0.3), **given),
+    "bernoulli by one": lambda **given: torch.bernoulli(WEIGHTS, 0.3, **given),
+    "bernoulli_ by many": lambda **given: torch.empty(4).bernoulli_(WEIGHTS, **given),
+    "by what was written": lambda **given: torch.multinomial(written(), 4, **given),
+    "multinomial": lambda **given: torch.multinomial(WEIGHTS, 4, replacement=True, **given),
+    "poisson": lambda **given: torch.poisson(3 * WEIGHTS, **given),
+    "binomial": lambda **given: torch.binomial(torch.full((4,), 5.0), WEIGHTS, **given),
+}
+GLOBAL: dict[str, Callable[[], Tensor]] = {
+    "rand_like": lambda: torch.rand_like(WEIGHTS),
+    "no generator": lambda: torch.rand(4, generator=None),
+    "randn_like": lambda: torch.randn_like(WEIGHTS),
+    "dropout": lambda: torch.dropout(WEIGHTS, 0.5, True),
+    "beta": lambda: torch.distributions.Beta(WEIGHTS, 2.0).sample(),
+    "gamma": lambda: torch.distributions.Gamma(WEIGHTS, 2.0).sample(),
+    "categorical": lambda: torch.distributions.Categorical(WEIGHTS).sample((4,)),
+    "normal": lambda: torch.distributions.Normal(0.0, WEIGHTS).rsample(),
+}
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(sorted(SOURCES)), st.sampled_from("ab"), st.sampled_from(sorted(OPERATIONS))),
+        st.tuples(st.just("seeded"), st.sampled_from("ab"), st.sampled_from(sorted(GLOBAL))),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def program(listed: list[tuple[str, str, str]], nested: bool) -> Callable[[pl.State], Tensor]:
+    def draw(state: pl.State) -> Tensor:
+        generators: dict[tuple[str, str], torch.Generator] = {}
+        found = torch.zeros(4, dtype=torch.float64)
+        outer = seeded(derive(state.seed, "outer", state.timestamp.sample)) if nested else nullcontext()
+        with outer:
+            for source, name, operation in listed:
+                if source == "seeded":
+                    with seeded(derive(state.seed, name, state.timestamp.batch)):
+                        found = found * 2 + GLOBAL[operation]()
+                else:
+                    key = source, name
+                    generators.setdefault(key, SOURCES[source](state, name))
+                    drawn = OPERATIONS[operation](generator=generators[key])
+                    found = found * 2 + drawn.reshape(-1, 4).sum(0)
+                if nested:
+                    found = found + torch.rand(4)
+        return found
+
+    return draw
+
+
+EVENTS = (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+
+
+@examples(12, 300)
+@given(steps, st.sampled_from(EVENTS), st.booleans(), st.sampled_from([None, 4]))
+@example([("always", "a", name) for name in OPERATIONS], Event.BATCH_START, False, None)
+@example([("each batch", "a", name) for name in OPERATIONS], Event.BATCH_END, False, 4)
+@example([("seeded", "a", name) for name in GLOBAL], Event.AFTER_LOSS, True, None)
+def test_whatever_is_drawn_is_what_eager_steps_draw(
+    listed: list[tuple[str, str, str]], event: Event, nested: bool, microbatch_size: int | None
+) -> None:
+    same(program(listed, nested), event, microbatch_size=microbatch_size)
+
+
+def by_the_batch(state: pl.State) -> Tensor:
+    return torch.rand(3, generator=generator(state.seed, "x", state.timestamp.batch))
+
+
+def test_seeds_are_those_of_each_step_and_run() -> None:
+    everything = torch.cat([drawn(by_the_batch, compile=True, seed=seed)[0] for seed in (0, 1)])
+    assert len(torch.unique(everything, dim=0)) == 24
+
+
+def test_several_steps_in_a_call() -> None:
+    wanted, _ = drawn(by_the_batch)
+    assert torch.equal(drawn(by_the_batch, compile=True, steps_per_call=4)[0], wanted)
+
+
+def small(algorithms: list[pl.Algorithm], event: Event, **options: Any) -> Iterator[pl.State]:
+    data = [(torch.ones(2, 4), torch.ones(2, 1))]
+    settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "3ep"}
+    torch.manual_seed(0)
+    stream = pl.fit(nn.Linear(4, 1), data, evaluators=data, algorithms=algorithms, watch={event}, **settings, **options)
+    return (state for _, state in stream)
+
+
+def test_evaluations_draw() -> None:
+    def noise(state: pl.State) -> pl.State:
+        inputs, targets = state.batch
+        return state.replace(batch=(inputs + by_the_batch(state).sum(), targets))
+
+    def evaluated(**options: Any) -> list[Any]:
+        algorithm = pl.Algorithm("noise", {Event.EVAL_BATCH_START: noise})
+        return [state.metrics for state in small([algorithm], Event.EVAL_END, **options)]
+
+    assert str(evaluated(compile=True)) == str(evaluated())
+
+
+class Drawing(nn.Module):
+    """Draws from a generator between two dropouts, by a constant, and through a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.layer(torch.dropout(x, 0.3, self.training)).chunk(2, -1)
+        z: Tensor = torch.distributions.Normal(mean, deviation.exp()).rsample()
+        z = z + torch.rand(1, generator=generator(3, "always"))
+        return torch.dropout(z, 0.3, self.training) * torch.bernoulli(WEIGHTS[:1])
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions look at their parameters; where torch.compile has run, they don't for the rest of the process."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_model_draws_by_constants_and_through_distributions() -> None:
+    def trained(**options: Any) -> pl.State:
+        torch.manual_seed(0)
+        data = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.ones(6, 1))] * 5
+        others: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+        return pl.run(pl.fit(Drawing(), data, watch={Event.EPOCH_END}, **others, **options))
+
+    torch.testing.assert_close(dict(trained(compile=True).params), dict(trained().params), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(0.0, -torch.ones(1))  # arguments are looked at as before
+
+
+def test_what_a_draw_is_given_may_be_written_to_between_two_steps() -> None:
+    def shifted(**options: Any) -> list[Tensor]:
+        means = torch.zeros(3)
+
+        def draw(state: pl.State) -> Tensor:
+            return torch.normal(means, 1.0, generator=generator(state.seed, "x", state.timestamp.batch))
+
+        def remember(state: pl.State) -> pl.State:
+            return state.remember("drawn", draw(state))
+
+        found = []
+        for state in small(
+            [pl.Algorithm("drawn", {Event.AFTER_LOSS: remember}, init=draw)], Event.BATCH_END, **options
+        ):
+            found.append(state.algorithm_state["drawn"])
+            means += 10
+        return found
+
+    compiled = shifted(compile=True)
+    assert all(map(torch.equal, compiled, shifted()))
+    assert compiled[-1].min() > 5
+
+
+def test_what_was_drawn_before_an_error_that_is_caught() -> None:
+    def draw(state: pl.State) -> Tensor:
+        with seeded(derive(state.seed, "outer", state.timestamp.batch)):
+            try:
+                with seeded(derive(state.seed, "inner", state.timestamp.batch)):
+                    first = torch.rand(3)
+                    raise KeyError
+            except KeyError:
+                return first + torch.rand(3)
+
+    same(draw)
+
+
+def test_a_seeding_that_was_traced_serves_eager_steps_too() -> None:
+    kept = seeded(0)
+
+    def draw(state: pl.State) -> Tensor:
+        with kept:
+            return torch.rand(3)
+
+    same(draw)
+    before = torch.get_rng_state()
+    drawn(draw, compile=False)
+    with ThreadPoolExecutor(1) as pool:  # which would wait for ever if this thread still had its turn
+        assert torch.equal(pool.submit(drawn, draw).result(60)[0], drawn(draw)[0])
+    with kept:
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def functions() -> dict[str, Any]:
+    """What other code of this process finds under names of modules."""
+    modules = (math, random, numpy.random, torch, torch.random, torch.distributions.Distribution)
+    return {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
+
+
+def draws_of_another_thread(times: int) -> list[float]:
+    """From generators of its own, and what Python computes."""
+    pythons, numpys, torchs = random.Random(1), numpy.random.default_rng(2), torch.Generator().manual_seed(3)
+    return [
+        pythons.random() + numpys.random() + float(torch.rand((), generator=torchs)) + math.cos(number)
+        for number in range(times)
+    ]
+
+
+@pytest.mark.usefixtures("checked")
+def test_compiling_changes_nothing_for_other_threads() -> None:
+    """While one thread traces, another one draws, computes, and finds the functions that it knows."""
+    traced, stopped = Flag(), Flag()
+    drawn(by_the_batch, compile=True)  # torch wraps some of its functions when its compiler is first imported
+    before, found, changed = functions(), [], set()
+
+    def elsewhere() -> None:
+        assert traced.wait(60)
+        while not stopped.is_set():
+            found.append(draws_of_another_thread(20))
+            random.uniform(0, 1)
+            torch.get_rng_state()
+            with pytest.raises(ValueError, match="Expected parameter scale"):
+                torch.distributions.Normal(0.0, -torch.ones(1))
+            changed.update(name for name, value in functions().items() if before.get(name, value) is not value)
+
+    def draw(state: pl.State) -> Tensor:
+        if tracer.get() is not None:
+            traced.set()
+            time.sleep(0.2)
+        return by_the_batch(state) + torch.distributions.Normal(0.0, torch.ones(1)).mean
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(elsewhere)
+        try:
+            drawn(draw, compile=True)
+        finally:
+            traced.set()
+            stopped.set()
+        running.result(60)
+    assert len(found) > 1
+    assert all(numbers == draws_of_another_thread(20) for numbers in found)
+    assert changed == set()
+
+
+def from_a_generator_of_its_own(state: pl.State) -> Tensor:
+    return torch.rand(3, generator=OWN)
+
+
+def from_one_that_it_seeds_again(state: pl.State) -> Tensor:
+    return torch.rand(3, generator=generator(state.seed, "x").manual_seed(3))
+
+
+def from_the_global_one(state: pl.State) -> Tensor:
+    return torch.rand(3)
+
+
+def from_data(state: pl.State) -> Tensor:
+    return torch.bernoulli(state.params["0.bias"].sigmoid(), generator=generator(state.seed, "x"))
+
+
+def from_what_it_wrote_data_to(state: pl.State) -> Tensor:
+    chances = torch.zeros(3)
+    chances[1:] += state.params["0.bias"].detach()[1:].sigmoid()
+    return torch.bernoulli(chances, generator=generator(state.seed, "x"))
+
+
+def from_what_it_drew(state: pl.State) -> Tensor:
+    random = generator(state.seed, "x")
+    return torch.bernoulli(torch.rand(3, generator=random), generator=random)
+
+
+def from_pythons(state: pl.State) -> Tensor:
+    return torch.tensor(random.Random(derive(state.seed, "x", state.timestamp.batch)).random())
+
+
+def from_pythons_by_an_int(state: pl.State) -> Tensor:
+    return torch.tensor(random.Random(int(derive(state.seed, "x", state.timestamp.batch))).random())
+
+
+def from_numpys(state: pl.State) -> Tensor:
+    return torch.tensor(numpy.random.default_rng(derive(state.seed, "x", state.timestamp.batch)).random())
+
+
+def from_one_that_it_makes(state: pl.State) -> Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(derive(state.seed, state.timestamp.batch)))
+
+
+def from_one_that_is_seeded_again(state: pl.State) -> Tensor:
+    with seeded(derive(state.seed, "x", state.timestamp.batch)):
+        torch.manual_seed(3)
+        return torch.rand(3)
+
+
+def from_one_that_is_put_back(state: pl.State) -> Tensor:
+    with seeded(derive(state.seed, "x", state.timestamp.batch)), torch.random.fork_rng(devices=[]):
+        return torch.rand(3)
+
+
+def from_any_by_the_batch(state: pl.State) -> Tensor:
+    with seeded_all(derive(state.seed, "x", state.timestamp.batch)):
+        return torch.rand(3) + random.random()
+
+
+A_GENERATOR = r"Draw from pl\.random\.generator\(seed, \"name\", state\.timestamp\.batch, "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (from_a_generator_of_its_own, rf"generator=OWN.* a generator of its own.* {A_GENERATOR}"),
+        (from_one_that_it_seeds_again, rf"manual_seed\(3\).* a generator of its own.* {A_GENERATOR}"),
+        (from_the_global_one, rf"draws from torch's global generator.* {A_GENERATOR}"),
+        (
+            from_data,
+            r"test_draws.* by what the graph is given.* \(aten\.bernoulli\.default\).* torch\.rand_like\(p\) <",
+        ),
+        (from_what_it_wrote_data_to, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
+        (from_what_it_drew, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
+        (from_pythons, rf"seeds a generator of its own .* has no hash.* {A_GENERATOR}"),
+        (from_pythons_by_an_int, r"decides by state\.timestamp\.batch"),
+        (from_numpys, rf"bit_generator.* seeds a generator of its own .* {A_GENERATOR}"),
+        (from_one_that_it_makes, rf"manual_seed.* seeds a generator of its own .* {A_GENERATOR}"),
+        (lambda state: torch.zeros(()) + random.random(), rf"it calls random\.random.* {A_GENERATOR}"),
+        (
+            lambda state: torch.zeros(()) + numpy.random.beta(1, 1),
+            rf"it calls functions of numpy\.random \(in <lambda>.* {A_GENERATOR}",
+        ),
+        (from_one_that_is_seeded_again, rf"it calls torch\.manual_seed.* {A_GENERATOR}"),
+        (from_one_that_is_put_back, rf"it calls torch\.fork_rng.* {A_GENERATOR}"),
+        (from_any_by_the_batch, r"decides by state\.timestamp\.batch"),
+    ],
+)
+def test_what_cannot_be_drawn_in_a_graph(function: Callable[[pl.State], Any], says: str) -> None:
+    with pytest.raises(CompileError, match=rf"'drawn' at BATCH_END.*{says}.*where possible"):
+        drawn(function, compile=True)
+
+
+@pytest.mark.slow
+def test_it_runs_eagerly_where_possible() -> None:
+    for function in (from_data, from_pythons, from_numpys):
+        torch.testing.assert_close(drawn(function, compile="where possible"), drawn(function), rtol=0, atol=1e-6)
+
+
+def test_python_and_numpy_by_the_epoch_are_a_graph_an_epoch() -> None:
+    def draw(state: pl.State) -> Tensor:
+        with seeded_all(derive(state.seed, "x", state.timestamp.epoch)):
+            return torch.rand(3) + random.random() + numpy.random.rand()
+
+    same(draw, graphs=2)
+
+
+def test_a_path_of_something_else_is_the_mistake_that_it_is_in_eager_steps() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"1\.5 is a float"):
+        drawn(lambda state: by_the_batch(state) + generator(state.seed, 1.5).initial_seed(), compile=True)  # type: ignore[arg-type]
+
+
+def test_a_seed_that_python_cannot_take_is_refused_however_large_it_is() -> None:
+    modulus = sys.hash_info.modulus
+    names = [next(n for n in map(str, range(99)) if (derive(0, n, 0) < modulus) is small) for small in (True, False)]
+    for name in names:
+
+        def draw(state: pl.State, name: str = name) -> Tensor:
+            return torch.zeros(()) + random.Random(derive(state.seed, name, state.timestamp.epoch)).random()
+
+        with pytest.raises(CompileError, match=r"'drawn' at BATCH_END.* has no hash"):
+            drawn(draw, compile=True)
+
+
+def test_a_generator_does_not_outlive_its_trace() -> None:
+    kept: list[torch.Generator] = []
+
+    def keeps(state: pl.State) -> Tensor:
+        kept.append(generator(state.seed, "x"))
+        return torch.zeros(3)
+
+    drawn(keeps, compile=True)
+    with pytest.raises(CompileError, match=r"generator=kept\[-1\].* a generator of its own"):
+        drawn(lambda state: torch.rand(3, generator=kept[-1]), compile=True)
+
+    def remembers(state: pl.State) -> pl.State:
+        return state.remember("x", (torch.zeros(1), generator(state.seed, "x")))
+
+    with pytest.raises(CompileError, match="'x' at AFTER_LOSS can't be compiled: its memory is a generator"):
+        list(small([pl.Algorithm("x", {Event.AFTER_LOSS: remembers})], Event.BATCH_END, compile=True))
+
+
+def noisy(noise: Callable[[Tensor, pl.Timestamp], Tensor]) -> pl.optim.Optimizer:
+    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        new = {name: p - 0.1 * grads[name] + 0.01 * noise(p, timestamp) for name, p in params.items()}
+        return pl.FrozenDict(new), opt_state
+
+    return pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=update, lr=lambda timestamp: 0.1)
+
+
+def test_an_optimizer_that_draws() -> None:
+    same(by_the_batch, optimizer=noisy(lambda p, t: torch.randn(p.shape, generator=generator(5, "own", t.batch))))
+    stray = noisy(lambda p, t: torch.randn_like(p))
+    with pytest.raises(CompileError, match=rf"optimizer 'own' can't be compiled: .* global generator.* {A_GENERATOR}"):
+        drawn(by_the_batch, compile=True, optimizer=stray)
+    drawn(by_the_batch, compile="where possible", optimizer=stray)
+
+
+def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None:
+    class Segment(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return found
+
+    def trained(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = Segment(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
+        data = [(torch.ones(2, 4), torch.ones(2, 1))]
+        return dict(pl.run(pl.fit(model, data, watch={Event.FIT_END}, **settings, **options)).params)
+
+    torch.testing.assert_close(trained(compile=True), trained())
+
+
+class Attends(nn.Module):
+    """Two tokens of two, by torch's function or by one of its modules."""
+
+    def __init__(self, how: str, p: float) -> None:
+        super().__init__()
+        self.how, self.p = how, p
+        modules = {
+            "in a module": lambda: nn.MultiheadAttention(2, 1, dropout=p, batch_first=True),
+            "in an encoder": lambda: nn.TransformerEncoderLayer(2, 1, 4, dropout=p, batch_first=True),
+        }
+        self.attention = modules.get(how, nn.Identity)()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        each = inputs.view(-1, 2, 2)
+        if self.how == "by name":
+            found = functional.scaled_dot_product_attention(each, each, each, dropout_p=self.p)
+        elif self.how == "by place":
+            found = functional.scaled_dot_product_attention(each, each, each, None, self.p)
+        elif self.how == "in a module":
+            found = self.attention(each, each, each, need_weights=False)[0]
+        else:
+            found = self.attention(each)
+        return cast(Tensor, self.last(found.flatten(1)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("how", ["by name", "by place", "in a module", "in an encoder"])
+def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(
+    p: float, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a GPU has; on a CPU torch has none that drops out."""
+    plain: list[bool] = []
+    kernels: list[bool] = []
+    real = functional.scaled_dot_product_attention
+
+    def noted(backend: Any) -> Any:
+        plain.append(backend is SDPBackend.MATH)
+        return sdpa_kernel(backend)
+
+    def inside(*args: Any, **kwargs: Any) -> Tensor:
+        cuda = torch.backends.cuda
+        kernels.append(cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+
+    def run(**options: Any) -> pl.State:
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+        return pl.run(pl.fit(Attends(how, p), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "sdpa_kernel", noted)
+        if how.startswith("in"):
+            patch.setattr(functional, "scaled_dot_product_attention", inside)
+        found = run(compile=True, watch={Event.EPOCH_END})
+    assert plain == [True] * bool(p)
+    assert kernels == [not p] * how.startswith("in")
+    torch.testing.assert_close(dict(found.params), dict(run().params))

@@ -1,0 +1,531 @@
+"""Epoch k is pass k of what counts its passes, whatever code iterates, and in whatever process."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.data.open import source
+from pure_loop.errors import DataError
+from tests.data.test_sources import KINDS
+from tests.support.loaders import same, scramble
+from tests.support.passes import (
+    COUNTERS,
+    Countdown,
+    Counted,
+    CountingBatches,
+    CountingLoader,
+    CountingStream,
+    CountingStreamAtTheEnd,
+    Items,
+    order_of,
+)
+from tests.support.tiers import examples
+
+Make = Callable[[], Any]
+
+FORMS: dict[str, Callable[[Any, int, int], Any]] = {
+    "sampler": lambda sampler, n, size: DataLoader(Items(n), batch_size=size, sampler=sampler),
+    "batch sampler": lambda sampler, n, size: DataLoader(Items(n), batch_sampler=CountingBatches(sampler, size)),
+    "torch's batch sampler": lambda sampler, n, size: DataLoader(
+        Items(n), batch_sampler=BatchSampler(sampler, size, drop_last=False)
+    ),
+    "no batches": lambda sampler, n, size: DataLoader(Items(n), batch_size=None, sampler=sampler),
+    "drop last": lambda sampler, n, size: DataLoader(Items(n), batch_size=size, sampler=sampler, drop_last=n > size),
+    "loader of its own kind": lambda sampler, n, size: CountingLoader(Items(n), batch_size=size, sampler=sampler),
+}
+
+
+def by_hand(make: Make, epochs: int, limit: int | None = None) -> list[list[Any]]:
+    loader = make()
+    passes = []
+    for epoch in range(epochs):
+        for each in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
+            for part in (each, getattr(each, "sampler", None)):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+        passes.append(list(itertools.islice(loader, limit)))
+    return passes
+
+
+def check(make: Make, epochs: int, limit: int | None = None, *, loads_nothing: bool = False) -> None:
+    """What a source gives is what the loader gives by hand, from every position on, from objects used before or not."""
+    wanted = by_hand(make, epochs, limit)
+    used = make()
+    data = source(used, seed=0, stream="train", batches_per_epoch=limit)
+    sizes = list(itertools.accumulate([0, *map(len, wanted)]))
+    assert same([list(data.epoch(epoch, 0, sizes[epoch])) for epoch in range(epochs)], wanted)
+    for loader in (used, make()):
+        for epoch, batches in enumerate(wanted):
+            for start in range(len(batches)):
+                resumed = source(loader, seed=0, stream="train", batches_per_epoch=limit)
+                if loads_nothing:
+                    loader.dataset.loads = 0
+                got = list(resumed.epoch(epoch, start, sizes[epoch] + start))
+                assert same(got, batches[start:]), (epoch, start)
+                if loads_nothing:
+                    assert loader.dataset.loads == sum(batch.numel() for batch in got)
+                if epoch + 1 < epochs:
+                    assert same(list(resumed.epoch(epoch + 1, 0, sizes[epoch + 1])), wanted[epoch + 1])
+
+
+@examples(60, 400)
+@given(
+    st.sampled_from(sorted(Countdown)),
+    st.sampled_from(sorted(FORMS)),
+    st.integers(2, 7),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 3),
+)
+def test_epoch_k_is_pass_k_of_a_sampler(
+    kind: str, form: str, n: int, size: int, epochs: int, limit: int | None
+) -> None:
+    """Counters of all kinds, at the beginning and at the end of a pass, in place, nested, seeding a generator.
+
+    Samplers, batch samplers, torch's own around one, samplers of batches, subclasses of DataLoader; epochs cut.
+    """
+    if kind == "itself":
+        form = "no batches"  # torch's batch sampler would begin it anew for each batch
+    if limit is not None and limit > len(FORMS[form](Countdown[kind](n), n, size)):
+        limit = None
+    check(
+        lambda: FORMS[form](Countdown[kind](n), n, size),
+        epochs,
+        limit,
+        loads_nothing=form != "loader of its own kind",
+    )
+
+
+@pytest.mark.slow
+@examples(5, 40)
+@given(st.sampled_from(sorted(Countdown)), st.sampled_from(["sampler", "batch sampler", "no batches"]), st.booleans())
+def test_epoch_k_is_pass_k_with_workers(kind: str, form: str, persistent: bool) -> None:
+    def make(workers: int) -> Any:
+        loader = FORMS["no batches" if kind == "itself" else form](Countdown[kind](5), 5, 2)
+        loader.num_workers = workers
+        if workers:
+            loader.prefetch_factor = 2
+            vars(loader)["persistent_workers"] = persistent
+        return loader
+
+    wanted = by_hand(lambda: make(0), 3)
+    data = source(make(2), seed=0, stream="train")
+    try:
+        assert same([list(data.epoch(epoch)) for epoch in range(3)], wanted)
+        assert same(list(data.epoch(1, start=1)), wanted[1][1:])
+    finally:
+        data.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["number", "list", "at the end"])
+def test_a_stream_in_workers_is_counted_as_by_hand(kind: str, persistent: bool) -> None:
+    """Persistent workers continue to count; new ones begin again with the dataset as it was given."""
+
+    def make() -> Any:
+        stream = CountingStreamAtTheEnd(5, "number") if kind == "at the end" else CountingStream(5, kind)
+        return DataLoader(stream, batch_size=2, num_workers=1, persistent_workers=persistent)
+
+    wanted = by_hand(make, 3)
+    data = source(make(), seed=0, stream="train")
+    try:
+        assert same([list(data.epoch(epoch)) for epoch in range(3)], wanted)
+    finally:
+        data.close()
+    resumed = source(make(), seed=0, stream="train")
+    try:
+        assert same(list(resumed.epoch(1, start=1)), wanted[1][1:])
+        assert same(list(resumed.epoch(2)), wanted[2])
+        assert same(list(resumed.epoch(0)), wanted[0])
+    finally:
+        resumed.close()
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+@examples(25, 300)
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
+def test_epochs_in_turn_are_what_each_is_alone(kind: str, n: int, size: int, epoch: int) -> None:
+    """Whatever draws: from global generators or its own, in place or not; the passes before are made again."""
+    data = source(KINDS[kind](n, size), seed=0, stream="train")
+    in_turn = [list(data.epoch(number)) for number in range(epoch + 1)]
+    assert same(list(source(KINDS[kind](n, size), seed=0, stream="train").epoch(epoch)), in_turn[-1])
+    scramble(epoch)
+    assert same(list(data.epoch(0)), in_turn[0])
+
+
+class OwnLoader:
+    """A loader of the user's own, around a stream or a DataLoader."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.passes = inner, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for item in self.inner:
+            yield item, self.passes
+
+
+class OwnIterator:
+    """A loader that is its own iterator, and begins anew at each ``iter``."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.passes, self.left = n, -1, 0
+
+    def __iter__(self) -> OwnIterator:
+        self.passes += 1
+        self.left = self.n
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.tensor(order_of(self.n, self.passes)[self.left])
+
+
+class OwnGenerators(IterableDataset[Any]):
+    """Draws from a generator of its own, and shuffles a list in place."""
+
+    def __init__(self, n: int) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.files = list(range(n))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.files.append(self.files.pop(int(torch.randint(len(self.files), (), generator=self.generator))))
+        yield from [torch.tensor(file) for file in self.files]
+
+
+ITERABLES: dict[str, Callable[[int, int], Any]] = {
+    **{
+        kind: lambda n, size, kind=kind: DataLoader(CountingStream(n, kind), batch_size=size)  # type: ignore[misc]
+        for kind in COUNTERS
+        if kind != "array"  # arrays of datasets may be large: they are shared
+    },
+    "at the end": lambda n, size: DataLoader(CountingStreamAtTheEnd(n, "number"), batch_size=size),
+    "own generators": lambda n, size: DataLoader(OwnGenerators(n), batch_size=size),
+    "bare stream": lambda n, size: CountingStream(n, "number"),
+    "own loader": lambda n, size: OwnLoader(DataLoader(Items(n), batch_size=size, sampler=Counted(n, "number"))),
+    "own loader of a stream": lambda n, size: OwnLoader(CountingStream(n, "list")),
+    "own iterator": lambda n, size: OwnIterator(n),
+}
+
+
+@examples(30, 200)
+@given(st.sampled_from(sorted(ITERABLES)), st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
+def test_epoch_k_is_pass_k_of_a_dataset_or_a_loader(kind: str, n: int, size: int, epochs: int) -> None:
+    """Iterable datasets that count, at the beginning or the end, shuffle in place or draw; loaders that do, too."""
+    check(lambda: ITERABLES[kind](n, size), epochs)
+
+
+def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
+    """Going on in epoch 2 draws what was seen of epoch 2, and nothing of the epochs before it."""
+    drawn: list[int] = []
+
+    class Alike(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for i in range(4):
+                drawn.append(i)
+                yield torch.tensor(i)
+
+    class Knowing(Alike):
+        epoch, passes = 0, 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            yield from (each + 10 * self.epoch for each in super().__iter__())
+
+    for stream, wanted in ((Alike(), [1, 2, 3]), (Knowing(), [21, 22, 23])):
+        drawn.clear()
+        loader = DataLoader(stream, batch_size=None)
+        assert [int(x) for x in source(loader, seed=0, stream="train").epoch(2, start=1)] == wanted
+        assert drawn == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}])
+@pytest.mark.parametrize("form", ["sampler", "torch's batch sampler"])
+def test_a_run_sees_pass_k_in_epoch_k(form: str, watch: Any) -> None:
+    def train(start: Any, sampler: Any) -> list[Any]:
+        loader = DataLoader(Pairs(), batch_size=2, sampler=sampler)
+        if form != "sampler":
+            loader = DataLoader(Pairs(), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+        stream = pl.fit(
+            start,
+            loader,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="3ep",
+            watch=watch,
+        )
+        return [(state, state.batch[0][:, 0].tolist()) for event, state in stream if event is Event.BATCH_END]
+
+    sampler = Counted(5, "number")
+    whole = train(torch.nn.Linear(1, 1), sampler)
+    order = [float(i) for epoch in range(3) for i in order_of(5, epoch)]
+    assert [x for _, batch in whole for x in batch] == order
+    assert sampler.number == 0
+    for number, (state, _) in enumerate(whole[:-1]):
+        for again in (sampler, Counted(5, "number")):
+            rest = train(state, again)
+            assert [batch for _, batch in rest] == [batch for _, batch in whole[number + 1 :]]
+    assert torch.equal(rest[-1][0].params["weight"], whole[-1][0].params["weight"])
+
+
+class Pairs(Items):
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.tensor([1.0])
+
+
+def test_evaluations_all_see_the_first_pass() -> None:
+    data = source(DataLoader(Items(5), batch_size=5, sampler=Counted(5, "number")), seed=0, stream="val")
+    for _ in range(3):
+        assert [batch.tolist() for batch in data.epoch(0)] == [[float(i) for i in order_of(5, 0)]]
+
+
+def test_what_is_changed_in_a_sampler_holds_from_the_next_epoch_on() -> None:
+    """As by hand: attributes set, lists and arrays written to; what is not changed is counted further."""
+    sampler = Epochs(Counted(4, "number"))
+    data = source(DataLoader(Items(4), batch_size=4, sampler=sampler), seed=0, stream="train")
+    assert next(data.epoch(0)).tolist() == [float(i) for i in order_of(4, 0)]
+    list(data.epoch(0))
+    sampler.inner.n = 3
+    assert next(data.epoch(1)).tolist() == [float(i) for i in order_of(3, 1)]
+    list(data.epoch(0)), list(data.epoch(1))
+    sampler.weights[0] = 1
+    sampler.extra = [1]
+    assert next(data.epoch(2)).tolist() == [*[float(i) for i in order_of(3, 2)], 0.0]
+    assert sampler.inner.number == 0
+
+
+class Epochs(Sampler[int]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.weights = [0, 0]
+        self.extra: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.inner
+        if self.extra:
+            yield from [0] * (self.weights[0])
+
+
+def test_a_sampler_that_is_an_iterator_is_drawn_from_once() -> None:
+    loader = DataLoader(Items(9), batch_size=2, sampler=iter(range(9)))  # type: ignore[arg-type]
+    data = source(loader, seed=0, stream="train", batches_per_epoch=2)
+    assert [batch.tolist() for batch in data.epoch(0)] == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in data.epoch(1, seen=2)] == [[4, 5], [6, 7]]
+    with pytest.raises(DataError, match=r"the train dataloader's sampler is an iterator.*a list of indices"):
+        list(data.epoch(0))
+
+
+# ---- endless data, and data without a length
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.tensor, itertools.count())
+
+
+class EndlessSampler(Sampler[int]):
+    """The indices of a table again and again, in an order that a seed gives: no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in itertools.count():
+            yield from order_of(7, number)
+
+
+class EndlessBatches:
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(EndlessSampler())
+        while True:
+            yield list(itertools.islice(indices, 2))
+
+
+class OwnEndless:
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.tensor, itertools.count())
+
+
+UNSIZED: dict[str, Callable[[], Any]] = {
+    "stream": lambda: DataLoader(Endless(), batch_size=2),
+    "bare stream": Endless,
+    "own loader": OwnEndless,
+    "sampler": lambda: DataLoader(Items(7), batch_size=2, sampler=EndlessSampler()),
+    "batch sampler": lambda: DataLoader(Items(7), batch_sampler=EndlessBatches()),  # type: ignore[arg-type]
+    "no batches": lambda: DataLoader(Items(7), batch_size=None, sampler=EndlessSampler()),
+}
+
+
+@examples(25, 150)
+@given(st.sampled_from(sorted(UNSIZED)), st.integers(1, 40), st.integers(0, 4), st.integers(0, 39))
+def test_epochs_of_endless_data_go_on(kind: str, limit: int, epoch: int, start: int) -> None:
+    """Streams, own iterables, endless samplers and batch samplers: as a generator is divided into epochs."""
+    start = min(start, limit - 1)
+    alone = list(itertools.islice(UNSIZED[kind](), limit * (epoch + 2)))
+    data = source(UNSIZED[kind](), seed=0, stream="train", batches_per_epoch=limit)
+    whole = [batch for e in range(epoch + 2) for batch in data.epoch(e, 0, e * limit)]
+    assert same(whole, alone)
+    resumed = source(UNSIZED[kind](), seed=0, stream="train", batches_per_epoch=limit)
+    seen = epoch * limit + start
+    assert same(list(resumed.epoch(epoch, start, seen)), alone[seen : (epoch + 1) * limit])
+    assert same(list(resumed.epoch(epoch + 1, 0, (epoch + 1) * limit)), alone[(epoch + 1) * limit :])
+    assert same(list(data.epoch(0)), alone[:limit])
+    data.close()
+
+
+@examples(12, 150)
+@given(st.integers(1, 7), st.integers(1, 8), st.integers(1, 7), st.booleans())
+def test_data_without_a_length_is_divided_pass_by_pass(n: int, limit: int, epochs: int, counts: bool) -> None:
+    """A pass that ends in the middle of an epoch ends it; the next epoch begins the next pass."""
+    make = (lambda: CountingStream(n, "number")) if counts else (lambda: DataLoader(Short(n), batch_size=None))
+    wanted = []
+    for number in range(epochs):
+        order = order_of(n, number) if counts else list(range(n))
+        wanted += [order[i : i + limit] for i in range(0, n, limit)]
+    seen = 0
+    data = source(make(), seed=0, stream="train", batches_per_epoch=limit)
+    for epoch, batches in enumerate(wanted):
+        assert [int(x) for x in data.epoch(epoch, 0, seen)] == batches
+        for start in range(len(batches) + 1):
+            resumed = source(make(), seed=0, stream="train", batches_per_epoch=limit)
+            assert [int(x) for x in resumed.epoch(epoch, start, seen + start)] == batches[start:]
+            if epoch + 1 < len(wanted):
+                assert [int(x) for x in resumed.epoch(epoch + 1, 0, seen + len(batches))] == wanted[epoch + 1]
+        seen += len(batches)
+
+
+class Short(IterableDataset[Any]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.tensor, range(self.n))
+
+
+@pytest.mark.slow
+def test_endless_data_in_workers_resumes() -> None:
+    data = source(DataLoader(Endless(), batch_size=2, num_workers=1), seed=0, stream="train", batches_per_epoch=3)
+    got = [batch.tolist() for epoch in range(3) for batch in data.epoch(epoch, 0, 3 * epoch)]
+    assert got == [[2 * i, 2 * i + 1] for i in range(9)]
+    data.close()
+
+
+def test_sized_data_is_cut_and_a_run_of_endless_data_resumes() -> None:
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return ((torch.tensor([float(i)]), torch.tensor([1.0])) for i in itertools.count())
+
+    def batches(start: Any, data: Any) -> list[tuple[Any, float]]:
+        stream = pl.fit(
+            start,
+            data,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=1e-6),
+            max_duration="3ep",
+            batches_per_epoch=4,
+        )
+        return [(state, state.batch[0][0].item()) for event, state in stream if event is Event.BATCH_END]
+
+    whole = batches(torch.nn.Linear(1, 1), DataLoader(Rows(), batch_size=1))
+    assert [x for _, x in whole] == list(range(12))
+    for number, (state, _) in enumerate(whole[:-1]):
+        rest = batches(state, DataLoader(Rows(), batch_size=1))
+        assert [x for _, x in rest] == list(range(number + 1, 12))
+    assert torch.equal(rest[-1][0].params["weight"], whole[-1][0].params["weight"])
+    rows = [(torch.tensor([[float(i)]]), torch.tensor([[1.0]])) for i in range(6)]
+    assert [x for _, x in batches(torch.nn.Linear(1, 1), rows)] == [0, 1, 2, 3] * 3
+
+
+# ---- lengths that are wrong
+
+
+class Wrong:
+    def __init__(self, says: int, gives: int) -> None:
+        self.says, self.gives = says, gives
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(2, 1), torch.ones(2, 1)) for _ in range(self.gives))
+
+
+class WrongStream(Wrong, IterableDataset[Any]):
+    pass
+
+
+class WrongSampler(Wrong):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[0, 1]] * self.gives)
+
+
+class Ones(Items):
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1), torch.ones(1)
+
+
+WRONG: dict[str, Callable[[int, int], Any]] = {
+    "own loader": Wrong,
+    "stream": lambda says, gives: DataLoader(WrongStream(says, gives), batch_size=None),
+    "bare stream": WrongStream,
+    "batch sampler": lambda says, gives: DataLoader(Ones(4), batch_sampler=WrongSampler(says, gives)),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_more_batches_than_the_length_are_an_error(kind: str, start: int) -> None:
+    """As soon as the batch comes that is one too many, wherever the epoch was resumed; a cut epoch never has it."""
+    says = "the val dataloader has a length of 3, and gave batch 4 of epoch 1: its __len__ is too small"
+    for limit in (None, 4):
+        got: list[Any] = []
+        with pytest.raises(DataError, match=says):
+            got.extend(source(WRONG[kind](3, 5), seed=0, stream="val", batches_per_epoch=limit).epoch(1, start))
+        assert len(got) == 3 - start
+    assert len(list(source(WRONG[kind](3, 5), seed=0, stream="val", batches_per_epoch=3).epoch(1, start))) == 3 - start
+    assert len(list(source(WRONG[kind](3, 3), seed=0, stream="val").epoch(1, start))) == 3 - start
+    with pytest.raises(DataError, match="has a length of 0, and gave batch 1"):
+        list(source(WRONG[kind](0, 5), seed=0, stream="val").epoch(1))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_fewer_batches_than_the_length_end_the_epoch(kind: str) -> None:
+    assert len(list(source(WRONG[kind](5, 3), seed=0, stream="train").epoch(1))) == 3
+
+
+@pytest.mark.parametrize("order", ["current", "2021"])
+@pytest.mark.parametrize("max_duration", ["2ba", "3ba", "2ep"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_run_on_a_wrong_length_is_an_error(kind: str, max_duration: str, order: Any) -> None:
+    """The epoch isn't closed at the length, where a duration falls there, nor is a third batch trained on."""
+    stream = pl.fit(
+        torch.nn.Linear(1, 1),
+        WRONG[kind](2, 5),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration=max_duration,
+        order=order,
+    )
+    ends = []
+    with pytest.raises(DataError, match="length of 2, and gave batch 3 of epoch 0"):
+        ends.extend(event for event, _ in stream if event in (Event.BATCH_END, Event.EPOCH_END))
+    assert ends == [Event.BATCH_END] * 2

@@ -1,0 +1,173 @@
+"""Donation: what keeps references where the counts of mappings and tensors alone would not show it."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import attrs
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.donation import references
+from pure_loop.frozendict import FrozenDict
+from tests.support.donating import NAMESPACE, Count, Kept, assert_same, fit, partition, plain, tensors_of
+
+pytestmark = [
+    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.usefixtures("gradients_of_each_size"),
+]
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Count:
+    return Count(monkeypatch)
+
+
+def test_a_tensor_handed_to_another_process_stays() -> None:
+    kept = Kept()
+    for event, state in fit():
+        if event is Event.BATCH_END and state.timestamp.batch == 3:
+            # What a multiprocessing queue does: it hands over a file, and keeps no reference here.
+            file, size = state.params["0.weight"].untyped_storage()._share_fd_cpu_()
+            received = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            kept.keep("what the other process sees", received)
+    assert kept.things
+    kept.check()
+
+
+def test_a_part_of_a_partitions_memory_stays() -> None:
+    optimizer = partition()
+    kept = Kept()
+    for event, state in fit(optimizer=optimizer):
+        if event is Event.BATCH_END and state.timestamp.batch == 4:
+            kept.keep("the memory of a part", state.opt_state["a"])
+    assert kept.things
+    kept.check()
+
+
+@pytest.mark.parametrize("returned", ["parameters", "memory"])
+def test_what_an_optimizer_of_ones_own_remembers_stays(count: Count, returned: str) -> None:
+    """Where not all parameters are trained, the mapping of those that are is the optimizer's own."""
+    kept = Kept()
+    inner = pl.optim.sgd(lr=0.1, momentum=0.9)
+
+    def remembering(update: Any) -> Any:
+        def wrapped(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+            new, memory = update(grads, memory, params, timestamp)
+            if timestamp.batch == 4:
+                kept.keep(returned, new if returned == "parameters" else memory)
+            return new, memory
+
+        return wrapped
+
+    optimizer = attrs.evolve(inner, update=remembering(inner.update), overwrite=remembering(inner.overwrite))
+    model = plain()
+    model[0].bias.requires_grad_(False)
+    pl.run(fit(model, optimizer=optimizer))
+    assert (count.copied, count.reused) == (1, 14)
+    kept.check()
+
+
+def test_leaves_that_were_kept_stay_where_the_module_has_others_by_then(count: Count) -> None:
+    """What keeps the leaves is as much as the module has given up, so that the counts alone show nothing."""
+    kept = Kept()
+
+    @pl.algorithm(Event.AFTER_FORWARD)
+    def keep(state: pl.State) -> pl.State:
+        if state.timestamp.batch == 4 and not kept.things:
+            kept.keep("leaves", (state.params, list(state.params.values())))
+        return state
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def elsewhere(state: pl.State, stages: Any) -> pl.State:
+        if state.timestamp.batch == 4:
+            stages.gradients(state.replace(params={name: tensor / 2 for name, tensor in state.params.items()}))
+        return state
+
+    pl.run(fit(algorithms=[keep, elsewhere]))
+    assert kept.things
+    kept.check()
+    assert (count.copied, count.reused) == (1, 14)
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+def test_leaves_of_a_forward_that_failed_are_in_no_module(batch: int) -> None:
+    """An algorithm continues after the failure, with other parameters until the step."""
+    fails = False
+    before: list[Any] = []
+
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if fails:
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    @pl.algorithm(Event.BATCH_START)
+    def fail(state: pl.State, stages: Any) -> pl.State:
+        nonlocal fails
+        if state.timestamp.batch != batch:
+            return state
+        fails = True
+        with pytest.raises(ZeroDivisionError):
+            stages.gradients(state)
+        fails = False
+        before.append(state.params)
+        return state.replace(params={name: tensor / 2 for name, tensor in state.params.items()})
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def put_back(state: pl.State) -> pl.State:
+        return state.replace(params=before.pop()) if before else state
+
+    torch.manual_seed(0)
+    model = Failing(4, 3)
+    last = pl.run(fit(model, algorithms=[fail, put_back]))
+    assert_same(last, pl.run(fit(model, algorithms=[fail, put_back], donate=False)))
+
+
+@pytest.mark.parametrize("donate", ["auto", True])
+def test_a_memory_that_an_algorithm_put_in_is_its_own(donate: Any) -> None:
+    """It keeps mappings of the old memory, which would make up for what the State gave up."""
+    kept = Kept()
+    old = []
+
+    @pl.algorithm(Event.BATCH_START)
+    def replace(state: pl.State) -> pl.State:
+        if state.timestamp.batch != 4:
+            return state
+        memory = optree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state.opt_state, namespace=NAMESPACE
+        )
+        old.extend(each for each in state.opt_state.values() if isinstance(each, FrozenDict))
+        kept.keep("its tensors", tensors_of(memory))
+        return state.replace(opt_state=memory)
+
+    pl.run(fit(algorithms=[replace], donate=donate))
+    assert kept.things
+    kept.check()
+
+
+@pytest.mark.parametrize("donate", ["auto", True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("batch", [0, 4])
+def test_parameters_that_an_algorithm_put_in_are_its_own(donate: Any, frozen: bool, batch: int) -> None:
+    kept = Kept()
+
+    @pl.algorithm(Event.BATCH_START)
+    def replace(state: pl.State) -> pl.State:
+        if state.timestamp.batch != batch:
+            return state
+        params = {name: tensor / 2 for name, tensor in state.params.items()}
+        kept.keep("its tensors", list(params.values()))
+        return state.replace(params=params)
+
+    model = plain()
+    model[0].bias.requires_grad_(not frozen)
+    last = pl.run(fit(model, algorithms=[replace], donate=donate))
+    assert kept.things
+    kept.check()
+    assert_same(last, pl.run(fit(model, algorithms=[replace], donate=False)))

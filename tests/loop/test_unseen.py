@@ -1,0 +1,339 @@
+"""Batches whose inner events are not observed train as those that are observed, and raise the same errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.donation import donation
+from pure_loop.errors import DonatedStateError
+from pure_loop.loop import driver
+from pure_loop.model import model as model_file
+from pure_loop.random.seeds import pop_cpu_seed
+from pure_loop.stages import stages
+from tests.loop.test_fast import one_by_one
+from tests.support.streams import assert_same, assert_same_stream, frozen_copy
+from tests.support.tiers import examples
+
+# A hook of all modules has those of the first one, too.
+no_gradients_of_inputs = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+
+UNSEEN = [set(), {Event.BATCH_END}, {Event.BATCH_CHECKPOINT}, {Event.BATCH_END, Event.EPOCH_CHECKPOINT}]
+
+
+class Own(nn.Module):
+    """A class of the user's: it draws, writes to a buffer, and has a parameter that it uses now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.rare = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = functional.dropout(self.first(x).relu(), 0.5, self.training)
+        out: Tensor = self.last(hidden)
+        return out * self.rare if int(self.calls) % 3 == 0 else out
+
+
+class Recomputed(nn.Module):
+    """Its backward goes through a part of it again, which writes to buffers and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
+        return out
+
+
+class WithoutGradients(nn.Linear):
+    """It forgets to turn gradients on again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        torch.set_grad_enabled(False)
+        return out
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    module[0].weight.requires_grad_(False)
+    return module
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "torch's": lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)),
+    "own": Own,
+    "recomputed": Recomputed,
+    "without gradients": lambda: WithoutGradients(4, 3),
+    "frozen": frozen,
+}
+
+
+def data(*sizes: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in sizes]
+
+
+def fit(name: str = "torch's", model: Any = None, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "loss": functional.cross_entropy,
+        "optimizer": pl.optim.adamw(lr=0.1),
+        "max_duration": "2ep",
+        "watch": {Event.BATCH_END},
+    }
+    batches = arguments.pop("data", None) or data(4, 4, 8, 6, 3)
+    return pl.fit(MODELS[name]() if model is None else model, batches, **{**settings, **arguments})
+
+
+@functools.wraps(functional.cross_entropy)
+def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """By its module one of torch's, which gives a tensor."""
+    found = functional.cross_entropy(outputs, targets)
+    return {"total": found + 0.1 * outputs.square().mean(), "found": found}
+
+
+@examples(80, 2000)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    sizes=st.lists(st.integers(2, 9), min_size=2, max_size=6),
+    watch=st.sampled_from(UNSEEN),
+    optimizer=st.sampled_from([pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9), pl.optim.adam(lr=0.1)]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "donate": st.sampled_from([True, "auto"]),
+            "microbatch_size": st.integers(2, 6),
+            "clip_grad": st.just(0.1),
+            "nonfinite": st.just("skip"),
+            "precision": st.sampled_from(["amp_bf16", "amp_fp16"]),
+            "loss": st.just(in_parts),
+        },
+    ),
+    every=st.sampled_from([1, 3, 1000]),
+)
+def test_training_is_the_same_as_one_by_one(
+    name: str, sizes: list[int], watch: set[Event], optimizer: Any, options: dict[str, Any], every: int
+) -> None:
+    size = options.get("microbatch_size")
+    # Of a single sample BatchNorm has no variance.
+    assume(size is None or name not in ("batchnorm", "recomputed") or all(n % size != 1 for n in sizes))
+    options |= {"watch": watch | {Event.FIT_END}, "optimizer": optimizer, "data": data(*sizes)}
+
+    def read(stream: Any) -> list[Any]:
+        """What each so many States hold; the memory of others is the loop's alone."""
+        found: list[Any] = []
+        count = 0
+        for event, state in stream:
+            count += 1  # noqa: SIM113 - `enumerate` keeps the pair
+            if count % every == 0 or event is Event.FIT_END:
+                found.append((event, frozen_copy(state)))
+        return found
+
+    given = read(fit(name, **options))
+    with one_by_one():
+        wanted = read(fit(name, **options | {"donate": False}))
+    assert [event for event, _ in given] == [event for event, _ in wanted]
+    for (event, one), (_, other) in zip(given, wanted, strict=True):
+        assert_same(one, other, f"unseen and one by one, at {event.name}")
+
+
+@pytest.mark.parametrize("watch", [set(), {Event.BATCH_END}, {Event.EPOCH_END}], ids=["none", "batches", "epochs"])
+def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    real = donation.Donation.donate
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(donation.Donation, "donate", take)
+    for _event, _state in fit(watch=watch):
+        pass
+    # Of a State that is followed by none, the loop variable has the parameters still.
+    assert taken == [True] * 10 if Event.EPOCH_END not in watch else taken.count(False) == 1
+
+
+@pytest.mark.parametrize("stage", ["forward", "loss", "shape", "detached", "nan"])
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_error_says_the_same_one_by_one(stage: str, at: int) -> None:
+    def error() -> tuple[Any, ...]:
+        calls = [0]
+
+        class Model(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                calls[0] += 1
+                out = super().forward(x)
+                if calls[0] != at + 1:
+                    return out
+                if stage == "forward":
+                    raise ValueError("odd forward")
+                return {"loss": out[:, :0], "shape": out, "detached": out.detach(), "nan": out * torch.nan}[stage]
+
+        loss = nn.CrossEntropyLoss()
+        if stage == "shape":
+            loss.register_forward_hook(lambda module, args, out: out.expand(2) if calls[0] == at + 1 else None)
+        seen: list[Any] = []
+        torch.manual_seed(0)
+        with pytest.raises((ValueError, IndexError, RuntimeError, ArithmeticError)) as caught:
+            seen.extend(fit(model=Model(4, 3), loss=loss))
+        return seen, type(caught.value), str(caught.value), getattr(caught.value, "__notes__", [])
+
+    given = error()
+    with one_by_one():
+        wanted = error()
+    assert given[1:] == wanted[1:]
+    assert_same_stream(given[0], wanted[0], "before the error")
+
+
+def test_the_parameters_that_a_consumer_has_after_an_error_are_those_that_he_was_given() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.sum()) == 0.0:
+                raise ValueError("odd")
+            return super().forward(x)
+
+    batches = [*data(4, 4), (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))]
+    state: Any = None
+    with suppress(ValueError):
+        for _, state in fit(model=Model(4, 3), data=batches):
+            weight = state.params["weight"].clone()
+    assert state.timestamp.batch == 2
+    assert torch.equal(state.params["weight"], weight)
+    with pytest.raises(DonatedStateError):
+        _ = state.grads["weight"]  # those of a batch that is over made room for the next
+    pl.run(fit(model=state, data=[*batches[:2], batches[0]]))
+
+
+@pytest.mark.parametrize("name", ["torch's", "batchnorm", "own", "recomputed"])
+def test_what_was_kept_never_changes(name: str) -> None:
+    kept = []
+    for _, state in fit(name, max_duration="3ep"):
+        if state.timestamp.batch % 2 == 0:  # the first one shows that this is a loop with a variable
+            before = [each if each is None else each.clone() for each in tensors_of(state)]
+            kept.append((state, before))
+            del state  # so that one reference is left, as there is of a loop variable's
+    for state, before in kept:
+        assert_same(tensors_of(state), before, f"kept at batch {state.timestamp.batch}")
+
+
+def tensors_of(state: pl.State) -> list[Any]:
+    assert state.grads is not None
+    return [*state.params.values(), *state.buffers.values(), *state.grads.values(), state.outputs, state.loss]
+
+
+@no_gradients_of_inputs
+@pytest.mark.parametrize("of", ["the module", "all modules"])
+def test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state(of: str) -> None:
+    def write(module: nn.Module, *_: Any) -> None:
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.fill_(7.0)
+
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    handle = None
+    if of == "the module":
+        module[1].register_full_backward_hook(write)
+    else:
+        handle = nn.modules.module.register_module_full_backward_hook(write)
+    try:
+        for watch in ({Event.BATCH_END}, None):
+            states = [s for event, s in fit(model=module, watch=watch) if event is Event.BATCH_END]
+            assert all(not torch.equal(s.buffers["1.running_mean"], torch.full((5,), 7.0)) for s in states)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_forward_that_takes_the_last_state_out_of_its_variable_keeps_it() -> None:
+    """The variable is looked at again after code of the user's has run."""
+    kept: list[tuple[Any, Tensor]] = []
+    scope: dict[str, Any] = {}
+
+    class Taking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if "state" in scope and scope["state"].timestamp.batch == 4:
+                state = scope.pop("state")
+                kept.append((state, state.params["weight"].clone()))
+                del state
+            return super().forward(x)
+
+    scope["stream"] = fit(model=Taking(4, 3))
+    exec("for event, state in stream: pass", scope)
+    ((state, weight),) = kept
+    assert torch.equal(state.params["weight"], weight)
+
+
+@pytest.mark.parametrize("what", ["hook", "gradient"])
+def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(what: str) -> None:
+    found: list[bool] = []
+
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(bool(self.weight._backward_hooks) or self.weight.grad is not None)
+            if len(found) == 4 and what == "hook":
+                self.weight.register_hook(lambda gradient: 2 * gradient)
+            if len(found) == 4 and what == "gradient":
+                self.weight.sum().backward()
+            return super().forward(x)
+
+    for _event, _state in fit(model=Leaves(4, 3)):
+        pass
+    assert found == [False] * 10
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (driver, "rebinds_loop_variable", lambda *_: True),
+        (donation, "have_hooks_or_grads", lambda *_, **__: False),
+        (donation, "hook_counter", lambda: 0),
+        (model_file, "has_backward_hooks", lambda *_: False),
+        (model_file, "any_global_hook", lambda: False),
+        (stages, "pop_cpu_seed", lambda _: pop_cpu_seed(torch.get_rng_state())),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+@no_gradients_of_inputs
+def test_a_wrong_loop_is_caught(owner: Any, name: str, wrong: Any) -> None:
+    def holds() -> bool:
+        try:
+            for model in ("torch's", "own", "batchnorm"):
+                test_what_was_kept_never_changes(model)
+            for of in ("the module", "all modules"):
+                test_a_hook_of_a_backward_does_not_write_to_the_buffers_of_a_state(of)
+            test_a_forward_that_takes_the_last_state_out_of_its_variable_keeps_it()
+            for what in ("hook", "gradient"):
+                test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(what)
+            stream = fit("own")
+            before = torch.get_rng_state()
+            given = list(stream)
+            assert torch.equal(torch.get_rng_state(), before)
+            with one_by_one():
+                assert_same_stream(given, list(fit("own")), "both ways")
+        except (AssertionError, DonatedStateError):
+            return False
+        return True
+
+    assert holds()
+    with patch.object(owner, name, wrong):
+        assert not holds()

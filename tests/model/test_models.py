@@ -1,0 +1,517 @@
+"""Real kinds of models against the usual hand-written loop: the same weights after six steps, bit for bit.
+
+Batches have 8 samples, so that a mean over them rounds as it does by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import pure_loop as pl
+from pure_loop import Event
+
+STEPS = 6
+
+
+def randoms(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(*shape: int) -> list[Any]:
+    return [(randoms(8, *shape, seed=i), randoms(8, 2, seed=i + 10)) for i in range(3)]
+
+
+class By(nn.Module):
+    """A model of named parts, whose forward is a function of it and the inputs."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self, x)
+
+
+def around(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2))
+
+
+def conv(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def recurrent(cls: Any, **options: Any) -> nn.Module:
+    layer = cls(4, 4, batch_first=True, **options)
+    width = 8 if layer.bidirectional else 4
+    return By(lambda m, x: m.o(m.r(x)[0][:, -1]), r=layer, o=nn.Linear(width, 2))
+
+
+def attention() -> nn.Module:
+    return By(
+        lambda m, x: m.o(m.a(x, x, x)[0].mean(1)),
+        a=nn.MultiheadAttention(4, 2, batch_first=True),
+        o=around(nn.Linear(4, 4)),
+    )
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return By(lambda m, x: m.o(m.a(x).mean(1)), a=encoder, o=nn.Linear(4, 2))
+
+
+def tied() -> nn.Module:
+    model = By(lambda m, x: m.o(m.h(m.e(x)).mean(1))[:, :2], e=nn.Embedding(7, 4), h=nn.Linear(4, 4), o=nn.Linear(4, 7))
+    model.o.weight = model.e.weight
+    return model
+
+
+def shared() -> nn.Module:
+    layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    return nn.Sequential(layer, norm, nn.Tanh(), layer, norm, nn.Linear(4, 2))
+
+
+def symmetric() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    parametrize.register_parametrization(layer, "weight", By(lambda m, w: w.triu() + w.triu(1).T))
+    return around(layer)
+
+
+def checkpointed() -> nn.Module:
+    return By(lambda m, x: m.o(checkpoint(m.b, x, use_reentrant=False)), b=around(nn.Linear(4, 4)), o=nn.Linear(2, 2))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+def hooked() -> nn.Module:
+    model = around(nn.Linear(4, 4))
+    assert isinstance(model, nn.Sequential)
+    model[0].register_forward_hook(lambda module, given, output: output * 2)
+    model[0].register_forward_pre_hook(lambda module, given: (given[0] + module.weight.sum(),))
+    model[2].register_full_backward_hook(lambda module, given, output: (given[0] * 0.5,))
+    return model
+
+
+class Bound(nn.Module):
+    """Bound methods as an attribute and as a hook: their copies belong to the copy of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.inner = self.through_a
+        self.a.register_forward_hook(self.hook)
+
+    def through_a(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+    def hook(self, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        return output * self.o.weight.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.inner(x))
+
+
+def running_mean(model: Any, x: Tensor) -> Tensor:
+    y = model.o(x)
+    if model.training:
+        model.mean = (0.9 * model.mean + 0.1 * y.mean(0)).detach()
+        model.count += 1
+    return y - model.mean
+
+
+def growing(model: Any, x: Tensor) -> Tensor:
+    y = model.o(x)
+    model.seen = torch.cat([model.seen, y.detach().mean(0, keepdim=True)])
+    return y - model.seen.mean(0)
+
+
+def not_persistent() -> nn.Module:
+    model = By(running_mean, o=nn.Linear(4, 2))
+    model.register_buffer("mean", torch.zeros(2), persistent=False)
+    model.register_buffer("count", torch.tensor(0), persistent=False)
+    return model
+
+
+def one_buffer_twice() -> nn.Module:
+    model = By(lambda m, x: m.o(x) + m.b * m.a.add_(1.0), o=nn.Linear(4, 2), a=torch.zeros(2))
+    model.register_buffer("b", model.a)
+    return model
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def branching() -> nn.Module:
+    layers = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+    return By(lambda m, x: m.ls[int(x.sum() > 0) + int(x[0, 0] > 0)](x), ls=layers, never=nn.Linear(4, 2))
+
+
+class Forwarding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+def energy(model: Any, x: Tensor) -> Tensor:
+    return model.o(x + vmap(grad(lambda row: model.n(row).square().sum()))(x))
+
+
+def inner_step(model: Any, x: Tensor) -> Tensor:
+    weights = dict(model.o.named_parameters())
+    slopes = torch.autograd.grad(model.o(x).square().mean(), list(weights.values()), create_graph=True)
+    moved = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return functional_call(model.o, moved, (x,))
+
+
+def lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    model(torch.ones(1, 4))
+    return model
+
+
+def listed() -> nn.Module:
+    weights = nn.ParameterList([torch.ones(4, 2), torch.zeros(2)])
+    scale = nn.ParameterDict({"scale": nn.Parameter(torch.ones(2))})
+    return By(lambda m, x: (x @ m.p[0] + m.p[1]) * m.d["scale"], p=weights, d=scale)
+
+
+def odd_shapes() -> nn.Module:
+    turned, halves = nn.Parameter(torch.ones(2, 4).t()), torch.ones(8, 2)
+    return By(
+        lambda m, x: x @ (m.a + m.b - m.c) * m.z + m.e.sum(),
+        a=turned, b=nn.Parameter(halves[:4]), c=nn.Parameter(halves[4:]), z=nn.Parameter(torch.ones(())),
+        e=nn.Parameter(torch.empty(0, 3)),
+    )  # fmt: skip
+
+
+def two_dtypes() -> nn.Module:
+    return By(lambda m, x: m.o(m.a(x.double()).float()), a=nn.Linear(4, 4).double(), o=nn.Linear(4, 2))
+
+
+VECTORS, SEQUENCES, IMAGES = inputs(4), inputs(5, 4), inputs(2, 6, 6)
+TOKENS = [(torch.randint(7, (8, 5), generator=torch.Generator().manual_seed(i)), y) for i, (_, y) in enumerate(VECTORS)]
+LAST = [(x.to(memory_format=torch.channels_last), y) for x, y in IMAGES]
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
+    "LSTM": (lambda: recurrent(nn.LSTM), SEQUENCES),
+    "two layers of bidirectional LSTM": (lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True), SEQUENCES),
+    "GRU": (lambda: recurrent(nn.GRU), SEQUENCES),
+    "attention": (attention, SEQUENCES),
+    "transformer": (transformer, SEQUENCES),
+    "tied embedding": (tied, TOKENS),
+    "BatchNorm": (lambda: conv(nn.BatchNorm2d(4)), IMAGES),
+    "BatchNorm, cumulative": (lambda: conv(nn.BatchNorm2d(4, momentum=None)), IMAGES),
+    "GroupNorm": (lambda: conv(nn.GroupNorm(2, 4)), IMAGES),
+    "InstanceNorm": (lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), IMAGES),
+    "channels last": (lambda: conv(nn.BatchNorm2d(4)).to(memory_format=torch.channels_last), LAST),
+    "weight norm": (lambda: around(parametrizations.weight_norm(nn.Linear(4, 4))), VECTORS),
+    "spectral norm": (lambda: around(parametrizations.spectral_norm(nn.Linear(4, 4))), VECTORS),
+    "orthogonal": (lambda: around(parametrizations.orthogonal(nn.Linear(4, 4))), VECTORS),
+    "own parametrization": (symmetric, VECTORS),
+    "checkpoint": (checkpointed, VECTORS),
+    "autograd.Function": (lambda: By(lambda m, x: Square.apply(m.o(x)), o=nn.Linear(4, 2)), VECTORS),
+    "hooks": (hooked, VECTORS),
+    "bound methods": (Bound, VECTORS),
+    "assigned buffers": (
+        lambda: By(running_mean, o=nn.Linear(4, 2), mean=torch.zeros(2), count=torch.tensor(0)),
+        VECTORS,
+    ),
+    "buffers that are not persistent": (not_persistent, VECTORS),
+    "growing buffer": (lambda: By(growing, o=nn.Linear(4, 2), seen=torch.zeros(1, 2)), VECTORS),
+    "one buffer with two names": (one_buffer_twice, VECTORS),
+    "frozen": (frozen, VECTORS),
+    "branching on data": (branching, VECTORS),
+    "shared submodules": (shared, VECTORS),
+    "__getattr__": (Forwarding, VECTORS),
+    "vmap of grad": (lambda: By(energy, o=nn.Linear(4, 2), n=around(nn.Linear(4, 4))), VECTORS),
+    "inner step": (lambda: By(inner_step, o=nn.Linear(4, 2)), VECTORS),
+    "lazy, initialised": (lazy, VECTORS),
+    "ParameterList and ParameterDict": (listed, VECTORS),
+    "strided, scalar, empty and viewing parameters": (odd_shapes, VECTORS),
+    "two dtypes": (two_dtypes, VECTORS),
+    "float64": (lambda: around(nn.Linear(4, 4)).double(), [(x.double(), y.double()) for x, y in VECTORS]),
+}
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), pl.optim.adamw(lr=1e-2)),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True), pl.optim.sgd(lr=1e-2, momentum=0.9)),
+}
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def by_hand(model: nn.Module, data: list[Any], optimizer: Any, loss: Any) -> nn.Module:
+    model = copy.deepcopy(model).train()
+    torch_optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    for step in range(STEPS):
+        batch = data[step % len(data)]
+        torch_optimizer.zero_grad()
+        loss(model, batch).backward()
+        torch_optimizer.step()
+    return model
+
+
+def assert_holds(state: pl.State, model: nn.Module) -> None:
+    """The State holds what this module does, bit for bit."""
+    for held, named in (
+        (state.params, dict(model.named_parameters())),
+        (state.buffers, dict(model.named_buffers())),
+    ):
+        assert list(held) == list(named)
+        for name, tensor in named.items():
+            assert held[name].dtype == tensor.dtype
+            assert torch.equal(held[name], tensor.detach()), name
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch's sums depend on how many threads share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_six_steps_are_those_of_a_loop_by_hand(name: str, optimizer: str) -> None:
+    """With an evaluation after every batch, which must leave training as it is."""
+    make, data = MODELS[name]
+    theirs, ours = OPTIMIZERS[optimizer]
+    model = made(make)
+    expected = by_hand(model, data, theirs, mean_square)
+    before = copy.deepcopy(model)
+    arguments: dict[str, Any] = {"loss": functional.mse_loss, "optimizer": ours, "max_duration": f"{STEPS}ba"}
+    state = pl.run(pl.fit(model, data, **arguments))
+    assert_holds(state, expected)
+    assert_holds(state, state.module())
+    assert_holds(pl.State.create(model), before)
+    if name not in ("growing buffer", "inner step"):  # what they do in evaluation counts, or needs gradients
+        assert_holds(pl.run(pl.fit(model, data, evaluators=data[:1], eval_interval="1ba", **arguments)), expected)
+
+
+class Pair(NamedTuple):
+    y: Any
+    z: Any
+
+
+@dataclasses.dataclass
+class Record:
+    y: Any
+    z: Any
+
+
+OUTPUTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda y, z: (y, z), lambda o: o),
+    "list with None and strings": (lambda y, z: [y, None, "text", z], lambda o: (o[0], o[3])),
+    "dict": (lambda y, z: {"y": y, "z": z}, lambda o: (o["y"], o["z"])),
+    "named tuple": (Pair, lambda o: (o.y, o.z)),
+    "dataclass": (Record, lambda o: (o.y, o.z)),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_any_shape(kind: str) -> None:
+    pack, unpack = OUTPUTS[kind]
+    model = made(lambda: By(lambda m, x: pack(m.o(x), 2 * m.o(x)), o=nn.Linear(4, 2)))
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        y, z = unpack(outputs)
+        return functional.mse_loss(y, targets) + functional.l1_loss(z, targets)
+
+    theirs, ours = OPTIMIZERS["adamw"]
+    expected = by_hand(model, VECTORS, theirs, lambda m, batch: loss(m(batch[0]), batch[1]))
+    arguments: dict[str, Any] = {"loss": loss, "optimizer": ours, "max_duration": f"{STEPS}ba"}
+    assert_holds(pl.run(pl.fit(model, VECTORS, **arguments)), expected)
+    halves = pl.run(pl.fit(model, VECTORS, microbatch_size=4, **arguments)).params
+    torch.testing.assert_close(dict(halves), {n: p.detach() for n, p in expected.named_parameters()})
+
+
+class Classifier(nn.Module):
+    """A module with a loss of its own, which reads a buffer, a parameter and what forward left behind."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 0.5]))
+
+    def forward(self, batch: Any) -> Tensor:
+        self.logits = self.o(batch["x"])
+        return self.logits
+
+    def loss(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        entropy = functional.cross_entropy(outputs * self.scale, batch["label"], weight=self.weights)
+        return {"total": entropy + self.logits.square().mean(), "entropy": entropy}
+
+    def validate(self, batch: Any) -> Tensor:
+        return self(batch)
+
+
+def test_a_module_with_its_own_loss() -> None:
+    data = [{"x": x, "label": (y[:, 0] > 0).long(), "text": ["a"] * 8} for x, y in VECTORS]
+    model = made(Classifier)
+    theirs, ours = OPTIMIZERS["adamw"]
+    expected = by_hand(model, data, theirs, lambda m, batch: m.loss(m(batch), batch)["total"])
+    for more in ({}, {"evaluators": data, "eval_interval": "1ba"}):
+        assert_holds(pl.run(pl.fit(model, data, optimizer=ours, max_duration=f"{STEPS}ba", **more)), expected)
+
+
+def test_half_precision_and_complex_parameters_step_as_foreach_does() -> None:
+    arguments: dict[str, Any] = {"loss": functional.mse_loss, "max_duration": f"{STEPS}ba"}
+    half = made(lambda: around(nn.Linear(4, 4)).bfloat16())
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in VECTORS]
+    expected = by_hand(half, data, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True), mean_square)
+    assert_holds(pl.run(pl.fit(half, data, optimizer=OPTIMIZERS["sgd"][1], **arguments)), expected)
+    weight = nn.Parameter(torch.complex(randoms(4, 2, seed=1), randoms(4, 2, seed=2)))
+    wave = made(lambda: By(lambda m, x: m.o((x.cfloat() @ m.w).abs()), w=weight, o=nn.Linear(2, 2)))
+    expected = by_hand(wave, VECTORS, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True), mean_square)
+    assert_holds(pl.run(pl.fit(wave, VECTORS, optimizer=OPTIMIZERS["adamw"][1], **arguments)), expected)
+
+
+def test_sparse_gradients_go_through_sparse_adam() -> None:
+    model = made(lambda: By(lambda m, x: m.e(x).mean(1), e=nn.Embedding(7, 2, sparse=True)))
+    expected = by_hand(model, TOKENS, lambda p: torch.optim.SparseAdam(p, lr=0.1), mean_square)
+    arguments: dict[str, Any] = {"loss": functional.mse_loss, "max_duration": f"{STEPS}ba"}
+    optimizer = pl.optim.from_torch(torch.optim.SparseAdam, lr=0.1)
+    assert_holds(pl.run(pl.fit(model, TOKENS, optimizer=optimizer, **arguments)), expected)
+    with pytest.raises(pl.errors.ArgumentError, match="sparse"):
+        pl.run(pl.fit(model, TOKENS, optimizer=pl.optim.adamw(), **arguments))
+
+
+def test_autocast_is_that_of_a_loop_by_hand() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mean_square(model, batch)
+
+    model = made(lambda: around(nn.Linear(4, 4)))
+    theirs, ours = OPTIMIZERS["sgd"]
+    arguments: dict[str, Any] = {"loss": functional.mse_loss, "optimizer": ours, "max_duration": f"{STEPS}ba"}
+    state = pl.run(pl.fit(model, VECTORS, precision="amp_bf16", **arguments))
+    assert_holds(state, by_hand(model, VECTORS, theirs, loss))
+
+
+def test_recomputed_dropout_is_that_of_the_forward() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.o(checkpoint(model.b, x, use_reentrant=False) if model.again else model.b(x))
+
+    def state(again: bool, size: int | None) -> pl.State:
+        block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh(), nn.Dropout())
+        model = made(lambda: By(forward, b=block, o=nn.Linear(4, 2), again=again))
+        optimizer = OPTIMIZERS["sgd"][1]
+        arguments: dict[str, Any] = {"loss": functional.mse_loss, "max_duration": "6ba", "microbatch_size": size}
+        return pl.run(pl.fit(model, VECTORS, optimizer=optimizer, **arguments))
+
+    with torch.random.fork_rng():
+        for size in (None, 4):
+            torch.manual_seed(0)
+            expected = state(False, size)
+            torch.manual_seed(0)
+            assert_holds(state(True, size), expected.module())
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
+
+
+NOISY: dict[str, Any] = {
+    "loss": functional.mse_loss,
+    "optimizer": OPTIMIZERS["sgd"][1],
+    "max_duration": f"{STEPS}ba",
+}
+
+
+def test_runs_inside_runs_leave_each_other_alone() -> None:
+    """Two forks of one State in step, and inside a third a fit, a prediction and an evaluation at some events."""
+    model = made(noisy)
+    start = next(state for event, state in pl.fit(model, VECTORS, **NOISY) if event is Event.FIT_START)
+    alone = pl.run(pl.fit(start, VECTORS, **NOISY)).module()
+    other = pl.run(pl.fit(start, VECTORS[::-1], **NOISY)).module()
+    streams = [pl.fit(start, VECTORS, **NOISY), pl.fit(start, VECTORS[::-1], **NOISY)]
+    *_, ((_, first), (_, second)) = zip(*streams, strict=True)
+    assert_holds(first, alone)
+    assert_holds(second, other)
+    last: Any = None
+    for event, state in pl.fit(model, VECTORS, **NOISY):
+        last = state
+        if event in (Event.AFTER_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_TRAIN_BATCH):
+            pl.run(pl.predict(state, VECTORS[1:]))
+            pl.run(pl.evaluate(state, VECTORS[1:], loss=functional.mse_loss))
+            pl.run(pl.fit(model, VECTORS[::-1], **{**NOISY, "max_duration": "2ba"}))
+    assert_holds(last, alone)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, StopIteration, GeneratorExit])
+def test_going_on_after_an_error_in_the_forward(error: type[BaseException]) -> None:
+    calls: list[int] = []
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        y = model.n(x)
+        if len(calls) == STEPS + 4:
+            raise error("in the forward")
+        return y
+
+    model = made(lambda: By(forward, n=noisy()))
+    alone = pl.run(pl.fit(model, VECTORS, **NOISY)).module()
+    kept: Any = None
+    random = torch.get_rng_state()
+
+    def interrupted() -> None:
+        nonlocal kept
+        for event, state in pl.fit(model, VECTORS, **NOISY):
+            kept = state if event is Event.BATCH_END else kept
+
+    with pytest.raises((error, RuntimeError)):
+        interrupted()
+    assert kept.timestamp.batch == 3
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    assert_holds(pl.run(pl.fit(kept, VECTORS, **NOISY)), alone)

@@ -1,0 +1,93 @@
+"""Optimizers that are a few operations on lists, in runs: they resume, and microbatches and compiled steps agree."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import pure_loop as pl
+from pure_loop import Event
+from tests.support.models import batches, plain
+from tests.support.streams import assert_same
+
+DATA = batches((8,) * 5, 1)
+MODEL = plain()
+MADE = {
+    "lion": functools.partial(pl.optim.lion, 0.01, weight_decay=0.1),
+    "lamb": functools.partial(pl.optim.lamb, 0.1, weight_decay=0.1),
+    "lamb, independent": functools.partial(pl.optim.lamb, 0.1, weight_decay=0.01, independent_decay=True),
+}
+
+
+def stream(name: str, start: Any, **options: Any) -> Any:
+    return pl.fit(start, DATA, loss=cross_entropy, optimizer=MADE[name](), max_duration="2ep", **options)
+
+
+@functools.cache
+def whole(name: str) -> tuple[pl.State, ...]:
+    return tuple(state for event, state in stream(name, MODEL) if event is Event.BATCH_END)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_they_learn(name: str) -> None:
+    with torch.no_grad():
+        losses = [
+            sum(cross_entropy(state.module()(inputs), targets).item() for inputs, targets in DATA)
+            for state in (whole(name)[0], whole(name)[-1])
+        ]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("options", [{}, {"donate": False}, {"strict": True}], ids=str)
+def test_training_resumes(name: str, options: dict[str, Any]) -> None:
+    for point in (0, 6):
+        state = pl.run(stream(name, whole(name)[point], **options))
+        assert_same(state.params, whole(name)[-1].params, "params")
+        assert_same(state.opt_state, whole(name)[-1].opt_state, "optimizer state")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_donated_steps_are_the_same(name: str) -> None:
+    assert_same(pl.run(stream(name, MODEL)).params, whole(name)[-1].params, "params")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_microbatches(name: str) -> None:
+    close_to_whole(name, pl.run(stream(name, MODEL, microbatch_size=3)))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_compiled_steps() -> None:
+    """Those of the others, with schedules and numbers, are in test_schedules.py and test_lr_scale.py."""
+    name = "lamb, independent"
+    close_to_whole(name, pl.run(stream(name, MODEL, compile=True)))
+
+
+def close_to_whole(name: str, state: pl.State) -> None:
+    torch.testing.assert_close(dict(state.params), dict(whole(name)[-1].params), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_parameter_that_a_batch_does_not_use_stays_as_it_is(name: str) -> None:
+    start = pl.FrozenDict(used=torch.ones(3), unused=torch.ones(2))
+    optimizer = MADE[name]()
+    grads = pl.FrozenDict(used=torch.ones(3), unused=None)
+    params, opt_state = optimizer.update(grads, optimizer.init(start), start, pl.Timestamp())
+    assert torch.equal(params["unused"], start["unused"])
+    assert not torch.equal(params["used"], start["used"])
+    # The first step that it takes is its first one, whatever the others have done.
+    again, _ = optimizer.update(
+        pl.FrozenDict(used=torch.ones(3), unused=torch.ones(2)), opt_state, params, pl.Timestamp()
+    )
+    fresh, _ = optimizer.update(
+        pl.FrozenDict(unused=torch.ones(2)),
+        optimizer.init(pl.FrozenDict(unused=torch.ones(2))),
+        pl.FrozenDict(unused=torch.ones(2)),
+        pl.Timestamp(),
+    )
+    assert torch.equal(again["unused"], fresh["unused"])

@@ -1,0 +1,251 @@
+"""README.md and docs/: what they show is what is so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.order import checker
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = _load(ROOT / "docs" / "generate.py")
+PAGES = {str(path.relative_to(ROOT)): path for path in generate.pages()}
+README = PAGES["README.md"].read_text()
+
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+@functools.cache
+def printed(page: str) -> Any:
+    return generate.run(PAGES[page])
+
+
+@pytest.mark.slow
+@each_page
+def test_every_python_block_runs(page: str) -> None:
+    text = PAGES[page].read_text()
+    assert len(printed(page)) == text.count("```python\n") > 0
+    assert text.count("```") % 2 == 0
+
+
+@each_page
+def test_a_page_begins_with_an_example(page: str) -> None:
+    """Nothing but its heading, and in the README what it is about, comes before."""
+    before = PAGES[page].read_text().partition("```")[0]
+    paragraphs = before.strip().split("\n\n")
+    assert len(paragraphs) == (2 if page == "README.md" else 1)
+
+
+@pytest.mark.slow
+@each_page
+def test_generated_parts_are_as_they_would_be_now(page: str) -> None:
+    assert generate.render(PAGES[page], printed(page)) == PAGES[page].read_text(), "run make docs"
+
+
+@pytest.mark.parametrize("package", generate.PACKAGES)
+def test_packages_list_what_their_modules_have(package: str) -> None:
+    text = (generate.ROOT / "pure_loop" / package / "__init__.py").read_text()
+    assert generate.render_package(package) == text, "run make docs"
+    listed = getattr(pl, package)
+    public = [module for module in generate.modules(package) if generate.is_public(module.name, package)]
+    assert set(listed.__all__) == {name for module in public for name in module.public}
+    assert all(getattr(listed, name) is not None for name in listed.__all__)
+
+
+def test_a_new_module_joins_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "pure_loop" / "loggers"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text('"""Loggers, by hand."""\n')
+    (folder / "to_paper.py").write_text('"""A line."""\n__all__ = ["to_paper", "PaperLogger"]\n')
+    (folder / "_helpers.py").write_text('"""Helps."""\n__all__ = ["help"]\n')
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    text = generate.render_package("loggers")
+    assert text.startswith('"""Loggers, by hand."""\n')
+    assert "    from pure_loop.loggers.to_paper import PaperLogger, to_paper\n" in text
+    assert '__all__ = [\n    "PaperLogger",\n    "to_paper",\n]\n' in text
+    assert "help" not in text
+
+
+def test_every_marker_is_closed() -> None:
+    for page, path in PAGES.items():
+        text = path.read_text()
+        found = re.findall(r"<!-- (generated|end)", text.replace("<!-- end of", ""))
+        assert found == ["generated", "end"] * (len(found) // 2), page
+    assert "<!-- generated: mermaid current -->" in README
+
+
+@pytest.mark.parametrize("which", ["current", "2021"])
+def test_the_boxes_of_the_diagram_are_tied(which: Any) -> None:
+    """One that is not tied to the others is laid out sideways, its inside first, and can't be read."""
+    lines = pl.order.mermaid(which).splitlines()
+    outermost = [line.split()[1] for line in lines if line.startswith("    subgraph ")]
+    ties = [line.split() for line in lines if "~~~" in line]
+    assert len(outermost) == 2
+    assert len(ties) == len(outermost) - 1
+    assert all(tie[0] == "INIT" and tie[2].startswith("EVAL_") for tie in ties)
+
+
+@pytest.fixture
+def small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n```python\nprint(1)\nprint('a b')\nprint('c')\n```\n\n"
+        '<!-- generated: output from "a b" to "c" -->\n<!-- end -->\n\n<!-- generated: grammar 2021 -->\n<!-- end -->\n'
+    )
+    monkeypatch.setattr(generate, "pages", lambda: [page])
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    return page
+
+
+def test_drift_is_found_and_mended(
+    small_page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = small_page.read_text()
+    assert generate.main(["--check"]) == 1
+    assert small_page.read_text() == before, "--check writes nothing"
+    assert "page.md: out of date; run make docs" in capsys.readouterr().out
+    assert generate.main([]) == 0
+    text = small_page.read_text()
+    assert "```text\na b\nc\n```" in text
+    assert pl.order.table("2021") in text
+    assert generate.main(["--check"]) == 0
+    # The order changes: the page doesn't fit it any more.
+    rules = pl.order.GRAMMARS["2021"]
+    changed = (attrs.evolve(rules[0], note="something else"), *rules[1:])
+    monkeypatch.setattr(checker, "GRAMMARS", {**pl.order.GRAMMARS, "2021": changed})
+    checker._rules.cache_clear()
+    try:
+        assert generate.main(["--check"]) == 1
+    finally:
+        monkeypatch.undo()
+        checker._rules.cache_clear()
+
+
+def test_running_a_page_leaves_nothing_behind(small_page: Path) -> None:
+    small_page.write_text("```python\nimport torch\ntorch.manual_seed(5)\nopen('left.txt', 'w').close()\n```\n")
+    folder, random = Path.cwd(), torch.get_rng_state()
+    generate.run(small_page)
+    assert Path.cwd() == folder
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not (folder / "left.txt").exists()
+
+
+def test_an_error_in_a_block_names_its_line_in_the_page(small_page: Path) -> None:
+    small_page.write_text("# Page\n\n```python\nx = 1\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        generate.run(small_page)
+    assert caught.traceback[-1].lineno + 1 == 5
+    assert str(caught.traceback[-1].path) == str(small_page)
+
+
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+@each_page
+def test_links_into_the_repository_lead_somewhere(page: str) -> None:
+    for target in _LINK.findall(_prose(PAGES[page].read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        path = PAGES[page].parent / name if name else PAGES[page]
+        assert path.exists(), f"{page} links to {target}"
+        if heading:
+            assert heading in _anchors(path.read_text()), f"{page} links to {target}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(_LINK.findall(README))
+    assert set(PAGES) - {"README.md"} <= linked
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that headings get on a page of the forge."""
+    headings = re.findall(r"^#+ (.*)$", _prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_names_exist(page: str) -> None:
+    text = PAGES[page].read_text()
+    for name in set(re.findall(r"\bpl\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)", text)):
+        found: Any = pl
+        for part in name.split("."):
+            assert hasattr(found, part), f"{page}: pl.{name}"
+            found = getattr(found, part)
+    for name in set(re.findall(r"\b(?:state|first|last)\.([a-z_]+)", text)):
+        assert hasattr(pl.State, name), f"{page}: state.{name}"
+    for name in set(re.findall(r"\bstate\.timestamp\.([a-z_]+)", text)):
+        assert hasattr(pl.Timestamp, name), f"{page}: state.timestamp.{name}"
+    for name in set(re.findall(r"\bEvent\.([A-Z_]+)\b|`([A-Z]+_[A-Z_]+)`", text)):
+        assert (name[0] or name[1]) in Event.__members__, f"{page}: {name}"
+
+
+def test_the_readme_counts_the_events() -> None:
+    counts = [
+        int(n) for page in PAGES.values() for n in re.findall(r"(\d+)[ ,]+(?:events|in an order)", page.read_text())
+    ]
+    assert counts
+    assert set(counts) == {len(list(Event))}
+
+
+def test_the_state_s_fields_are_all_explained() -> None:
+    table = PAGES["docs/concepts.md"].read_text().partition("| fields |")[2].partition("\n\n")[0]
+    explained = set(re.findall(r"`([a-z_]+)`", table))
+    assert {field.alias for field in attrs.fields(pl.State)} <= explained
+
+
+def test_the_readme_names_the_commands_and_the_extras() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE))
+    assert {"demo", "test", "bench"} <= named <= targets
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install = README.partition("## Install")[2].partition("\n## ")[0]
+    assert all(f"`{extra}`" in install or f"[{extra}]" in install for extra in project["optional-dependencies"])
+    assert project["requires-python"].removeprefix(">=") in install
+    (torch_range,) = [each for each in project["dependencies"] if each.startswith("torch")]
+    assert torch_range.removeprefix("torch>=") in install
+
+
+@pytest.mark.parametrize("option", ['microbatch_size="auto"'])
+def test_what_the_readme_calls_a_limit_is_one(option: str) -> None:
+    limits = README.partition("## What it can't do yet")[2].partition("\n## ")[0]
+    assert f"`{option}`" in limits
+    name, _, value = option.partition("=")
+    given: Any = {'"auto"': "auto"}[value]
+    settings: Any = {"loss": torch.nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    with pytest.raises(pl.ArgumentError, match="this version of pure_loop can't do that yet"):
+        pl.fit(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], **settings, **{name: given})
+
+
+def test_the_changelog_has_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert pl.__version__ in re.findall(r"^## ([\w.]+)", changelog, re.MULTILINE)
+    for name in re.findall(r"`pl\.(\w+)`", changelog):
+        assert hasattr(pl, name), name

@@ -1,0 +1,292 @@
+"""Runs that are ended from outside, by kill -9, SIGTERM and Ctrl-C: the same command resumes, to the same bits.
+
+The processes are real: see :mod:`tests.support.killed_runs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.callbacks import CheckpointSaver
+from pure_loop.checkpoint import signals
+from tests.support.killed_runs import Killer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    with Killer() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(killer: Killer) -> dict[str, str]:
+    """The last State of the run that nothing is saved of."""
+    told = killer()
+    assert told["how"] == "end"
+    return told["state"]  # type: ignore[no-any-return]
+
+
+def batches_in(folder: Path) -> list[int]:
+    return sorted(int(each.stem.rpartition("ba")[2]) for each in folder.glob("ep*-ba*.safetensors"))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir() if each.name.startswith(".")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.thorough)])
+def test_kill_9_at_any_moment(kills: int, killer: Killer, uninterrupted: dict[str, str], tmp_path: Path) -> None:
+    draw = random.Random(kills)
+    run, reached, found = 0, 0, Counter[str]()
+    folder = tmp_path / "0"
+    while found["killed"] < kills:
+        # By the clock, most often while it starts and reads; or somewhere around the batches and saves that follow.
+        if draw.random() < 0.3:
+            when = {"after": draw.uniform(0.0, 0.15)}
+        else:
+            when = {"batch": reached + draw.randint(1, 4), "after": draw.uniform(0.0, 0.01)}
+        saver = {"folder": str(folder), "interval": "1ba", "keep_last": 2, "background": draw.random() < 0.8}
+        before = batches_in(folder) if folder.exists() else []
+        told = killer(kill=signal.SIGKILL, saver=saver, autoresume=str(folder), **when)
+        left = batches_in(folder) if folder.exists() else []
+        assert max(left, default=0) >= max(before, default=0), "the kill has cost a checkpoint"
+        reached = max([told["batch"], *left])
+        found["in a save"] += folder.exists() and bool(leftovers(folder))
+        if told["how"] == "SIGKILL":
+            found["killed"] += 1
+            found["before the first batch"] += told["batch"] == 0
+            found["in training"] += told["batch"] > 0
+        else:
+            assert told["how"] == "end", told
+        if told["how"] == "end" or found["killed"] == kills:
+            ended = killer(saver=saver, autoresume=str(folder))
+            assert ended.get("state") == uninterrupted, f"run {run} ended otherwise: {ended.get('text')}"
+            assert not leftovers(folder), "what killed processes have left is swept by the next one"
+            run, reached, folder = run + 1, 0, tmp_path / str(run + 1)
+    assert all(found[each] for each in ("before the first batch", "in training", "in a save")), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_signal_saves_at_the_next_boundary(
+    number: signal.Signals, background: bool, killer: Killer, uninterrupted: dict[str, str], tmp_path: Path
+) -> None:
+    saver = {"folder": str(tmp_path), "interval": "1000ba", "background": background}
+    draw, at = random.Random(number), 0
+    for _ in range(3):
+        at += draw.randint(1, 8)
+        told = killer(kill=number, batch=at, after=draw.uniform(0, 0.01), saver=saver, autoresume=str(tmp_path))
+        assert told["how"] == ("SystemExit" if number == signal.SIGTERM else "KeyboardInterrupt"), told
+        assert told.get("code") == (143 if number == signal.SIGTERM else None)
+        assert told["handlers"], "handlers are as before"
+        assert batches_in(tmp_path)[-1] == told["batch"], "saved at the boundary of the batch under way"
+        at = told["batch"]
+    assert not leftovers(tmp_path)
+    assert len(batches_in(tmp_path)) == 3
+    ended = killer(saver=saver, autoresume=str(tmp_path))
+    assert ended.get("state") == uninterrupted, ended.get("text")
+
+
+class Signalled:
+    """A run in this process, with a save at no other time than when a signal asks for it."""
+
+    def __init__(self, folder: Path, others: int = 0) -> None:
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        folders = [folder, *(folder / str(index) for index in range(others))]
+        data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+        self.stream = pl.fit(
+            torch.nn.Linear(2, 1),
+            data,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="2ep",
+            callbacks=[CheckpointSaver(each, interval="1000ba") for each in folders],
+        )
+
+    def handlers_are_as_before(self) -> bool:
+        return all(signal.getsignal(number) == handler for number, handler in self.before.items())
+
+
+# The test's own thread is the main one, or Python wouldn't let it have signals.
+in_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals are for the main thread"
+)
+
+
+@in_main_thread
+def test_handlers_are_there_while_the_stream_is_and_no_longer(tmp_path: Path) -> None:
+    for leave in ("end", "break", "raise", "close"):
+        run = Signalled(tmp_path)
+        inside = set()
+        try:
+            for event, state in run.stream:
+                inside.add((event, run.handlers_are_as_before()))
+                if state.timestamp.batch == 3 and leave == "break":
+                    break
+                if state.timestamp.batch == 3 and leave == "raise":
+                    raise KeyError(leave)
+                if state.timestamp.batch == 3 and leave == "close":
+                    run.stream.close()
+        except KeyError:
+            pass
+        run.stream.close()
+        assert (Event.BATCH_START, False) in inside
+        assert (Event.BATCH_START, True) not in inside
+        assert run.handlers_are_as_before(), leave
+
+
+@in_main_thread
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_second_signal_acts_at_once(others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_REPEATED_SECONDS", 0.0)
+    run = Signalled(tmp_path, others=others)
+    seen = []
+
+    def loop() -> None:
+        for event, state in run.stream:
+            seen.append((event, state.timestamp.batch))
+            if event in (Event.BEFORE_FORWARD, Event.AFTER_LOSS) and state.timestamp.batch == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert seen[-1] == (Event.AFTER_LOSS, 2)
+    assert run.handlers_are_as_before()
+    run.stream.close()
+    time.sleep(0.05)  # the first one doesn't act as well
+    assert batches_in(tmp_path) == []
+
+
+@in_main_thread
+def test_a_signal_that_a_launcher_passes_on_is_no_second_one(tmp_path: Path) -> None:
+    """``timeout`` and ``torchrun`` send each child the signal that the whole process group had a moment before."""
+    run = Signalled(tmp_path)
+
+    def loop() -> None:
+        for event, state in run.stream:
+            if event in (Event.BEFORE_FORWARD, Event.AFTER_LOSS) and state.timestamp.batch == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert batches_in(tmp_path) == [3]
+
+
+@in_main_thread
+def test_handlers_of_the_program_get_the_signal(tmp_path: Path) -> None:
+    calls: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        run = Signalled(tmp_path)
+        for event, state in run.stream:
+            if event is Event.BEFORE_FORWARD and state.timestamp.batch == 2:
+                signal.raise_signal(signal.SIGTERM)
+                assert not calls
+        assert calls == [signal.SIGTERM]
+        assert batches_in(tmp_path) == [3, 8], "the run resumes, as it did without a saver"
+        assert run.handlers_are_as_before()
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@in_main_thread
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        for event, _ in Signalled(tmp_path).stream:
+            if event is Event.BATCH_START:
+                signal.raise_signal(signal.SIGTERM)
+        assert batches_in(tmp_path) == [8]
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@in_main_thread
+@pytest.mark.parametrize("leave", ["break", "return", "raise", "close", "wrapped"])
+def test_a_signal_is_not_lost_when_the_loop_is_left_before_the_boundary(leave: str, tmp_path: Path) -> None:
+    """A generator that is closed by ``break`` can't raise; and yet Ctrl-C is no ``break``."""
+
+    def wrapped() -> Iterator[Any]:
+        yield from Signalled(tmp_path).stream
+
+    def loop() -> None:
+        for event, state in wrapped() if leave == "wrapped" else (run := Signalled(tmp_path)).stream:
+            if event is Event.BEFORE_FORWARD and state.timestamp.batch == 2:
+                signal.raise_signal(signal.SIGINT)
+                if leave == "return":
+                    return
+                if leave == "raise":
+                    raise KeyError
+                if leave == "close":
+                    run.stream.close()
+                break
+
+    came = False
+    try:
+        with contextlib.suppress(KeyError):
+            loop()
+        for _ in range(2000):
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        came = True
+    assert came
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@in_main_thread
+def test_several_savers_hold_one_signal_back(tmp_path: Path) -> None:
+    """Each saves, the signal acts once, and the handlers are as before, in whatever order they are put back."""
+    before = signal.getsignal(signal.SIGINT)
+    savers = [CheckpointSaver(tmp_path / str(index), interval="1000ba") for index in range(3)]
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 8
+    arguments: dict[str, Any] = {
+        "loss": torch.nn.functional.mse_loss,
+        "optimizer": pl.optim.sgd(lr=0.1),
+        "max_duration": "1ep",
+        "callbacks": savers,
+    }
+    pl.run(pl.fit(torch.nn.Linear(2, 1), data, **arguments))
+    assert signal.getsignal(signal.SIGINT) is before
+    for saver in savers:
+        for path in Path(saver.folder).iterdir():
+            path.unlink()
+
+    def interrupt(event: Event, state: pl.State) -> None:
+        if event is Event.BEFORE_FORWARD and state.timestamp.batch == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    arguments["callbacks"] = [interrupt, *savers]
+    with pytest.raises(KeyboardInterrupt):
+        pl.run(pl.fit(torch.nn.Linear(2, 1), data, **arguments))
+    assert all(batches_in(Path(saver.folder)) for saver in savers)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@in_main_thread
+def test_a_stream_closed_by_another_thread_swallows_no_signal(tmp_path: Path) -> None:
+    run = Signalled(tmp_path)
+    next(event for event, _ in run.stream if event is Event.BATCH_START)
+    thread = threading.Thread(target=run.stream.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert run.handlers_are_as_before() or signal.signal(signal.SIGTERM, signal.SIG_DFL)

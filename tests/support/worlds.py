@@ -1,0 +1,98 @@
+"""Several ranks on real processes: their pools, and the algorithms that run there."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.distributed import Parallel
+from pure_loop.testing._compositions import ALGORITHMS as LIBRARY
+from pure_loop.testing._settings import built
+from pure_loop.testing.ranks import shared_pool
+from tests.conftest import THOROUGH
+from tests.support.samples import simplest
+
+KINDS = ("replicate", "shard")
+GATHERS_WHERE_CHECKED = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+A = pl.algorithms
+OF_IMAGES = [
+    name for name, made in LIBRARY.items() if getattr(sys.modules[made.__module__], "SERVES", None) == "images"
+]
+
+
+def _with_simplest_settings(name):
+    return simplest(built(LIBRARY[name]))
+
+
+ALGORITHMS = {
+    # Those of images have BatchNorm's statistics, which are of another batch on each rank.
+    **{name: partial(_with_simplest_settings, name) for name in LIBRARY if name not in OF_IMAGES},
+    "asam": lambda: A.sam(rho=0.5, adaptive=True),
+    "clip_value": lambda: A.gradient_clipping("value", 0.1),
+    "clip_adaptive": lambda: A.gradient_clipping("adaptive", 0.05),
+    "composed": lambda: pl.compose(A.sam(), A.ema(half_life="3ba"), A.gradient_clipping("norm", 0.3)),
+}
+
+
+def pool(ranks=2, kind="replicate"):
+    # CI takes one pool for all: where gloo's collectives are checked, they take five times as long. And torch's
+    # DistributedDataParallel crashes there, in torch itself, and torch 2.11 can't gather a DTensor.
+    return shared_pool(ranks, checked=THOROUGH and kind == "shard" and GATHERS_WHERE_CHECKED)
+
+
+def an_epoch(model, data, **options):
+    """A stream of one epoch of plain gradient descent."""
+    options = {
+        "loss": torch.nn.functional.mse_loss,
+        "optimizer": pl.optim.sgd(lr=0.1),
+        "max_duration": "1ep",
+        **options,
+    }
+    return pl.fit(model, data, **options)
+
+
+def samples_seen(make_loader, ranks, epochs=2, **options):
+    """For every epoch, the samples that all ranks saw and counted."""
+
+    def program(rank):
+        seen = [[] for _ in range(epochs)]
+        counts = []
+        stream = pl.fit(
+            torch.nn.Linear(1, 1),
+            make_loader(rank),
+            loss=torch.nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.0),
+            max_duration=f"{epochs}ep",
+            parallel=Parallel(**options),
+        )
+        for event, state in stream:
+            if event is Event.AFTER_BACKWARD:
+                t = state.timestamp
+                seen[t.epoch].append((t.batch, state.microbatch[0].flatten().tolist()))
+            if event is Event.BATCH_END:
+                counts.append(state.timestamp.sample)
+        return seen, counts
+
+    return pool(ranks).run(program)
+
+
+def two_halves():
+    class Halves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            out = 0.0 * x
+            if bool((x > 0).any()):
+                out = out + (x > 0) * self.one(x)
+            if bool((x < 0).any()):
+                out = out + (x < 0) * self.two(x)
+            return out
+
+    torch.manual_seed(0)
+    return Halves()

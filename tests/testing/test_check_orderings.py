@@ -1,0 +1,222 @@
+"""What the kit says of one algorithm does not depend on what was checked before in the same process (law 14)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.testing import CheckFailed, LawViolation, Problem, check_algorithm, laws
+from pure_loop.testing._surroundings import Surroundings, unchanged
+from pure_loop.testing.laws import OF_ALGORITHMS, UNAVAILABLE
+from pure_loop.testing.ranks import Pool
+from pure_loop.testing.ranks.processes import shared_pool
+from tests.support.tiers import tiers
+
+MODEL = nn.Linear(3, 2)
+INPUTS, TARGETS = torch.randn(64, 3), torch.randint(2, (64,))
+# A model and data that all checks of this process are given: what writes to them would write to those of the next one.
+SHARED = Problem(
+    name="shared",
+    make_model=lambda: MODEL,
+    make_batch=lambda samples, generator: (INPUTS[:samples], TARGETS[:samples]),
+    loss=nn.functional.cross_entropy,
+)
+TRIED = {"purity", "determinism", "microbatch_invariance", "closing", "memory", "order", "value"}
+
+
+def at(event: Event, do: Callable[[pl.State], Any]) -> Callable[[], pl.Algorithm]:
+    def make() -> pl.Algorithm:
+        @pl.algorithm(event)
+        def does(state: pl.State) -> pl.State:
+            do(state)
+            return state
+
+        return does
+
+    return make
+
+
+def write(tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.data.add_(1)
+
+
+PATHOLOGICAL: dict[str, Callable[[], Any]] = {
+    "parameters": at(Event.BATCH_END, lambda state: write(state.params.values())),
+    "first parameters": at(Event.INIT, lambda state: write(state.params.values())),
+    "batch": at(Event.BATCH_START, lambda state: write(state.batch[:1])),
+    "default dtype": at(Event.BATCH_START, lambda state: torch.set_default_dtype(torch.float64)),
+    "default device": at(Event.BATCH_START, lambda state: torch.set_default_device("meta")),
+    "environment": at(Event.BATCH_END, lambda state: os.environ.update(WORLD_SIZE="5", RANK="3", OTHER="1")),
+    "grad mode": at(Event.BATCH_END, lambda state: torch.set_grad_enabled(False)),
+    "threads": at(Event.BATCH_END, lambda state: torch.set_num_threads(3)),
+    "deterministic": at(Event.BATCH_END, lambda state: torch.use_deterministic_algorithms(True)),
+    "torch's numbers": at(Event.BATCH_END, lambda state: torch.rand(1)),
+    "python's numbers": at(Event.BATCH_END, lambda state: random.random()),
+    "numpy's numbers": at(Event.BATCH_END, lambda state: np.random.rand()),
+    "folder": at(Event.BATCH_END, lambda state: os.chdir(tempfile.gettempdir())),
+}
+GOOD: dict[str, Callable[[], Any]] = {
+    "label smoothing": lambda: pl.algorithms.label_smoothing(0.1),
+    "clipping": lambda: pl.algorithms.gradient_clipping("norm", 0.1),
+}
+ALL = PATHOLOGICAL | GOOD
+
+
+def verdict(name: str, tried: set[str] = TRIED) -> set[str]:
+    """The laws that an algorithm breaks."""
+    names = {law.name for law in OF_ALGORITHMS} | set(UNAVAILABLE)
+    try:
+        check_algorithm(
+            ALL[name], problems=SHARED, max_examples=2, skip=dict.fromkeys(names - tried, "of another test")
+        )
+    except CheckFailed as failed:
+        return {outcome.law for outcome in failed.report.outcomes if outcome.result == "FAILED"}
+    return set()
+
+
+@pytest.mark.parametrize("seed", tiers(range(12), fast=[0]))
+def test_verdicts_do_not_depend_on_what_was_checked_before(seed: int) -> None:
+    """Neighbours: parameters, batches and a model that all have; modes, generators and settings of the process.
+
+    By a shuffle of our own: the kit draws with Hypothesis itself.
+    """
+    order = random.Random(seed).sample(sorted(ALL), len(ALL))
+    before, model = Surroundings(), {name: each.clone() for name, each in MODEL.state_dict().items()}
+    inputs = INPUTS.clone()
+    for name in order:
+        assert verdict(name) == ({"purity"} if name in PATHOLOGICAL else set()), name
+    assert before.changed() is None
+    assert all(torch.equal(each, model[name]) for name, each in MODEL.state_dict().items())
+    assert torch.equal(INPUTS, inputs)
+
+
+def test_a_factory_may_change_nothing_either() -> None:
+    def make() -> pl.Algorithm:
+        os.environ["OTHER"] = "1"
+        return pl.algorithms.label_smoothing(0.1)
+
+    with pytest.raises(CheckFailed, match="the environment variables"):
+        check_algorithm(make, problems="linear", max_examples=1)
+    assert "OTHER" not in os.environ
+
+
+def test_a_script_finds_its_first_state_as_it_was_given() -> None:
+    start = pl.State.create(nn.Linear(1, 1))
+    weight = start.params["weight"].clone()
+
+    def script(state: pl.State) -> Any:
+        write(state.params.values())
+        return (yield Event.BATCH_END, state)
+
+    subject = pl.testing.Scripted(script, start)
+    seen = [subject.run(pl.testing.Seed(0))[0][1].params["weight"] for _ in range(2)]
+    assert torch.equal(seen[0], weight + 1)
+    assert torch.equal(seen[1], weight + 1)
+    assert torch.equal(start.params["weight"], weight)
+
+
+def spoil() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    os.environ.update(WORLD_SIZE="9", OTHER="1")
+    os.environ.pop("PATH", None)
+    os.chdir(tempfile.gettempdir())
+
+
+def looked_at() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+        torch.rand(3).tolist(),
+        random.random(),
+        np.random.rand(),
+        dict(os.environ),
+        os.getcwd(),
+    )
+
+
+def test_what_was_changed_is_put_back() -> None:
+    with unchanged():
+        before = looked_at()
+    with unchanged():
+        spoil()
+    with unchanged():
+        assert looked_at() == before
+
+
+@pytest.mark.slow
+def test_processes_of_a_pool_are_as_new_for_every_program() -> None:
+    with Pool(1, checked=False) as pool:
+        pids = pool.run(lambda rank: os.getpid())
+        new = pool.run(lambda rank: looked_at())
+        pool.run(lambda rank: spoil())
+        assert pool.run(lambda rank: looked_at()) == new
+        assert pool.run(lambda rank: os.getpid()) == pids
+
+
+@pytest.mark.slow
+def test_a_pool_may_outlive_the_folder_in_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with Pool(1, checked=False) as pool:
+        assert pool.run(lambda rank: rank) == [0]
+        monkeypatch.chdir(tmp_path)
+        folder.rmdir()
+        assert [pool.run(lambda rank: rank) for _ in range(2)] == [[0], [0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", ["a thread", "inference mode"])
+def test_where_something_can_not_be_put_back_other_processes_take_their_place(left: str) -> None:
+    def program(rank: int) -> int:
+        if left == "a thread":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        else:
+            torch.kept = torch.inference_mode()  # type: ignore[attr-defined]
+            torch.kept.__enter__()  # type: ignore[attr-defined]
+        return os.getpid()
+
+    with Pool(1, checked=False) as pool:
+        pids = pool.run(program)
+        assert pool.run(lambda rank: os.getpid()) != pids
+        assert pool.run(lambda rank: torch.is_inference_mode_enabled()) == [False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["default dtype", "environment", "grad mode", "parameters", "batch"])
+def test_the_law_of_the_world_finds_ranks_as_new(name: str) -> None:
+    """By itself, without the laws on which it rests, so that the algorithm does run on processes."""
+    with contextlib.suppress(LawViolation):
+        laws.world_size(PATHOLOGICAL[name], problems=SHARED, max_examples=2)
+    for good in GOOD.values():
+        laws.world_size(good, problems=SHARED, max_examples=2)
+    assert shared_pool(2, checked=False).run(lambda rank: torch.get_default_dtype()) == [torch.float32] * 2
