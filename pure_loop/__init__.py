@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pure_loop.entry.drive import drive
     from pure_loop.entry.evaluate import evaluate, predict
     from pure_loop.entry.explain import explain
+    from pure_loop.exporting import export
     from pure_loop.loop.training import Script
     from pure_loop.progress import progress
     from pure_loop.stages import Stages
@@ -76,6 +77,7 @@ __all__ = [
     "evaluate",
     "every",
     "explain",
+    "export",
     "fit",
     "gradients",
     "latest",
@@ -103,6 +105,7 @@ _LAZY: dict[str, str | None] = {
     "drive": "pure_loop.entry.drive",
     "evaluate": "pure_loop.entry.evaluate",
     "explain": "pure_loop.entry.explain",
+    "export": "pure_loop.exporting",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",
     "predict": "pure_loop.entry.evaluate",

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from pure_loop._internal.dtensor import is_sharded
-from pure_loop.algorithms.ema import averaged
 from pure_loop.callback import Callback, LoggerGroup
-from pure_loop.checkpoint.export import export_module, refuse_sample, try_to_export, try_to_write
 from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.exporting.export import module_of
+from pure_loop.exporting.files import export_module, refuse_sample, try_to_export, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -30,7 +30,8 @@ class ExportForInferenceCallback(Callback):
         path: where to; its folder is made, and a URL is opened by fsspec.
         format: ``"module"``: the module itself, by pickle, ``torch.load(path, weights_only=False)``;
             ``"torch.export"``: its graph, which needs no code of the model, ``torch.export.load(path).module()``;
-            ``"safetensors"``: its parameters and buffers by the names of ``state_dict()``.
+            ``"safetensors"``: its parameters and buffers by the names of ``state_dict()``; ``"onnx"``: its graph for
+            other runtimes, which needs the extra ``onnx``.
         sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
             keyword arguments.
         average: the name of an average of the weights to export, such as ``"ema"``; None: the weights.
@@ -40,6 +41,7 @@ class ExportForInferenceCallback(Callback):
     Raises:
         ArgumentError, ArgumentTypeError: a setting of another type, or a graph without a sample; at FIT_START: no
             average of this name, or a path that is a folder.
+        MissingExtraError: ``"onnx"`` without its packages.
         ExportError: at FIT_START: the model can't be exported; at FIT_END: what was read back differs.
         CheckpointWriteError: (an OSError) at FIT_START, where the path can't be written to.
 
@@ -59,7 +61,7 @@ class ExportForInferenceCallback(Callback):
     def __init__(
         self,
         path: PathLike,
-        format: Literal["module", "torch.export", "safetensors"] = "module",
+        format: Literal["module", "torch.export", "safetensors", "onnx"] = "module",
         sample: Any = None,
         *,
         average: Annotated[str | None, Name()] = None,
@@ -92,5 +94,5 @@ class ExportForInferenceCallback(Callback):
         """What is exported; None on other ranks than the first."""
         if self.rank and not any(map(is_sharded, state.params.values())):
             return None
-        module = (state if self._average is None else averaged(state, self._average)).module(training=False)
+        module = module_of(state, self._average)
         return None if self.rank else module

@@ -25,6 +25,7 @@ FLOORS = (
     {"_hypothesis", "callback", "stages"},
     {"distributed", "loop"},
     {"algorithms", "checkpoint", "compile"},
+    {"exporting"},
     {"callbacks"},
     {"progress"},
     {"entry", "loggers"},

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop.callbacks import ExportForInferenceCallback
-from pure_loop.checkpoint import export
-from pure_loop.checkpoint.export import export_module
+from pure_loop.checkpoint import container
+from pure_loop.exporting.files import export_module
 from pure_loop.loggers import InMemoryLogger
 from tests.support.runs import convnet, equal, images, mlp, points, train
 from tests.support.worlds import pool
@@ -163,7 +163,7 @@ def test_a_path_that_cannot_be_written_to_is_refused_before_training(tmp_path: P
     ("arguments", "message"),
     [
         ((3,), "3 is no path"),
-        (("model.onnx", "onnx"), "format"),
+        (("model.onxx", "onxx"), "format"),
         (("model.pt2", "torch.export"), "give sample=inputs"),
         (("model.pt2", "torch.export", INPUTS[:1]), r"tensor \(1, 4\).*give more, or write dynamic_batch=False"),
     ],
@@ -175,7 +175,7 @@ def test_settings_are_refused_at_once(arguments: Any, message: str) -> None:
 
 @pytest.mark.parametrize("format", ["module", "safetensors"])
 def test_a_file_that_differs_is_removed(format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, written = torch.save, export.container.write
+    saved, written = torch.save, container.write
 
     def damaged(module: nn.Module, file: Any) -> None:
         nn.init.zeros_(module[0].bias)  # type: ignore[index]
@@ -188,7 +188,7 @@ def test_a_file_that_differs_is_removed(format: Any, tmp_path: Path, monkeypatch
 
     module = mlp().eval()
     monkeypatch.setattr(torch, "save", lambda value, file: damaged(mlp().eval(), file))
-    monkeypatch.setattr(export.container, "write", rounded)
+    monkeypatch.setattr(container, "write", rounded)
     with pytest.raises(pl.ExportError, match=r"differs from the model: the tensor '0\.(bias|weight)'"):
         export_module(module, tmp_path / "model", format)
     assert list(tmp_path.iterdir()) == []

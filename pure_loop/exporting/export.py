@@ -1,0 +1,105 @@
+"""``pl.export``: a State to a file that loads without pure_loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from torch import nn
+
+from pure_loop._internal.dtensor import is_sharded
+from pure_loop.algorithms.ema import averaged
+from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.distributed.parallel import rank
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.exporting.files import export_module, refuse_sample, try_to_write
+from pure_loop.ranges import Name, checked
+from pure_loop.state import State
+
+__all__ = ["export", "module_of"]
+
+
+@checked
+def export(
+    state: State,
+    path: PathLike,
+    format: Literal["module", "torch.export", "safetensors", "onnx"] = "module",
+    *,
+    sample: Any = None,
+    average: Annotated[str | None, Name()] = None,
+    dynamic_batch: bool = True,
+    verify: bool = True,
+) -> None:
+    """Write the module of a State in eval mode to a file, whole or not at all, and compare the file with the State.
+
+    ==================  =========================================  ============================================
+    ``format``          what is written                            how it is loaded
+    ==================  =========================================  ============================================
+    ``"module"``        the module itself, by pickle               ``torch.load(path, weights_only=False)``
+    ``"torch.export"``  its graph, which needs no code of the      ``torch.export.load(path).module()``
+                        model
+    ``"safetensors"``   its weights, by the names of               ``safetensors.torch.load_model``,
+                        ``state_dict()``                           ``load_state_dict``, ``from_pretrained``,
+                                                                   ``pl.load``
+    ``"onnx"``          its graph for other runtimes; needs the    ``onnxruntime.InferenceSession(path)``
+                        extra ``onnx``
+    ==================  =========================================  ============================================
+
+    The names of a Hugging Face model's weights are those of its ``save_pretrained``, of tied weights, too: with
+    ``model.config.save_pretrained(folder)`` beside ``folder/model.safetensors``, ``from_pretrained(folder)`` loads it.
+    Of a State of ``parallel="shard"`` all ranks gather the parameters, and the first one writes.
+
+    Args:
+        state: of any event.
+        path: where to; its folder is made, and a URL is opened by fsspec.
+        format: what is written.
+        sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
+            keyword arguments.
+        average: the name of an average of the weights to export, such as ``"ema"``; None: the weights.
+        dynamic_batch: whether a graph takes batches of any size: the first dimension of the sample's tensors.
+        verify: read the file, and compare: weights bitwise; with a sample, outputs of a module or a ``torch.export``
+            graph by ``torch.testing.assert_close``, and of an ONNX graph, which ``onnx.reference`` runs, to 1e-4 of the
+            largest one (1e-2 in float16, 5e-2 in bfloat16). A file that differs is removed.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no State, an unknown format, a graph without a sample, no average of this
+            name, a path that is a folder.
+        MissingExtraError: ``"onnx"`` without its packages.
+        CheckpointWriteError: (an OSError) the path can't be written to.
+        ExportError: the model can't be traced, translated or pickled; or what was read back differs.
+
+    >>> import pathlib, tempfile, torch, pure_loop as pl
+    >>> inputs = torch.ones(4, 2)
+    >>> state = pl.State.create(torch.nn.Linear(2, 1))
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "model.pt")
+    >>> pl.export(state, path, sample=inputs)
+    >>> loaded = torch.load(path, weights_only=False)
+    >>> torch.equal(loaded(inputs), state.module(training=False)(inputs))
+    True
+    """
+    _refuse_no_state(state)
+    storage_of(path)
+    refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
+    sharded = any(map(is_sharded, state.params.values()))
+    writes = not sharded or rank() == 0
+    if writes:
+        try_to_write(path)
+    module = module_of(state, average)
+    if writes:
+        export_module(module, path, format, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
+
+
+def _refuse_no_state(value: object) -> None:
+    if not isinstance(value, State):
+        instead = ": write pl.State.create(module)" if isinstance(value, nn.Module) else ""
+        raise ArgumentTypeError(
+            f"export({type(value).__name__}, ...): what is exported is a State{instead}; the path comes second."
+        )
+
+
+def module_of(state: State, average: str | None) -> nn.Module:
+    """What is exported: the module in eval mode, with an average in the place of its weights if one is named.
+
+    Raises:
+        ArgumentError: the State has no average of this name.
+    """
+    return (state if average is None else averaged(state, average)).module(training=False)

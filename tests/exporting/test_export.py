@@ -1,0 +1,266 @@
+"""``pl.export``: files that load without pure_loop and return what the State's module returns."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pure_loop as pl
+from pure_loop.checkpoint import container
+from tests.support.runs import convnet, equal, images, mlp, points, train
+from tests.support.worlds import pool
+
+INPUTS = points(1, seed=3)[0][0]
+
+
+class Tied(nn.Module):
+    """A weight in two places, of which the first is the one that Hugging Face leaves out, and a buffer not saved."""
+
+    _tied_weights_keys = ("head.weight",)
+
+    def __init__(self, *, listed: bool = True) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3, bias=False)
+        self.embed = nn.Embedding(3, 4)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        if not listed:
+            self._tied_weights_keys = ()  # type: ignore[assignment]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(inputs) * self.scale
+        return outputs
+
+
+def outputs(state: pl.State, inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = state.module(training=False)(inputs)
+        return result
+
+
+def loaded(path: Path, format: str, model: nn.Module) -> Any:
+    if format == "module":
+        return torch.load(path, weights_only=False)
+    if format == "torch.export":
+        return torch.export.load(path).module()
+    from safetensors.torch import load_model
+
+    load_model(model, path)
+    return model.eval()
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_a_file_returns_what_the_state_returns(data: st.DataObject, tmp_path_factory: Any) -> None:
+    width, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    kind: Any = data.draw(st.sampled_from(["module", "safetensors"]))
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout()] + [nn.Linear(width, width)] * depth
+        return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
+
+    batches = [(inputs.to(dtype), targets) for inputs, targets in points(2)]
+    state = train(make(), batches, [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
+    average = data.draw(st.sampled_from([None, "ema"]))
+    path = tmp_path_factory.mktemp("exported") / "new" / "model"
+    pl.export(state, path, kind, sample=INPUTS.to(dtype), average=average)
+    exported = state if average is None else pl.algorithms.averaged(state, average)
+    with torch.no_grad():
+        assert torch.equal(loaded(path, kind, make())(INPUTS.to(dtype)), outputs(exported, INPUTS.to(dtype)))
+    assert [file.name for file in path.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_of_tied_weights_the_name_of_hugging_face_is_kept(listed: bool, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "model.safetensors"
+    state = pl.State.create(Tied(listed=listed))
+    pl.export(state, path, "safetensors")
+    kept, left_out = ("embed.weight", "head.weight") if listed else ("head.weight", "embed.weight")
+    with safe_open(path, "pt") as file:
+        assert list(file.keys()) == [kept]
+        assert file.metadata() == {"format": "pt", left_out: kept}
+    assert torch.equal(loaded(path, "safetensors", Tied(listed=listed))(INPUTS), outputs(state, INPUTS))
+    again = pl.load(path, model=Tied(listed=listed), weights_only=True)
+    equal(again.params, state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
+def test_from_pretrained_reads_the_weights(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2LMHeadModel": {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16},
+        "BertForMaskedLM": {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+        },
+    }
+    cls = getattr(transformers, name)
+    config = cls.config_class(vocab_size=11, bos_token_id=None, eos_token_id=None, **sizes[name])
+    state = pl.State.create(cls(config))
+    pl.export(state, tmp_path / "model.safetensors", "safetensors")
+    config.save_pretrained(tmp_path)
+    model, report = cls.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    tokens = torch.arange(6).reshape(2, 3)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, state.module(training=False)(tokens).logits)
+
+
+def onnx_outputs(path: Path, *inputs: Tensor) -> list[Tensor]:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    model: Any = ReferenceEvaluator(onnx.load(path))
+    found = model.run(None, dict(zip(model.input_names, [tensor.numpy() for tensor in inputs], strict=True)))
+    return [torch.from_numpy(output.copy()) for output in found]
+
+
+@pytest.mark.slow
+def test_an_onnx_file_takes_batches_of_any_size(tmp_path: Path) -> None:
+    import onnx
+
+    path = tmp_path / "model.onnx"
+    state = train(convnet(), images(), max_duration="1ep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pl.export(state, path, "onnx", sample=images(1)[0][0])
+    sizes = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
+    assert [size.dim_param or size.dim_value for size in sizes] == ["batch", 3, 12, 12]
+    for size in (1, 4, 7):
+        inputs = images(1, size)[0][0]
+        torch.testing.assert_close(onnx_outputs(path, inputs)[0], outputs(state, inputs))
+
+
+class Gathering(nn.Module):
+    """Two inputs, two outputs, an index into more than 64 places and half precision inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(280.0).reshape(4, 70) / 280)
+
+    def forward(self, rows: Tensor, places: Tensor) -> dict[str, Tensor]:
+        values = (rows @ self.table).gather(1, places)
+        return {"values": values, "halved": values.bfloat16()}
+
+
+@pytest.mark.slow
+def test_an_onnx_file_of_named_arguments_and_several_outputs(tmp_path: Path) -> None:
+    state = pl.State.create(Gathering())
+    sample = {"rows": INPUTS, "places": torch.arange(15).reshape(5, 3) * 4}
+    pl.export(state, tmp_path / "model.onnx", "onnx", sample=sample)
+    with pytest.raises(pl.ExportError, match="Gathering can't be traced on the sample"):
+        pl.export(state, tmp_path / "other.onnx", "onnx", sample={**sample, "places": torch.ones(5, 3)})
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_what_is_not_like_the_module_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(file: Any, tensors: Any, *rest: Any, **options: Any) -> str:
+        return written(file, {name: tensor.bfloat16().float() for name, tensor in tensors.items()}, *rest, **options)
+
+    written = container.write
+    monkeypatch.setattr(container, "write", rounded)
+    state = pl.State.create(mlp())
+    with pytest.raises(pl.ExportError, match=r"differs from the model: the tensor '0\.weight'"):
+        pl.export(state, tmp_path / "model", "safetensors")
+    assert list(tmp_path.iterdir()) == []
+    pl.export(state, tmp_path / "model", "safetensors", verify=False)
+    monkeypatch.undo()
+    pl.export(state, tmp_path / "model", "safetensors")
+
+
+class Growing(nn.Module):
+    """Can be pickled, and fails where it is loaded."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("not today")
+
+
+def test_a_file_that_cannot_be_loaded_is_removed(tmp_path: Path) -> None:
+    state = pl.State.create(mlp())
+    state = state.with_module(nn.Sequential(nn.Linear(4, 3), nn.Identity()))
+    module = nn.Sequential(nn.Linear(4, 3), Growing())
+    from pure_loop.exporting.files import export_module
+
+    with pytest.raises(pl.ExportError, match=r"can't be loaded or run, so it was removed: not today"):
+        export_module(module, tmp_path / "model", "module")
+    assert list(tmp_path.iterdir()) == []
+
+
+STATE = pl.State.create(mlp())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((mlp(), "model.pt"), {}, pl.ArgumentTypeError, r"export\(Sequential, .*write pl.State.create\(module\)"),
+        (("model.pt", STATE), {}, pl.ArgumentTypeError, r"export\(str, .*the path comes second"),
+        ((STATE, 3), {}, pl.ArgumentTypeError, "3 is no path"),
+        ((STATE, "model.onnx", "onxx"), {}, pl.ArgumentError, "format"),
+        ((STATE, "model.onnx", "onnx"), {}, pl.ArgumentError, r'format="onnx" traces .*give sample=inputs'),
+        ((STATE, "model.pt2", "torch.export"), {"sample": INPUTS[:1]}, pl.ArgumentError, "give more"),
+        ((STATE, "model.pt"), {"average": "ema"}, pl.ArgumentError, "no average named 'ema'"),
+        ((STATE, "."), {}, pl.ArgumentError, "is a folder"),
+        ((STATE, "model.pt"), {"smaple": INPUTS}, pl.ArgumentTypeError, "did you mean sample="),
+        ((STATE, "model.pt"), {"verify": 1}, pl.ArgumentTypeError, "verify"),
+    ],
+)
+def test_bad_input_is_refused(
+    arguments: Any, options: Any, error: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        pl.export(*arguments, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(pl.CheckpointWriteError, match="file"):
+        pl.export(STATE, tmp_path / "file" / "model.pt")
+
+
+def test_onnx_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(pl.MissingExtraError, match=r"pure_loop\[onnx\]"):
+        pl.export(STATE, tmp_path / "model.onnx", "onnx", sample=INPUTS)
+
+
+def test_the_state_and_the_random_numbers_stay_as_they_are(tmp_path: Path) -> None:
+    state = train(mlp(), points(), [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
+    before = {name: tensor.clone() for name, tensor in state.params.items()}
+    numbers = torch.random.get_rng_state()
+    pl.export(state, tmp_path / "model.pt", sample=INPUTS, average="ema")
+    equal(dict(state.params), before)
+    assert torch.equal(torch.random.get_rng_state(), numbers)
+
+
+@pytest.mark.slow
+def test_all_ranks_gather_what_is_sharded(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+
+    def program(rank: int) -> Any:
+        state = train(mlp(), points(size=4), parallel="shard", max_duration="1ep")
+        pl.export(state, path, "safetensors")
+        return {name: tensor.tolist() for name, tensor in state.module().state_dict().items()}
+
+    expected = pool().run(program)[0]
+    from safetensors.torch import load_file
+
+    assert {name: tensor.tolist() for name, tensor in load_file(path).items()} == expected
