@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pure_loop.callback import Run
 from pure_loop.precision import Precision
 from pure_loop.stages import Stages
+from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 
 __all__ = ["FlopCounter"]
@@ -45,7 +46,7 @@ class FlopCounter:
         stages = Stages(
             task=self.run.task,
             precision=Precision.parse(self.run.precision),
-            microbatch_size=self.run.microbatch_size,
+            microbatch_size=self.run.microbatch_size or found_size(state),
         )
         fresh = state.replace(grads=None, loss=None, outputs=None, grad_norm=None, loss_scale=None)
         with FlopCounterMode(display=False) as counter:

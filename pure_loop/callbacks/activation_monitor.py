@@ -21,6 +21,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded_all
 from pure_loop.ranges import checked
+from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 
 __all__ = ["ActivationMonitor"]
@@ -150,8 +151,9 @@ class ActivationMonitor(Callback):
             if self._is_measured(name, submodule):
                 submodule.register_forward_hook(partial(self._measure, values, name))
         batch, t = state.batch, state.timestamp
-        if run.microbatch_size is not None:
-            batch = run.task.split(batch, run.microbatch_size)[0]
+        size = run.microbatch_size or found_size(state)
+        if size is not None:
+            batch = run.task.split(batch, size)[0]
         # The seed of the first forward of this batch on the first rank.
         seed = derive(state.seed, "forward", t.epoch, t.batch, 0, 0)
         autocast = Precision.parse(run.precision).autocast(state.device) or nullcontext()

@@ -129,7 +129,7 @@ class Compiler:
 
     def segment(self, name: str, program: Program, *, connected: bool = False) -> Segment:
         """The segment of this name, as far as the events observed now let it reach."""
-        key = name, self.observed
+        key = name, self.observed, self.stages.size  # of microbatches, whose number is a part of the graph
         result = self._segments.get(key)
         if result is None:
             brief = name not in _UPDATING

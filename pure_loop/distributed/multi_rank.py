@@ -440,6 +440,10 @@ class MultiRankEngine(Engine):
             self._epoch = epoch
         return [name for name in state.buffers if name in self._written]
 
+    def largest(self, numbers: Sequence[float], state: State) -> Sequence[float]:
+        by_rank = self.talk.exchange(Event.BATCH_START, state.timestamp.batch, *numbers)
+        return [max(column) for column in zip(*by_rank, strict=True)]
+
     def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
         def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
             return lambda tensor: tensor.detach().to(device)

@@ -85,11 +85,9 @@ def read_batches_per_epoch(value: Any) -> int | None:
     return positive_or_none("batches_per_epoch", value)
 
 
-def read_microbatch_size(value: Any) -> int | None:
+def read_microbatch_size(value: Any) -> int | Literal["auto"] | None:
     if isinstance(value, str) and value == "auto":
-        raise ArgumentError(
-            'microbatch_size="auto": this version of pure_loop can\'t do that yet; give a number, or None.'
-        )
+        return "auto"
     return positive_or_none("microbatch_size", value)
 
 

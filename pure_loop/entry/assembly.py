@@ -27,6 +27,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
+from pure_loop.loop.auto_size import AutoSize
 from pure_loop.loop.counted import counted_in, of_fit, refuse_no_iterations
 from pure_loop.loop.driver import Run, run_script
 from pure_loop.loop.fast import Observed, fast_text
@@ -34,6 +35,7 @@ from pure_loop.loop.recorder import Recorder
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.training import LoopStages
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.sizes import FoundSize
 from pure_loop.state import State
 from pure_loop.task import make_task
 from pure_loop.time import TimestampFields, TimeUnit
@@ -114,7 +116,7 @@ def assemble(settings: Settings) -> Assembly:
         ranks=engine.ranks,
         task=stages.task,
         precision=settings.precision.name,
-        microbatch_size=settings.microbatch_size,
+        microbatch_size=_fixed_size(settings),
         device=state.device,
         sources=(data, *(evaluator.source for evaluator in evaluators)),
         boundary=boundary,
@@ -153,6 +155,7 @@ def assemble(settings: Settings) -> Assembly:
             order=settings.order,
             boundary=boundary,
             compiled=compiler(settings, stages, observed, evaluators),
+            auto_size=None if stages.found is None else AutoSize(stages),
             load=loading(
                 checkpoint,
                 None if Event.INIT in stages.handlers else state.model,
@@ -237,7 +240,8 @@ def _stages(
         engine=engine,
         optimizer=settings.optimizer,
         precision=settings.precision,
-        microbatch_size=settings.microbatch_size,
+        microbatch_size=_fixed_size(settings),
+        found=FoundSize() if settings.microbatch_size == "auto" else None,
         clip_grad=settings.clip_grad,
         nonfinite=settings.nonfinite,
         measures_norm=measures_norm,
@@ -246,6 +250,10 @@ def _stages(
         donation=_donation(settings, engine),
         observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),
     )
+
+
+def _fixed_size(settings: Settings) -> int | None:
+    return None if settings.microbatch_size == "auto" else settings.microbatch_size
 
 
 def _donation(settings: Settings, engine: Engine) -> Donation | None:

@@ -22,6 +22,7 @@ from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.progress import words as _words
+from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 
 if TYPE_CHECKING:
@@ -130,8 +131,9 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
         yield "iterations", f"of {_words.duration(assembly.fit.iteration_length)}"
     yield "optimizer", repr(stages.optimizer)
     yield "precision", stages.precision.name
-    size = stages.microbatch_size
-    yield "microbatches", "the whole batch at once" if size is None else f"of at most {size:,} samples"
+    size = found_size(state) if stages.found is not None else stages.microbatch_size
+    halved = "" if stages.found is None else ", halved where a batch runs out of memory"
+    yield "microbatches", ("the whole batch at once" if size is None else f"of at most {size:,} samples") + halved
     clip = stages.clip_grad
     if clip is not None:
         yield "gradients", f"clipped by {_name(clip)}" if callable(clip) else f"clipped to a norm of {clip:g}"

@@ -41,7 +41,7 @@ class FitOptions(TypedDict, total=False):
     optimizer: Required[Optimizer]
     max_duration: Required[str | int | Time]
     task: Task | None
-    microbatch_size: int | None
+    microbatch_size: int | Literal["auto"] | None
     precision: PrecisionName
     seed: int
     evaluators: EvaluatorsLike
@@ -78,7 +78,7 @@ def fit(
     optimizer: Optimizer,
     max_duration: str | int | Time,
     task: Task | None = None,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
     precision: PrecisionName = "fp32",
     seed: int = 0,
     evaluators: EvaluatorsLike = None,
@@ -117,6 +117,8 @@ def fit(
         max_duration: when to stop: ``"3ep"``, ``"1000ba"``, ``"1e6tok"``, ``"90m"``; an int: epochs.
         task: what to do with batches that are not ``(inputs, targets)``: :class:`pure_loop.Task`.
         microbatch_size: the samples of a forward, at most; None: the whole batch. Gradients don't depend on it.
+            ``"auto"``: the whole batch, and half as many as often as a batch runs out of memory; the size that was
+            found stays for later batches, in the State.
         precision: ``"fp32"``, ``"amp_bf16"`` or ``"amp_fp16"``.
         seed: seeds all random numbers of the run, shuffling and dropout included.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.

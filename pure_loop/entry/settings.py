@@ -88,7 +88,7 @@ class Settings(ModelSettings):
     max_duration: Time = attrs.field(converter=read_duration)
     iteration_length: Time | None = attrs.field(converter=read_iteration_length)
     batches_per_epoch: int | None = attrs.field(converter=read_batches_per_epoch)
-    microbatch_size: int | None = attrs.field(converter=read_microbatch_size)
+    microbatch_size: int | Literal["auto"] | None = attrs.field(converter=read_microbatch_size)
     evaluators: Any
     eval_interval: Any
     train_metrics: tuple[Metric, ...] = attrs.field(converter=read_train_metrics)
@@ -114,6 +114,19 @@ class Settings(ModelSettings):
             # At BATCH_END before the others, which may read the values.
             algorithms = (measuring(self.train_metrics, self.parallel.ranks), *self.algorithms)
             object.__setattr__(self, "algorithms", read_algorithms(algorithms))
+        if self.microbatch_size == "auto":
+            if any(algorithm.name == "microbatch_size" for algorithm in self.algorithms):
+                raise ArgumentError(
+                    'an algorithm is called "microbatch_size", under which microbatch_size="auto" keeps the size that '
+                    "it has found in algorithm_state: give the algorithm another name."
+                )
+            parallel = self.parallel.parallel
+            if parallel is not None and parallel.kind == "shard":
+                raise ArgumentError(
+                    'microbatch_size="auto" with parallel="shard": ranks exchange parameters in every forward, so that '
+                    "one that runs out of memory would leave the others waiting. Give a number, or write "
+                    'parallel="replicate".'
+                )
         if self.iteration_length is None and self.max_duration.unit is TimeUnit.ITERATION:
             raise ArgumentError(
                 f"max_duration={str(self.max_duration)!r} counts iterations, and iteration_length is not given."

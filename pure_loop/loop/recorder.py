@@ -14,6 +14,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.optim import Optimizer
 from pure_loop.ranges.strengths import Scheduled
+from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -27,6 +28,9 @@ class Recorder(Callback):
     BATCH_END, for the batch that has just ended; ``<label>/<metric>`` at EVAL_END (``eval/train/<metric>`` for the
     label ``train``). A metric that is a mapping, a list or a vector has several names, ``<label>/<metric>/<key>``; a
     matrix, a long vector or what is no number is a table. Only tables are read from the device.
+
+    With ``microbatch_size="auto"`` the size that was found is recorded as ``train/microbatch_size``, at the BATCH_END
+    of the batch at which it was.
 
     Settings that are schedules are recorded at BATCH_END, too: those of an algorithm as ``<algorithm>/<setting>``,
     those of the optimizer as ``train/<option>``.
@@ -64,6 +68,7 @@ class Recorder(Callback):
         self._hyperparameters = dict(hyperparameters or {})
         self._strengths = _strengths_of(algorithms) | ({} if optimizer is None else _numbers_of(optimizer))
         self._batch_size_recorded = False
+        self._microbatch_size: int | None = None
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         settings: dict[str, Any] = {
@@ -84,6 +89,9 @@ class Recorder(Callback):
             samples = state.timestamp.sample - state.previous_timestamp.sample
             logger.log_hyperparameters({"batch_size": samples})
         values = losses(state.loss)
+        size = found_size(state)
+        if size != self._microbatch_size:
+            values["train/microbatch_size"] = self._microbatch_size = size
         if self._optimizer is not None:
             # Its batch was the one that started at the timestamp before.
             values |= learning_rates(self._optimizer, state, state.previous_timestamp, "train/learning_rate")

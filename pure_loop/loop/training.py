@@ -132,6 +132,7 @@ class Fit:
     needs_tokens: str | None = None
     order: Literal["current", "2021"] = "current"
     compiled: Any = None
+    auto_size: Any = None
     load: Callable[[State], State] | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)
 
@@ -256,6 +257,8 @@ def fit(state: State, fit: Fit) -> Script:
                         exhausted = True
                         break
                     state = yield Event.AFTER_DATALOADER, state
+                    if fit.auto_size is not None and fit.auto_size.changes(state):
+                        state = state.replace(algorithm_state=fit.auto_size.kept_by(state))
                     if fit.compiled is not None:
                         owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
                         state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)

@@ -267,6 +267,10 @@ class Agreement:
         """1 if it is 1 on any rank, else 0; float32, shape (1,)."""
         return result
 
+    def largest(self, numbers: Sequence[float], state: State) -> Sequence[float]:
+        """The largest over all ranks of each of these numbers, before the BATCH_START of the batch of a State."""
+        return numbers
+
     def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
         """The accumulators of the metrics of an evaluation, over all ranks."""
         return accumulated

@@ -21,6 +21,7 @@ from pure_loop.random.seeds import derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.host_draws import Checked, Observed, SeededHosts, may_use_rng
 from pure_loop.stages.notes import note_stage
+from pure_loop.stages.sizes import FoundSize
 from pure_loop.state import State, device_of
 from pure_loop.task import OnTargets, Task
 
@@ -42,6 +43,7 @@ class StageSettings:
     optimizer: Optimizer | None = None
     precision: Precision = attrs.field(factory=lambda: Precision.parse("fp32"))
     microbatch_size: int | None = None
+    found: FoundSize | None = None
     clip_grad: float | ClipGrad | None = None
     nonfinite: str = "error"
     measures_norm: bool = False
@@ -69,6 +71,16 @@ class StageSettings:
             and self.optimizer is not None
             and self.optimizer.overwrite is not None
         )
+
+    @property
+    def size(self) -> int | None:
+        """The samples of a forward, at most, in the batch under way; None: the whole batch."""
+        return self.microbatch_size if self.found is None else self.found.size
+
+    @property
+    def splits(self) -> bool:
+        """Whether batches may be split, on whatever rank."""
+        return self.microbatch_size is not None or self.found is not None
 
     @property
     def harmless(self) -> bool:

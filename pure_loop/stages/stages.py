@@ -50,6 +50,7 @@ class Stages(UpdateStage, EvaluationStage):
         optimizer: how gradients become an update; None where nothing is updated.
         precision: of forward and loss.
         microbatch_size: samples a forward at most; None: the whole batch.
+        found: the size in the place of ``microbatch_size`` that ``"auto"`` has found; None: it is not ``"auto"``.
         clip_grad: a global norm, or a function ``(grads, params) -> grads``.
         nonfinite: ``"error"`` or ``"skip"``: what to do with a loss or gradient that is NaN or infinite.
         measures_norm: whether ``state.grad_norm`` is wanted where no clipping needs it.
@@ -63,8 +64,8 @@ class Stages(UpdateStage, EvaluationStage):
         return attrs.evolve(self, task=task)
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
-        """The batch in parts of at most ``size`` (default: ``microbatch_size``) samples, the last one smaller."""
-        size = self.microbatch_size if size is None else size
+        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller."""
+        size = self.size if size is None else size
         return [batch] if size is None else self.task.split(batch, size)
 
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
@@ -74,8 +75,7 @@ class Stages(UpdateStage, EvaluationStage):
             whole = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
             if whole is not None:
                 return whole, 1
-        split = self.microbatch_size is not None
-        return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=split, summed=task.summed)
+        return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=self.splits, summed=task.summed)
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         """``outputs`` of ``microbatch`` in training mode, and the buffers after it.
@@ -195,7 +195,7 @@ class Stages(UpdateStage, EvaluationStage):
         Raises:
             ArgumentError: an algorithm replaced the indices.
         """
-        if self.microbatch_size is None and self.engine.ranks == 1:
+        if not self.splits and self.engine.ranks == 1:
             return
         try:
             before, now = state.batch[1], state.microbatch[1]

@@ -20,11 +20,10 @@ from tests.support.streams import assert_same
 
 
 def arguments() -> Iterator[Any]:
-    for value, kind in ((0, VALUE), (-1, VALUE), (True, TYPE), (1.5, TYPE), ("4", TYPE)):
+    for value, kind in ((0, VALUE), (-1, VALUE), (True, TYPE), (1.5, TYPE), ("4", TYPE), ("Auto", TYPE)):
         for name in ("microbatch_size", "batches_per_epoch"):
             yield name, value, kind, [f"{name}={value!r}", "whole number of at least 1"]
     yield "batches_per_epoch", 60, VALUE, ["batches_per_epoch=60", f"train_dataloader has {len(DATA)} batch"]
-    yield "microbatch_size", "auto", VALUE, ['microbatch_size="auto"', "this version"]
     for precision in ("fp16", "bf16", 16, None, torch.float16):
         yield "precision", precision, VALUE, [f"precision={precision!r}", "'amp_bf16'", "'amp_fp16'", "'fp32'"]
     unreadable = (pl.TimeFormatError, ValueError)

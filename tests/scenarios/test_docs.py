@@ -233,17 +233,6 @@ def test_the_readme_names_the_commands_and_the_extras() -> None:
     assert torch_range.removeprefix("torch>=") in install
 
 
-@pytest.mark.parametrize("option", ['microbatch_size="auto"'])
-def test_what_the_readme_calls_a_limit_is_one(option: str) -> None:
-    limits = README.partition("## What it can't do yet")[2].partition("\n## ")[0]
-    assert f"`{option}`" in limits
-    name, _, value = option.partition("=")
-    given: Any = {'"auto"': "auto"}[value]
-    settings: Any = {"loss": torch.nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-    with pytest.raises(pl.ArgumentError, match="this version of pure_loop can't do that yet"):
-        pl.fit(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], **settings, **{name: given})
-
-
 def test_the_changelog_has_this_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert pl.__version__ in re.findall(r"^## ([\w.]+)", changelog, re.MULTILINE)

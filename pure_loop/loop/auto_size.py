@@ -1,0 +1,151 @@
+"""``microbatch_size="auto"``: the size is halved until a batch fits into memory.
+
+A batch is tried before its BATCH_START: everything between that event and AFTER_TRAIN_BATCH is computed on a branch of
+the State, with the algorithms, and the result is dropped. If that runs out of memory, it is tried with half the size.
+Then the batch is run with the size that was found, so that each of its events comes once, and its State is that of a
+run with this size. Algorithms are pure, which is why they can be called for a result that nobody sees.
+
+A batch that is no larger than one that was tried, in any dimension of its tensors, is not tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from pure_loop.data.batch import tensors_in
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.driver import run_unwatched
+from pure_loop.loop.training import LoopStages, Script, gradients
+from pure_loop.stages.sizes import NAME, found_size, free_memory, is_out_of_memory
+from pure_loop.state import State
+
+__all__ = ["AutoSize"]
+
+Extent = tuple[int, ...]
+
+# Of batches that survived, none of which covers another one. More are seldom needed than shapes have dimensions.
+_KEPT = 16
+
+
+def _batch(state: State, stages: LoopStages) -> Script:
+    """A batch as :func:`pure_loop.loop.training.fit` does it, up to its gradients."""
+    state = yield Event.BATCH_START, state
+    state = yield Event.BEFORE_TRAIN_BATCH, state
+    state = yield from gradients(state, stages)
+    return (yield Event.AFTER_TRAIN_BATCH, state)
+
+
+@attrs.define
+class AutoSize:
+    """What a call of ``fit`` knows of sizes.
+
+    Attributes:
+        stages: those of the loop; their ``found`` is written to.
+        survived: the extents of batches that were tried.
+    """
+
+    stages: LoopStages
+    survived: list[Extent] = attrs.field(factory=list)
+
+    def changes(self, state: State) -> bool:
+        """Find the size for the batch of a State; whether it is another one than the State keeps.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: one sample a forward is too much; a note says what was tried.
+        """
+        stages, found = self.stages, self.stages.found
+        assert found is not None
+        found.size = size = found_size(state)
+        samples = stages.task.samples(state.batch)
+        extent = (samples, *_sizes(state.batch))
+        unknown: float = not any(_covers(known, extent) for known in self.survived)
+        if stages.engine.ranks > 1:
+            # A rank that tries its part may fail, and all have to halve.
+            unknown, samples = map(int, stages.engine.largest((unknown, samples), state))
+        if not unknown:
+            return False
+        found.size = self._halved(state, samples, size)
+        self.survived = [*[known for known in self.survived if not _covers(extent, known)][1 - _KEPT :], extent]
+        return found.size != size
+
+    def kept_by(self, state: State) -> FrozenDict[str, Any]:
+        """The algorithm state of a State, with the size."""
+        return FrozenDict({**state.algorithm_state, NAME: self.stages.size})
+
+    def _halved(self, state: State, samples: int, size: int | None) -> int | None:
+        """The size, halved as often as the batch does not fit."""
+        engine, tried = self.stages.engine, list[int]()
+        while True:
+            error = self.out_of_memory(state, size)
+            failed: float = error is not None
+            if engine.ranks > 1:
+                (failed,) = engine.largest((failed,), state)
+            if not failed:
+                return size
+            number = samples if size is None else min(size, samples)
+            tried.append(number)
+            if number <= 1:
+                self._refuse(state, error, samples, tried)
+                return size  # another rank has the error, and tells this one
+            size = -(-number // 2)
+
+    def out_of_memory(self, state: State, size: int | None) -> Exception | None:
+        """The error of a batch that does not fit in microbatches of this size, without its frames; None: it fits.
+
+        Args:
+            state: the State of AFTER_DATALOADER.
+            size: samples of a forward, at most; None: the whole batch.
+        """
+        engine = self.stages.engine
+        # By itself: a rank that fails must not leave another one waiting for its gradients.
+        alone = attrs.evolve(
+            self.stages,
+            microbatch_size=size,
+            found=None,
+            engine=engine if engine.ranks == 1 else engine.single_rank(),
+            donation=None,
+        )
+        result: Exception | None = None
+        try:
+            run_unwatched(_batch, (state, alone), alone.handlers, alone)
+        except Exception as error:
+            # Any other error comes again when the batch is run, after the events before it.
+            if is_out_of_memory(error):
+                # Its frames, and those of an error that it was raised in the handling of, hold the tensors.
+                result = error.with_traceback(None)
+                result.__context__ = result.__cause__ = None
+        finally:
+            state.model.release()
+        if result is not None:
+            free_memory(state.device)
+        return result
+
+    def _refuse(self, state: State, error: Exception | None, samples: int, tried: list[int]) -> None:
+        if error is None:
+            return
+        sizes = ", ".join(map(str, tried))
+        error.add_note(
+            f'microbatch_size="auto": batch {state.timestamp.batch} of {samples} samples ran out of memory in '
+            f"microbatches of {sizes}. A smaller size there is not: the model, its optimizer state or one sample is "
+            'too large for this device. precision="amp_bf16", checkpointed layers (torch.utils.checkpoint) or '
+            'parallel="shard" need less.'
+        )
+        raise error
+
+
+def _sizes(batch: Any) -> Extent:
+    """The dimensions of the tensors of a batch, in which another one may be larger."""
+    if type(batch) is tuple and len(batch) == 2:
+        one, other = batch
+        if type(one) is Tensor is type(other):
+            return (*one.shape, *other.shape)
+    return tuple(size for tensor in tensors_in(batch) for size in tensor.shape)
+
+
+def _covers(known: Extent, extent: Extent) -> bool:
+    """Whether a batch of one extent is at least as large as one of the other in every dimension."""
+    return len(known) == len(extent) and all(one >= other for one, other in zip(known, extent, strict=True))
