@@ -42,6 +42,10 @@ def port(monkeypatch):
     return port
 
 
+# Seconds that a loaded machine may take for what it does at once; waits that are too long take a minute and more.
+LOADED = 10.0
+
+
 def ranks(size, number, seconds=5.0):
     """The ranks of one stream; in one process each of them would take a number of its own."""
     found = [Rendezvous(rank, size, seconds) for rank in range(size)]
@@ -76,14 +80,14 @@ def test_ranks_that_never_start_are_named(store, size, missing):
     here = [each for each in ranks(size, 0, seconds=0.3) if each.rank not in missing]
     names = {(0,): "rank 0", (1,): "rank 1", (1, 3): "ranks 1, 3"}.get(tuple(missing), "ranks 0, 1, .* and 3 more")
     for text, seconds in together(*(each.meet for each in here)):
-        assert seconds < 0.6 + 0.5
+        assert seconds < 0.6 + LOADED
         with pytest.raises(pl.DistributedError, match=f"could not meet the others within 0.3 s: {names} did not come"):
             raise pl.DistributedError(text)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_rank_that_fails_before_they_meet_is_named_at_once(store, first):
-    one, two, failing = ranks(3, 0)
+    one, two, failing = ranks(3, 0, seconds=60.0)
     meeting = [one.meet, two.meet]
 
     def announce():
@@ -93,7 +97,7 @@ def test_a_rank_that_fails_before_they_meet_is_named_at_once(store, first):
 
     for text, seconds in together(*meeting, announce)[:2]:
         assert "rank 2 raised ValueError in its call of pl.fit: lr=-1" in text
-        assert seconds < 1
+        assert seconds < LOADED
 
 
 def test_the_stream_after_a_failed_one_meets(store):
@@ -154,7 +158,7 @@ def test_another_program_at_the_port_is_not_waited_for(port, answers):
             started = time.monotonic()
             with pytest.raises(pl.DistributedError, match=rf"rank 0, which hosts the store at 127.0.0.1:{port}"):
                 Rendezvous(1, 2, 0.5).meet()
-            assert time.monotonic() - started < 1.0 + 0.5
+            assert time.monotonic() - started < 1.0 + LOADED
             with pytest.raises(pl.DistributedError, match=rf"rank 0 can't host a store at 127.0.0.1:{port}.* a port"):
                 Rendezvous(0, 2, 0.5).meet()
         finally:
@@ -166,7 +170,7 @@ def test_a_host_that_never_starts_is_named(port):
     started = time.monotonic()
     with pytest.raises(pl.DistributedError, match=r"rank 0, which hosts the store .* not started, stopped or dead"):
         Rendezvous(1, 2, 0.5).meet()
-    assert time.monotonic() - started < 1.0 + 0.5
+    assert time.monotonic() - started < 1.0 + LOADED
 
 
 def test_without_an_environment_it_says_what_is_missing(port, monkeypatch):
