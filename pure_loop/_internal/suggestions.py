@@ -134,11 +134,7 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "keep_last",
         "keep_last={}",
     ),
-    (
-        "save_weights_only weights_only",
-        "keep_last",
-        "pl.load(path, model=..., weights_only=True), which any file serves",
-    ),
+    ("save_weights_only model_only", "weights_only", "weights_only=True"),
     ("auto_insert_metric_name name_format", "filename", 'filename="ep{{epoch}}-ba{{batch}}.safetensors"'),
     (
         "every_n_steps every_n_train_steps every_n_batches log_every_n_steps save_steps save_freq logging_steps",

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pure_loop._internal.arguments import check_flag
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.background import Background
+from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.document import write_document
 from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
+from pure_loop.checkpoint.plain import Weights, refuse_unwritable
 from pure_loop.checkpoint.retention import Names, Saved, check_links
 from pure_loop.checkpoint.run_folder import RunFolder
 from pure_loop.checkpoint.signals import HeldSignals, any_came
@@ -66,6 +69,9 @@ class CheckpointSaver(Callback):
         latest: the name of a link to the newest file; None: no link. A remote folder has none.
         best: with ``keep_best``, the name of a link to the best file; None: no link. Where there are no links, as in a
             remote folder, it is a text file that holds the name. :func:`pure_loop.best` needs neither.
+        weights_only: save the weights alone, as ``pl.save(..., weights_only=True)`` does: for other programs, not to
+            resume from, so ``autoresume`` needs another folder.
+        trained_only: leave out frozen parameters, as ``pl.save(..., trained_only=True)`` does.
         background: write in a thread while training continues, or before it does.
         signals: on these the State of the next boundary is saved, and then the signal acts: Ctrl-C raises
             KeyboardInterrupt, SIGTERM ends the program. While a batch is loaded, and in an evaluation, the State of the
@@ -96,6 +102,8 @@ class CheckpointSaver(Callback):
         mode: Literal["min", "max"] | None = None,
         latest: str | None = "latest",
         best: str | None = "best",
+        weights_only: bool = False,
+        trained_only: bool = False,
         background: bool = True,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
@@ -110,7 +118,10 @@ class CheckpointSaver(Callback):
         check_links(SUFFIX, SHARDED, latest=latest, best=best)
         self._label, _, self._measure = str(self._metric).partition("/")
         self._mode = mode
+        self._weights_only = check_flag("weights_only", weights_only)
+        self._trained_only = check_flag("trained_only", trained_only)
         keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": mode == "max"}
+        keeping["weights"] = self._weights_only
         self._folder = RunFolder(self.folder, names, **keeping, newest_link=latest, best_link=best)
         self._background = background
         self._held = HeldSignals(signals)
@@ -137,6 +148,11 @@ class CheckpointSaver(Callback):
         """
         self._bound = run if run.function == "fit" else None
         self._is_resumed = run.autoresume is not None and self.saves_to(run.autoresume)
+        if run.autoresume is not None and self._weights_only and same_place(self.folder, run.autoresume):
+            raise ArgumentError(
+                f"CheckpointSaver({self.folder!r}, weights_only=True) saves to the folder of autoresume, which resumes "
+                "from whole States: give the weights a folder of their own."
+            )
         if run.function in ("evaluate", "predict"):
             raise ArgumentError(
                 f"{run.function} has no checkpoint events, so CheckpointSaver would never save: leave it out, or save "
@@ -163,18 +179,25 @@ class CheckpointSaver(Callback):
         run.at_end.append(self._closed)
 
     def saves_to(self, folder: PathLike) -> bool:
-        return same_place(self.folder, folder)
+        """Whether a run resumes from what this saves to a folder."""
+        return not self._weights_only and same_place(self.folder, folder)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._run = self._held.run = self._bound
         together = in_parts(state)
+        if self._trained_only:
+            refuse_no_base(state)
         if together:
             from pure_loop.checkpoint.coordination import Coordinator, StopConsensus  # with it comes torch.distributed
 
             self._vote = StopConsensus()
             self._coordinator = Coordinator()
         if self.rank == 0:
-            write_document(state, parts=together)  # what can't be saved is an error now, not after the first epoch
+            # What can't be saved is an error now, not after the first epoch.
+            if self._weights_only:
+                refuse_unwritable(state)
+            else:
+                write_document(state, parts=together)
             self._folder.open(state, self._metric)
         self._measured = self._saved = None
         self._said = ""
@@ -315,6 +338,9 @@ class CheckpointSaver(Callback):
             return
         self._said = path
         how = "the same command resumes from it" if self._is_resumed else "resume it with fit(..., load_path=...)"
+        if self._weights_only:
+            _log.warning("%s: the weights of batch %d are saved in %s", why, batch, path)
+            return
         _log.warning("%s: the State of batch %d is saved in %s: %s", why, batch, path, how)
 
     def _note(self, state: State) -> None:
@@ -350,9 +376,13 @@ class CheckpointSaver(Callback):
 
     def _save(self, state: State, *, measured: bool) -> None:
         coordinator, folder = self._coordinator, self._folder
-        name = folder.name_of(state, parts=coordinator is not None)
+        name = folder.name_of(state, parts=coordinator is not None and not self._weights_only)
         path = folder.path_of(name)
         self._saved = state.timestamp.batch, state.event, path
+        if self._weights_only:
+            state = state.replace(opt_state=None, algorithm_state={})
+        # All ranks gather here, because collectives of a thread would meet those of training.
+        weights = Weights.of(state) if self._weights_only and coordinator is not None else None
         # Taken out of it by the job, so that the State is unaliased as soon as it is copied.
         waiting = [(state, protect(state))]
         streams = streams_of(state)
@@ -361,7 +391,7 @@ class CheckpointSaver(Callback):
             state, release = waiting.pop()
             try:
                 if self._background:
-                    kept, state = state, snapshot(state)
+                    kept, state = state, snapshot(state, but_frozen=self._trained_only)
                     if state is not kept:
                         release()
                     del kept
@@ -372,12 +402,7 @@ class CheckpointSaver(Callback):
                         # NaN and infinity are never the best, and JSON doesn't have them.
                         score_or_none = score if math.isfinite(score) else None
                         notes = {"metric": self._metric, "mode": self._mode, "score": score_or_none}
-                    if coordinator is None:
-                        write_state(state, path, notes)
-                    else:
-                        from pure_loop.checkpoint.sharded import write
-
-                        write(coordinator, state, path, notes)
+                    self._write(state, path, notes, weights)
                 if self.rank == 0:
                     folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
             except Exception as error:
@@ -389,6 +414,20 @@ class CheckpointSaver(Callback):
         self._writer.submit(job)
         if not self._background:
             self._writer.wait()
+
+    def _write(self, state: State, path: str, notes: dict[str, Any], weights: Weights | None) -> None:
+        coordinator = self._coordinator
+        if weights is not None:
+            assert coordinator is not None
+            weights.write_together(coordinator, path, notes)
+        elif self._weights_only:
+            Weights.of(state, trained_only=self._trained_only).write(path, notes)
+        elif coordinator is None:
+            write_state(state, path, notes, trained_only=self._trained_only)
+        else:
+            from pure_loop.checkpoint.sharded import write
+
+            write(coordinator, state, path, notes)
 
 
 def _read_metric(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:

@@ -6,9 +6,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop.checkpoint.document import Document
+from pure_loop.checkpoint.base import verified_base
+from pure_loop.checkpoint.document import Document, Shaped
 from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
@@ -19,11 +20,19 @@ NOT_STRICT = "strict=False is for weights alone: a run resumes exactly or not at
 
 @attrs.frozen(eq=False)
 class Checkpoint:
-    """A checkpoint read whole, before there is a model to fit it to."""
+    """A checkpoint read whole, before there is a model to fit it to.
+
+    Attributes:
+        path: of the file or folder.
+        document: the description of its State; None: it has weights alone.
+        tensors: by name.
+        weights: the description of weights that were saved alone; None: of another origin, or of a State.
+    """
 
     path: str
     document: Document | None
     tensors: dict[str, Tensor]
+    weights: Document | None = None
 
     @property
     def name(self) -> str:
@@ -34,6 +43,12 @@ class Checkpoint:
         self, model: nn.Module, device: torch.device | str | None, *, weights_only: bool = False, strict: bool = True
     ) -> State:
         """The State, of this model's structure."""
+        if self.weights is not None and not weights_only:
+            raise ResumeError(
+                f"{self.path} has weights alone, of batch {self.weights.batch}: it was saved with weights_only=True, "
+                "and lacks the optimizer state, the algorithm state and the timestamp, which training resumes from. "
+                "For a State that starts with these weights, pl.load(path, model=model, weights_only=True)."
+            )
         fresh = State.create(model, device=device)
         if self.document is None or weights_only:
             return self.weights_into(fresh, strict=strict)
@@ -45,13 +60,22 @@ class Checkpoint:
         """The saved State, with the model and on the device of this one."""
         if self.document is None:
             return self.weights_into(state)
-        return self.document.state(state.model, self.tensors, state.device, self.path)
+        tensors = self.tensors
+        if self.document.base:
+            base = verified_base(self.document.base, state, self.path)
+            tensors = {**tensors, **{key: plain for key, (_, plain) in base.items()}}
+        return self.document.state(state.model, tensors, state.device, self.path)
 
     def weights_into(self, state: State, *, strict: bool = True) -> State:
         """The State with the weights that were saved."""
-        if self.document is not None:
-            state = with_buffers_of(self.document, state, self.tensors, self.path)
-        return with_weights(state, saved_weights(self.document, self.tensors, self.path), self.path, strict=strict)
+        document = self.document or self.weights
+        weights = saved_weights(self.document, self.tensors, self.path)
+        if document is not None:
+            if document.base and strict:
+                base = verified_base(document.base, state, self.path)
+                weights |= {key.removeprefix("params."): whole for key, (whole, _) in base.items()}
+            state = with_buffers_of(document, state, weights, self.path)
+        return with_weights(state, weights, self.path, strict=strict)
 
     def fitted(self, model: ModelDef) -> State:
         """The saved State, with this model, in the memory of the computer.
@@ -59,5 +83,10 @@ class Checkpoint:
         Raises:
             ResumeError: it was saved with another model; names the leaf.
         """
-        assert self.document is not None
-        return self.document.state(model, self.tensors, torch.device("cpu"), self.path)
+        document, tensors, home = self.document, self.tensors, torch.device("cpu")
+        assert document is not None
+        if document.base:
+            home = torch.device("meta")
+            there: dict[str, Shaped] = {**document.base, **tensors}
+            tensors = {name: torch.empty(like.shape, dtype=like.dtype, device=home) for name, like in there.items()}
+        return document.state(model, tensors, home, self.path)

@@ -9,7 +9,11 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 * ``fields``: the State's durable fields, as :mod:`pure_loop.checkpoint.tree` writes values.
 * ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
   (``"tensor"``, ``"reshaped"``, ``"none"`` or ``"deleted"``) and whether it is persistent, ``["tensor", true]``.
+* ``base``: only where frozen parameters are left out: dtype, shape and digest of each, ``["F32", [2, 3], "..."]``.
 * ``notes``: JSON of the writer.
+
+A file of weights alone, whose tensors have the names of ``state_dict()``, has such a document under
+``"pure_loop.weights"``, with those fields alone that say where the run was.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.checkpoint.base import Base, read_base, take_out_base
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
@@ -39,8 +44,10 @@ from pure_loop.time import Time, Timestamp
 __all__ = [
     "FORMAT",
     "UPGRADES",
+    "WEIGHTS_KEY",
     "Document",
     "apart",
+    "describe_weights",
     "durable_fields",
     "first_names",
     "refuse_another_model",
@@ -55,6 +62,8 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """For each older version, what makes of its document one of the next."""
 
 METADATA_KEY = "pure_loop"
+
+WEIGHTS_KEY = "pure_loop.weights"
 
 # What belongs to the batch under way, or is of the model and comes with it.
 _NOT_SAVED = frozenset({"model", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"})
@@ -103,6 +112,7 @@ class Document:
         event: where the State was kept.
         position: the last boundary before it.
         altered: what forwards have made of the model's buffers.
+        base: the frozen parameters that the file leaves out.
     """
 
     made_by: dict[str, str]
@@ -116,6 +126,7 @@ class Document:
     event: Event | None
     position: Event | None
     altered: Altered = UNALTERED
+    base: Base = attrs.field(factory=dict)
 
     @property
     def batch(self) -> int:
@@ -179,8 +190,9 @@ class Document:
             CheckpointError: it contradicts itself or the tensors.
         """
         meta = torch.device("meta")
+        whole: dict[str, Shaped] = {**self.base, **tensors}
         named = _Named(
-            (name, torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)) for name, tensor in tensors.items()
+            (name, torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)) for name, tensor in whole.items()
         )
         self._values(named, meta, path)
         unnamed = [name for name in named if name not in named.asked]
@@ -236,26 +248,41 @@ _ORDER = (
 
 
 def write_document(
-    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False
+    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False, trained_only: bool = False
 ) -> tuple[str, dict[str, Tensor]]:
     """The document of a State as text, and its tensors by name.
 
     Args:
         notes: JSON to store with it.
         parts: whether some of the tensors may be in parts.
+        trained_only: whether frozen parameters are left out.
 
     Raises:
         ArgumentTypeError: it holds a value that a checkpoint can't hold; names its place.
     """
+    writer = Writer(state.device, parts=parts)
+    fields = {name: writer.write(getattr(state, name), (name,)) for name in durable_fields(type(state))}
+    base = take_out_base(state, fields["params"]["frozen"], writer.tensors) if trained_only else {}
+    return _as_text(state, fields, notes, base, state.model.altered), writer.tensors
+
+
+def describe_weights(state: State, notes: Mapping[str, Any] | None = None, base: Base | None = None) -> str:
+    """The document of a file of weights alone."""
+    writer = Writer(state.device)
+    fields = {name: writer.write(getattr(state, name), (name,)) for name in _OF_PROGRESS}
+    # Buffers that state_dict() leaves out are not in the file, so a forward makes them anew.
+    altered = FrozenDict((name, slot) for name, slot in state.model.altered.items() if slot.persistent)
+    return _as_text(state, fields, notes, base or {}, altered)
+
+
+def _as_text(
+    state: State, fields: dict[str, Any], notes: Mapping[str, Any] | None, base: Base, altered: Altered
+) -> str:
     _refuse_no_notes(notes)
     from pure_loop._internal.version import __version__
 
-    cls = type(state)
-    kind = registered(cls)
+    kind, module = registered(type(state)), type(state.model.skeleton)
     assert kind is not None
-    writer = Writer(state.device, parts=parts)
-    fields = {name: writer.write(getattr(state, name), (name,)) for name in durable_fields(cls)}
-    module = type(state.model.skeleton)
     document = {
         "format": FORMAT,
         "made_by": {"pure_loop": __version__, "torch": str(torch.__version__)},
@@ -265,9 +292,11 @@ def write_document(
         "fields": fields,
         "notes": dict(notes or {}),
     }
-    if state.model.altered:
-        document["buffers"] = {name: list(slot) for name, slot in state.model.altered.items()}
-    return json.dumps(document, allow_nan=False, separators=(",", ":")), writer.tensors
+    if altered:
+        document["buffers"] = {name: list(slot) for name, slot in altered.items()}
+    if base:
+        document["base"] = {key: tensor.described() for key, tensor in base.items()}
+    return json.dumps(document, allow_nan=False, separators=(",", ":"))
 
 
 def _refuse_no_notes(notes: Any) -> None:
@@ -284,13 +313,16 @@ def _refuse_no_notes(notes: Any) -> None:
         )
 
 
-def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
+def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA_KEY) -> Document | None:
     """The document in the metadata of a file; None where there is none: plain weights.
+
+    Args:
+        key: under which it lies, that of States or that of weights.
 
     Raises:
         CheckpointError: it can't be read, or a newer version of pure_loop wrote it.
     """
-    text = metadata.get(METADATA_KEY)
+    text = metadata.get(key)
     if text is None:
         return None
     try:
@@ -309,7 +341,7 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         texts, mappings = ("state", "model"), ("made_by", "fields", "notes")
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
-        altered = read_altered(document.get("buffers", {}))
+        altered, base = read_altered(document.get("buffers", {})), read_base(document.get("base", {}))
         wrong += [] if type(saved_at) is int and 0 <= saved_at <= _LARGEST_COUNT else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
@@ -339,6 +371,7 @@ def read_document(metadata: Mapping[str, str], path: object) -> Document | None:
         event=values["event"],
         position=values["position"],
         altered=altered,
+        base=base,
     )
 
 

@@ -16,8 +16,9 @@ from pure_loop._internal.devices import read_device
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.suggestions import teaching
 from pure_loop.checkpoint import container
+from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.checkpoint import NOT_STRICT, Checkpoint
-from pure_loop.checkpoint.document import METADATA_KEY, Document, read_document, write_document
+from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
 from pure_loop.checkpoint.storage import LEFTOVER, PathLike, join, not_read, size_of, storage_of
 from pure_loop.checkpoint.tree import UnknownClassError
@@ -56,7 +57,14 @@ _log = logging.getLogger("pure_loop.checkpoint")
 
 
 @teaching
-def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None) -> None:
+def save(
+    state: State,
+    path: PathLike,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    weights_only: bool = False,
+    trained_only: bool = False,
+) -> None:
     """Write a State to a file, from which :func:`load` and ``fit(load_path=...)`` resume exactly.
 
     The fields of the current batch (``batch``, ``outputs``, ``loss``, ``grads``) are not saved. The file is in the
@@ -71,9 +79,14 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
         path: of the file, by convention ``*.safetensors``, or of the folder, ``*.sharded``; missing folders are made.
             A URL such as ``"s3://bucket/run/last.safetensors"`` is opened by fsspec.
         notes: JSON to store in the file.
+        weights_only: write the weights alone, by the names of ``state.module().state_dict()``, as other libraries read
+            them; of a sharded State unsharded, in one file. ``pl.load(path, model=..., weights_only=True)`` reads them.
+        trained_only: leave out the frozen parameters. Training resumes exactly from such a file, given the model with
+            the same frozen weights; a digest of each is in the file.
 
     Raises:
         ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
+        ArgumentError: with ``trained_only``, no parameter is frozen, or the State is sharded.
         CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
         DistributedError: another rank couldn't write its shards, or has died; names it.
 
@@ -87,23 +100,36 @@ def save(state: State, path: PathLike, *, notes: Mapping[str, Any] | None = None
     """
     if not isinstance(state, State):
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
+    weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where = storage_of(path)
+    if weights_only:
+        from pure_loop.checkpoint.plain import Weights  # others save whole States
+
+        weights = Weights.of(state, trained_only=trained_only)
+        if not in_parts(state):
+            weights.write(where.path, notes)
+            return
+    elif trained_only:
+        refuse_no_base(state)
     if in_parts(state):
         from pure_loop.checkpoint.coordination import Coordinator  # with it comes torch.distributed
         from pure_loop.checkpoint.sharded import write
 
         coordinator = Coordinator()
         try:
-            write(coordinator, state, where.path, notes)
+            if weights_only:
+                weights.write_together(coordinator, where.path, notes)
+            else:
+                write(coordinator, state, where.path, notes)
         finally:
             coordinator.close()
         return
-    write_state(state, where.path, notes)
+    write_state(state, where.path, notes, trained_only=trained_only)
 
 
-def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
+def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None, *, trained_only: bool = False) -> None:
     """:func:`save` for a State that is not sharded."""
-    text, tensors = write_document(state, notes)
+    text, tensors = write_document(state, notes, trained_only=trained_only)
     with storage_of(path).writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
 
@@ -130,19 +156,21 @@ def load(
     Args:
         path: of the file, or of the folder of a sharded State, which is unsharded here; ``fit`` shards it again, over
             any number of ranks. A URL is opened by fsspec.
-        model: the module whose structure the State has; its values don't matter (with ``weights_only=True`` and
-            ``strict=False``, values that the file lacks are kept).
+        model: the module whose structure the State has. Its values matter where the file has none: of a file that was
+            saved with ``trained_only=True`` they are the frozen parameters, which are compared with their digests;
+            with ``weights_only=True`` and ``strict=False``, whatever the file lacks.
         device: the device of the tensors; None: that of the model.
         weights_only: read parameters and buffers alone, into a State that has not been trained.
-            ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files, with
-            the names of ``model.state_dict()``, have nothing else.
+            ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files of other
+            libraries, with the names of ``model.state_dict()``, have nothing else, and need no ``weights_only=True``.
         strict: with weights alone, refuse names that only the file or only the model has.
 
     Raises:
         ArgumentTypeError: ``model`` is no module.
         CheckpointNotFoundError: (a FileNotFoundError) there is no such file.
         CheckpointError: (a ValueError) it is no checkpoint, damaged, truncated or of a newer format.
-        ResumeError: it is of another model; names the leaf, and its value in the file and in the model.
+        ResumeError: it is of another model, or of another base; names the leaf. Or it was saved with
+            ``weights_only=True``, and ``weights_only`` is False.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
@@ -173,7 +201,7 @@ def describe(path: PathLike) -> dict[str, Any]:
     (3, 0, {'why': 'a test'})
     """
     where = storage_of(path)
-    document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path)
+    document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path, weights=True)
     if document is None:
         raise CheckpointError(f"{where.path} has weights alone: load_file of the safetensors package lists them.")
     return {
@@ -188,13 +216,15 @@ def describe(path: PathLike) -> dict[str, Any]:
     }
 
 
-def _document_of(path: str) -> Document | None:
+def _document_of(path: str, *, weights: bool = False) -> Document | None:
     with storage_of(path).open() as file:
         header = container.read_header(file, size_of(file), path)
     document = None if is_index(header.metadata) else read_document(header.metadata, path)
     _refuse_no_digest(header, document, path)
     if document is None and header.digested:  # plain weights have none
         raise CheckpointError(f"{path} can't be read: it has a digest and no description of a State: it is damaged.")
+    if document is None and weights:
+        return read_document(header.metadata, path, WEIGHTS_KEY)
     return document
 
 
@@ -225,7 +255,8 @@ def read_checkpoint(path: PathLike) -> Checkpoint:
     if is_index(header.metadata):
         raise CheckpointError(f"{where.path} is one file of a sharded checkpoint: pass the folder that it is in.")
     _refuse_no_digest(header, document, where.path)
-    return Checkpoint(where.path, document, tensors)
+    weights = read_document(header.metadata, where.path, WEIGHTS_KEY) if document is None else None
+    return Checkpoint(where.path, document, tensors, weights)
 
 
 def _refuse_no_digest(header: container.Header, document: Document | None, path: str) -> None:
@@ -272,18 +303,24 @@ class Found:
         )
 
 
-def found_at(path: str) -> Found | None:
+def found_at(path: str, *, weights: bool = False) -> Found | None:
     """A checkpoint by its header; None for a file of weights alone.
+
+    Args:
+        path: of the file or folder.
+        weights: whether weights count that ``save(weights_only=True)`` wrote.
 
     Raises:
         CheckpointError, OSError: it can't be read.
     """
-    document = Index.read(path)[1] if path.endswith(SHARDED) else _document_of(path)
+    document = Index.read(path)[1] if path.endswith(SHARDED) else _document_of(path, weights=weights)
     return None if document is None else Found.of(path, document)
 
 
-def found_in(folder: PathLike) -> list[Found]:
+def found_in(folder: PathLike, *, weights: bool = False) -> list[Found]:
     """The checkpoints in a folder whose headers can be read, the furthest on first; of equal ones by their names.
+
+    Files of weights alone count with ``weights``.
 
     Their descriptions are read one at a time, and not kept: a folder may hold many, and large ones.
     """
@@ -294,7 +331,7 @@ def found_in(folder: PathLike) -> list[Found]:
             continue
         path = join(folder, name)
         try:
-            one = found_at(path)
+            one = found_at(path, weights=weights)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue

@@ -18,9 +18,9 @@ def best(folder: PathLike, *, metric: str | None = None, mode: Literal["min", "m
 
     ``CheckpointSaver(folder, keep_best=1, metric="val/loss", mode="min")`` saves the score with each State at which the
     metric was measured, and ``pl.save(state, path, notes={"metric": "val/loss", "mode": "min", "score": 0.25})`` does
-    the same. Checkpoints of all runs in the folder are compared. Of several that are as good, the one with the fewest
-    batches is taken. No link is followed. A checkpoint that is damaged is skipped, with a message to the log
-    ``pure_loop.checkpoint``.
+    the same; weights that are saved alone count as well. Checkpoints of all runs in the folder are compared. Of several
+    that are as good, the one with the fewest batches is taken. No link is followed. A checkpoint that is damaged is
+    skipped, with a message to the log ``pure_loop.checkpoint``.
 
     Args:
         folder: a folder or a URL.
@@ -38,7 +38,7 @@ def best(folder: PathLike, *, metric: str | None = None, mode: Literal["min", "m
     refuse_file(folder)
     if mode not in ("min", "max", None):
         raise ArgumentError(f'mode={mode!r}: is the best the largest, mode="max", or the smallest, mode="min"?')
-    scored = [item for item in found_in(folder) if item.score is not None]
+    scored = [item for item in found_in(folder, weights=True) if item.score is not None]
     metrics = sorted({item.metric for item in scored if item.metric is not None})
     if not metrics:
         return None

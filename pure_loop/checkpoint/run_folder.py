@@ -27,6 +27,7 @@ class RunFolder:
         last, best, largest: which stay: see :func:`pure_loop.checkpoint.retention.expired`.
         newest_link: the name of a link to the newest; None: no link.
         best_link: the name of a link to the best; None: no link.
+        weights: whether the run saves weights alone.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class RunFolder:
         largest: bool,
         newest_link: str | None,
         best_link: str | None,
+        weights: bool = False,
     ) -> None:
         self.path = path
+        self._weights = weights
         self._names = names
         self._last, self._best, self._largest = last, best, largest
         self._best_link = None if best is None else best_link
@@ -96,7 +99,8 @@ class RunFolder:
                     self.path_of(name),
                 )
         # To be deleted are only files of this pattern, and of the run that is resumed here.
-        known = [item for item in reversed(found_in(self.path)) if self._names.match(_as_file(_name_of(item.path)))]
+        there = reversed(found_in(self.path, weights=self._weights))
+        known = [item for item in there if self._names.match(_as_file(_name_of(item.path)))]
         mine = [
             Saved(_name_of(item.path), item.batch, item.score if item.metric == metric else None)
             for item in known
@@ -137,7 +141,7 @@ class RunFolder:
         if stamp is not None and stamp == self._stamps[saved.name]:
             return True
         try:
-            result = found_at(path)
+            result = found_at(path, weights=self._weights)
         except (CheckpointError, OSError) as error:
             _log.warning("%s isn't removed: %s", path, error)
             return False

@@ -17,8 +17,12 @@ from pure_loop.state import State, outside_batch
 __all__ = ["snapshot", "streams_of"]
 
 
-def snapshot(state: State) -> State:
+def snapshot(state: State, *, but_frozen: bool = False) -> State:
     """The State with copies of its tensors, but for what belongs to a batch.
+
+    Args:
+        state: which one.
+        but_frozen: whether frozen parameters, which no step writes to, stay the same tensors.
 
     The forward and the backward after a save only read the parameters. A thread that copies them meanwhile, and lets go
     of the State, is done before the update, which then writes in place as at every other step. On an accelerator, where
@@ -28,6 +32,9 @@ def snapshot(state: State) -> State:
         return state
     # A tensor that stands in two places is one in the copy, too.
     copies: dict[int, Tensor] = {}
+    if but_frozen:
+        trained = frozenset(state.model.trainable)
+        copies |= {id(tensor): tensor for name, tensor in state.params.items() if name not in trained}
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

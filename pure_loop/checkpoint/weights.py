@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["saved_weights", "with_buffers_of", "with_weights"]
+__all__ = ["not_in_state_dict", "saved_weights", "with_buffers_of", "with_weights"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -25,25 +25,41 @@ _CPU = torch.device("cpu")
 
 
 def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:
-    """Parameters and buffers by name: of a checkpoint, or all tensors of a plain file."""
+    """Parameters and buffers by name: of a checkpoint, or all tensors of a plain file.
+
+    Frozen parameters that the file leaves out are left out here, unless they are among the tensors.
+    """
     if document is None:
         return dict(tensors)
     reader = Reader(tensors, _CPU, path)
+    absent = document.base.keys() - tensors.keys()
     result: dict[str, Any] = {}
     for field in ("params", "buffers"):
-        read = reader.read(document.fields.get(field))
+        read = reader.read(_without(document.fields.get(field), absent))
         if not isinstance(read, dict) or not all(isinstance(item, Tensor) for item in read.values()):
             raise CheckpointError(f"{path} can't be read: its {field} are no tensors.")
         result |= read
     return result
 
 
-def with_buffers_of(document: Document, state: State, tensors: Mapping[str, Tensor], path: object) -> State:
-    """The State with the buffers that forwards had registered, removed or reshaped when the other one was saved."""
+def _without(described: Any, absent: Set[str]) -> Any:
+    """A mapping of tensors as JSON, without those that aren't there."""
+    if not absent or not isinstance(described, dict) or not isinstance(described.get("frozen"), dict):
+        return described
+    return {
+        "frozen": {
+            name: value
+            for name, value in described["frozen"].items()
+            if not (isinstance(value, dict) and isinstance(value.get("tensor"), str) and value["tensor"] in absent)
+        }
+    }
+
+
+def with_buffers_of(document: Document, state: State, saved: Mapping[str, Tensor], path: object) -> State:
+    """The State with the buffers that forwards had registered, removed or reshaped when these weights were saved."""
     model = document.altered_model(state.model, path)
     if model is state.model:
         return state
-    saved = saved_weights(document, tensors, path)
     changed = {name for name, slot in model.altered.items() if slot.kind in ("tensor", "reshaped")}
     buffers: dict[str, Any] = {
         name: saved[name].to(state.device) if name in changed and name in saved else state.buffers.get(name)
@@ -71,7 +87,7 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
         for name, tensor in kind(remove_duplicate=False):
             if name not in state.model.altered:
                 names[name] = first.setdefault(id(tensor), name)
-    optional = _not_in_state_dict(state.model)
+    optional = not_in_state_dict(state.model)
     unknown = [name for name in weights if name not in names]
     value: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
@@ -140,7 +156,8 @@ def _kind(tensor: Tensor) -> str:
     return "floating point" if tensor.is_floating_point() else str(tensor.dtype)
 
 
-def _not_in_state_dict(model: ModelDef) -> set[str]:
+def not_in_state_dict(model: ModelDef) -> set[str]:
+    """The names of buffers that ``state_dict()`` leaves out."""
     kept = set(model.skeleton.state_dict(keep_vars=True))
     persistent = {name: name in kept for name in model.buffer_names}
     persistent |= {name: slot.persistent for name, slot in model.altered.items()}

@@ -158,7 +158,7 @@ def assemble(settings: Settings) -> Assembly:
             auto_size=None if stages.found is None else AutoSize(stages),
             load=loading(
                 checkpoint,
-                None if Event.INIT in stages.handlers else state.model,
+                None if Event.INIT in stages.handlers else state,
                 known.refuse_misfit,
                 lambda loaded: resume(known.fitted(loaded)),
             ),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pure_loop.callback import Callback
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
-from pure_loop.model.model import ModelDef
 from pure_loop.state import State, outside_batch
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
 
 def loading(
     checkpoint: Checkpoint | None,
-    model: ModelDef | None,
+    beginning: State | None,
     refuse: Callable[[State], object],
     finish: Callable[[State], State],
 ) -> Callable[[State], State] | None:
@@ -103,12 +102,13 @@ def loading(
 
     Args:
         checkpoint: what to load; None: nothing.
-        model: the model, if it is sure to be the same at BEFORE_LOAD: what doesn't fit is refused now.
+        beginning: the State before it is loaded, if its model and its frozen parameters are sure to be the same at
+            BEFORE_LOAD: what doesn't fit is refused now.
         refuse: raises where training can't resume from a State.
         finish: gives a State that resumes what it lacks.
 
     Raises:
-        ResumeError: the checkpoint is another model's.
+        ResumeError: the checkpoint is another model's, or has another base.
     """
     if checkpoint is None:
         return None
@@ -120,8 +120,12 @@ def loading(
         except ResumeError as error:
             raise ResumeError(f"{path}: {error}") from error
 
-    if checkpoint.document is not None and model is not None:
-        refuse_loaded(checkpoint.fitted(model))
+    if checkpoint.document is not None and beginning is not None:
+        refuse_loaded(checkpoint.fitted(beginning.model))
+        if checkpoint.document.base:
+            from pure_loop.checkpoint.base import verified_base
+
+            verified_base(checkpoint.document.base, beginning, path)
     # Taken out when it is loaded: the numbers are then the loop's, which writes to them.
     waiting = [checkpoint]
 
