@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pure_loop.entry.drive import drive
     from pure_loop.entry.evaluate import evaluate, predict
     from pure_loop.entry.explain import explain
+    from pure_loop.entry.largest_microbatch import largest_microbatch
     from pure_loop.exporting import export
     from pure_loop.loop.training import Script
     from pure_loop.progress import progress
@@ -80,6 +81,7 @@ __all__ = [
     "export",
     "fit",
     "gradients",
+    "largest_microbatch",
     "latest",
     "load",
     "loggers",
@@ -106,6 +108,7 @@ _LAZY: dict[str, str | None] = {
     "evaluate": "pure_loop.entry.evaluate",
     "explain": "pure_loop.entry.explain",
     "export": "pure_loop.exporting",
+    "largest_microbatch": "pure_loop.entry.largest_microbatch",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",
     "predict": "pure_loop.entry.evaluate",

@@ -75,6 +75,11 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "microbatch_size=8: how many samples of a batch go at once",
     ),
     (
+        "auto_scale_batch_size auto_find_batch_size auto_microbatch device_train_microbatch_size",
+        "microbatch_size",
+        'microbatch_size="auto", halved until it fits',
+    ),
+    (
         "gradient_clip_val max_grad_norm grad_clip clip_grad_norm max_norm gradient_clipping clip",
         "clip_grad",
         "clip_grad=1.0",

@@ -23,7 +23,7 @@ from pure_loop.loop.training import LoopStages, Script, gradients
 from pure_loop.stages.sizes import NAME, found_size, free_memory, is_out_of_memory
 from pure_loop.state import State
 
-__all__ = ["AutoSize"]
+__all__ = ["AutoSize", "LargestSize"]
 
 Extent = tuple[int, ...]
 
@@ -135,6 +135,28 @@ class AutoSize:
             'parallel="shard" need less.'
         )
         raise error
+
+
+@attrs.define
+class LargestSize(AutoSize):
+    """Finds the largest size instead of the first that fits, by bisection."""
+
+    def changes(self, state: State) -> bool:
+        engine, found = self.stages.engine, self.stages.found
+        assert found is not None
+        (most,) = map(int, engine.largest((self.stages.task.samples(state.batch),), state))
+        fits, fails, size, tried = 0, most + 1, most, list[int]()
+        while fits + 1 < fails:
+            error = self.out_of_memory(state, size)
+            tried.append(size)
+            (failed,) = engine.largest((error is not None,), state)
+            fits, fails = (fits, size) if failed else (size, fails)
+            if fails == 1:
+                self._refuse(state, error, most, tried)
+                engine.largest((0,), state)  # another rank has the error, which is raised here, too
+            size = (fits + fails) // 2
+        found.size = fits
+        return True
 
 
 def _sizes(batch: Any) -> Extent:

@@ -296,3 +296,49 @@ def test_what_can_not_be_done_is_refused_at_the_call() -> None:
     with pytest.raises(ArgumentError, match='algorithm is called "microbatch_size"'):
         fit(limited(), batches(4), [pl.Algorithm("microbatch_size", {Event.BATCH_END: lambda state: state})],
             microbatch_size="auto")  # fmt: skip
+
+
+@examples(15, 300)
+@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(FAILURES[:2]))
+def test_the_largest_size_is_found_and_nothing_is_trained(samples: int, most: int, kind: str) -> None:
+    model = limited(most, kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.adamw(lr=0.1)}
+    calls.clear()
+    assert pl.largest_microbatch(model, batches(samples), algorithms=[A.sam()], **settings) == min(samples, most)
+    assert calls.count(samples) <= 2  # that of SAM, too
+    equal(dict(model.state_dict()), before)
+    assert model.training
+
+
+def test_the_largest_size_of_a_state_is_that_of_its_next_batch() -> None:
+    state = train(limited(), batches(2, 7), max_duration="1ba")
+    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+    assert pl.largest_microbatch(state, batches(2, 7), **settings) == 7
+    assert pl.largest_microbatch(state.replace(stop=True), batches(2, 7), **settings) == 7
+    assert pl.largest_microbatch(train(limited(), batches(2, 7)), batches(2, 7), **settings) == 2
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        pl.largest_microbatch(limited(0), batches(6), **settings)
+    assert "ran out of memory in microbatches of 6, 3, 1." in "\n".join(raised.value.__notes__)
+    with pytest.raises(TypeError, match="optimizer"):
+        pl.largest_microbatch(limited(), batches(6), loss=functional.cross_entropy)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [5, 0])
+def test_the_largest_size_is_that_which_fits_on_all_ranks(most: int) -> None:
+    def program(rank: int) -> Any:
+        layer = nn.Linear(4, 3)
+        layer.register_forward_pre_hook(lambda module, inputs: _refuse(len(inputs[0]), most if rank else 100))
+        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+        try:
+            return pl.largest_microbatch(layer, batches(32), parallel="replicate", **settings)
+        except (torch.OutOfMemoryError, DistributedError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    first, second = pool().run(program)
+    if most:
+        assert (first, second) == (most, most)
+    else:
+        assert "rank 1 raised OutOfMemoryError after AFTER_DATALOADER of batch 0" in first
+        assert second.startswith("OutOfMemoryError: CUDA out of memory")
