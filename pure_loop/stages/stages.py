@@ -32,7 +32,7 @@ from pure_loop.stages.nonfinite import (
 from pure_loop.stages.notes import note_stage
 from pure_loop.stages.settings import NO_CONTEXT, uses_cpu_rng_only
 from pure_loop.stages.update import UpdateStage, as_state
-from pure_loop.state import NOT_READY, State, fresh_draft_of
+from pure_loop.state import NOT_READY, State, fresh_draft_of, with_fields
 from pure_loop.task import OnTargets, Task, default_forward
 
 __all__ = ["Stages"]
@@ -316,6 +316,8 @@ class Stages(UpdateStage, EvaluationStage):
             DataError: the divisor is 0, because all microbatches have weight 0: the loss is a mean over nothing. With
                 ``nonfinite="skip"`` the loss is NaN then, and :meth:`update` skips the step.
         """
+        if state.grad_norm is not None:  # of the batch before, in a script of a user's own
+            state = with_fields(state, grad_norm=None)
         if (
             loss is None
             and type(divisor) is float

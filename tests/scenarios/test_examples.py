@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,37 +17,11 @@ import torch
 
 import pure_loop as pl
 from pure_loop import Event
+from tests.support.example_scripts import EXAMPLES, assert_picture, percentages
 
 # What `pip install pure_loop[docs,plot]` brings.
-matplotlib_image = pytest.importorskip("matplotlib.image")
+pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
-
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Import an example by name, as a script sees it: with its own folder first."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == EXAMPLES:
-            del sys.modules[name]
-
-
-def assert_picture(path: Path, *, width: int, colors: int) -> None:
-    """A PNG of this width or more that shows something: several colours, on a background that isn't all there is."""
-    pixels = (255 * matplotlib_image.imread(path)[..., :3]).round().astype(int)
-    assert pixels.shape[1] >= width
-    assert len({tuple(pixel) for pixel in pixels[::7, ::7].reshape(-1, 3)}) >= colors
-    assert 0.005 < (pixels < 250).any(axis=-1).mean() < 0.9
-
-
-def percentages(text: str, label: str) -> list[float]:
-    found = re.findall(rf"^{re.escape(label)} .*?([\d.]+)%", text, re.MULTILINE)
-    assert found, f"no line of {label!r} in:\n{text}"
-    return [float(value) for value in found]
 
 
 @pytest.mark.slow

@@ -97,6 +97,26 @@ def test_it_belongs_to_the_batch() -> None:
     assert "grad_norm" not in pl.checkpoint.document.durable_fields(pl.State)
 
 
+def test_in_a_script_it_is_that_of_the_batch() -> None:
+    """A script that sets the gradients of the batch before to None needn't know of their norm."""
+    task = pl.Task(loss=lambda outputs, batch: cross_entropy(outputs, batch[1]))
+    stages = pl.Stages(task=task, optimizer=pl.optim.sgd(lr=0.1))
+
+    def script(state: pl.State) -> Any:
+        for batch in DATA:
+            state = stages.forward(state.replace(batch=batch, microbatch=batch, grads=None))
+            state = stages.finish_gradients(stages.backward(stages.loss(state)))
+            state = yield Event.AFTER_TRAIN_BATCH, state
+            state = yield Event.BATCH_END, stages.update(state).count_batch(samples=4)
+        return state
+
+    start = pl.State.create(mlp())
+    start = start.replace(opt_state=stages.optimizer.init(start.params))
+    stream = pl.drive(script(start), algorithms=[pl.algorithms.gradient_clipping("norm", 0.05)], stages=stages)
+    norms = [state.grad_norm for event, state in stream if event is Event.BATCH_END]
+    torch.testing.assert_close(torch.stack(norms), torch.tensor(by_hand(0.05)), rtol=1e-4, atol=1e-6)
+
+
 def test_with_sam_it_is_of_the_gradients_that_step() -> None:
     found = states(clip_grad=1e6, algorithms=[pl.algorithms.sam(rho=0.5)])
     for event, state in found:

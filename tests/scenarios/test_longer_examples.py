@@ -1,0 +1,122 @@
+"""The examples of longer jobs run, do what they say, and would notice if it weren't so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event
+from tests.support.example_scripts import assert_picture, percentages
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.mark.slow
+def test_kfold(load: Any, tmp_path: Path, capsys: Output) -> None:
+    assert load("kfold").main(["--quick", "--output", str(tmp_path / "kfold.png")]) == 0
+    output = capsys.readouterr().out
+    assert all(len(re.findall(r"[\d.]+%", line)) == 5 for line in output.splitlines() if " ± " in line and "%" in line)
+    assert percentages(output, "linear")[0] > 40
+    assert "of 600 digits are wrong" in output
+    assert "fold 3 alone is bitwise the same" in output
+    assert_picture(tmp_path / "kfold.png", width=1500, colors=40)
+
+
+@pytest.mark.slow
+def test_kfold_notices_a_fold_that_depends_on_those_before(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    example, calls = load("kfold"), []
+    fold = example.fold
+
+    def seeded_by_its_number(*arguments: Any) -> pl.State:
+        calls.append(1)
+        network, data, train, seed, _ = arguments
+        return fold(network, data, train, seed + len(calls), 1)
+
+    monkeypatch.setattr(example, "fold", seeded_by_its_number)
+    assert example.main(["--quick", "--output", str(tmp_path / "kfold.png")]) == 1
+    assert "fold 3 alone is ANOTHER" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_distillation(load: Any, tmp_path: Path, capsys: Output) -> None:
+    assert load("distillation").main(["--quick", "--output", str(tmp_path / "distillation.png")]) == 0
+    rows = re.findall(r"^ +\d+ +([\d.]+)% +([\d.]+)% +([\d.]+)% +([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 2
+    for alone, unseen_alone, distilled, unseen in (map(float, row) for row in rows):
+        assert unseen_alone == 0 < 50 < unseen
+        assert alone + 5 < distilled
+    assert_picture(tmp_path / "distillation.png", width=1500, colors=10)
+
+
+def test_the_loss_of_distillation(load: Any) -> None:
+    """In microbatches it is what the formula says of the whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = nn.Linear(4, 3), nn.Linear(4, 3)
+    batch = (torch.randn(7, 4, generator=generator), torch.randint(3, (7,), generator=generator))
+    stream = pl.fit(
+        student,
+        [batch],
+        loss=nn.functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="1ba",
+        microbatch_size=3,
+        algorithms=[load("distillation").distill(teacher, temperature=2.0, weight=0.75)],
+        strict=True,
+    )
+    state = next(state for event, state in stream if event is Event.AFTER_TRAIN_BATCH)
+    scores, wanted = student(batch[0]), teacher(batch[0])
+    p, q = (wanted / 2).softmax(dim=1), (scores / 2).softmax(dim=1)
+    loss = 0.25 * nn.functional.cross_entropy(scores, batch[1]) + 0.75 * 4 * (p * (p / q).log()).sum(dim=1).mean()
+    torch.testing.assert_close(state.loss, loss.detach())
+    torch.testing.assert_close(state.grads["weight"], torch.autograd.grad(loss, student.weight)[0])
+
+
+@pytest.mark.slow
+def test_reinforce(load: Any, tmp_path: Path, capsys: Output) -> None:
+    assert load("reinforce").main(["--quick", "--output", str(tmp_path / "reinforce.png")]) == 0
+    output = capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) steps$", output, re.MULTILINE)
+    (first, played, balanced), *_, (last, played_in_the_end, balanced_in_the_end) = (map(float, row) for row in rows)
+    assert (len(rows), first, last) == (3, 1, 15)
+    assert played + 20 < played_in_the_end
+    assert balanced + 20 < balanced_in_the_end
+    assert "resumed from a file of batch 5: the State at the end is bitwise the same" in output
+    assert_picture(tmp_path / "reinforce.png", width=1500, colors=15)
+
+
+def test_reinforce_resumes_by_the_law_of_scripts(load: Any) -> None:
+    example = load("reinforce")
+    whole = example.train(example.fresh_state(3, 4), 4)
+    assert [state.timestamp.sample for state in whole] == [32, 64, 96, 128]
+    for kept in whole[:-1]:
+        rest = example.train(kept, 4)
+        for again, first in zip(rest, whole[kept.timestamp.batch :], strict=True):
+            assert not load("_compare").differences(again, first)
+
+
+def test_a_cart_and_its_pole_gain_the_energy_that_the_push_gives(load: Any) -> None:
+    """Power is force times speed: exact for the derivatives by time, of which one step of Euler is a multiple."""
+    move = load("reinforce").move
+    position = torch.tensor([[0.0, 0.3, 0.1, -0.2], [1.0, -2.0, -0.2, 3.0]], dtype=torch.float64)
+
+    def energy(position: torch.Tensor) -> torch.Tensor:
+        _, speed, angle, turning = position.unbind(dim=1)
+        of_both = 0.1 * 0.5 * speed * turning * angle.cos()
+        kinetic = 0.5 * 1.1 * speed**2 + of_both + 0.5 * (0.1 * 0.25 * 4 / 3) * turning**2
+        return kinetic + 0.1 * 9.8 * 0.5 * angle.cos()
+
+    for action, force in ((0, -10.0), (1, 10.0)):
+        velocity = (move(position, torch.full((2,), action)) - position) / 0.02
+        (slope,) = torch.autograd.grad(energy(position.requires_grad_()).sum(), position)
+        torch.testing.assert_close((slope * velocity).sum(dim=1), force * position[:, 1])
