@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pure_loop.loop.training import Script
     from pure_loop.progress import progress
     from pure_loop.stages import Stages
+    from pure_loop.tools.lr_find import lr_find
 
 __all__ = [
     "Algorithm",
@@ -85,6 +86,7 @@ __all__ = [
     "latest",
     "load",
     "loggers",
+    "lr_find",
     "metrics",
     "optim",
     "order",
@@ -111,6 +113,7 @@ _LAZY: dict[str, str | None] = {
     "largest_microbatch": "pure_loop.entry.largest_microbatch",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",
+    "lr_find": "pure_loop.tools.lr_find",
     "predict": "pure_loop.entry.evaluate",
     "progress": "pure_loop.progress",
     "save": "pure_loop.checkpoint",

@@ -29,6 +29,7 @@ FLOORS = (
     {"callbacks"},
     {"progress"},
     {"entry", "loggers"},
+    {"tools"},
     {"typing"},
     {"pure_loop"},
     {"__main__", "testing"},

@@ -1,0 +1,5 @@
+"""Tools beside a run: what is measured before it or of it, and changes nothing in it.
+
+May import ``entry`` and what is below. Begin with ``lr_find.py``: it runs ``fit`` on a fork of a State, with another
+optimizer; ``range_test.py`` is its report.
+"""
