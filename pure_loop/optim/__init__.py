@@ -1,6 +1,6 @@
 """Optimizers as pairs of pure functions: ``init(params)`` and ``update(grads, opt_state, params, timestamp)``.
 
-May import ``schedules``, ``frozendict`` and what is below. Begin with ``optimizer.py``;
+May import ``schedules``, ``state``, ``frozendict`` and what is below. Begin with ``optimizer.py``;
 ``kernels.py`` runs steps over lists of tensors, and each other file is one rule.
 """
 
@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     from pure_loop.optim.muon import muon
     from pure_loop.optim.partition import partition
     from pure_loop.optim.sgd import sgd
+    from pure_loop.optim.state_dicts import load_state_dict, to_state_dict
 
-__all__ = ["Optimizer", "adam", "adamw", "from_torch", "lamb", "lion", "muon", "partition", "rate_at", "sgd"]
+__all__ = [
+    "Optimizer",
+    "adam",
+    "adamw",
+    "from_torch",
+    "lamb",
+    "lion",
+    "load_state_dict",
+    "muon",
+    "partition",
+    "rate_at",
+    "sgd",
+    "to_state_dict",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
@@ -31,9 +45,11 @@ if not TYPE_CHECKING:
             "from_torch": "pure_loop.optim.from_torch",
             "lamb": "pure_loop.optim.lamb",
             "lion": "pure_loop.optim.lion",
+            "load_state_dict": "pure_loop.optim.state_dicts",
             "muon": "pure_loop.optim.muon",
             "partition": "pure_loop.optim.partition",
             "sgd": "pure_loop.optim.sgd",
+            "to_state_dict": "pure_loop.optim.state_dicts",
         },
     )
 

@@ -28,6 +28,7 @@ from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.scalars import cell_of, one_on
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._in_torch import AdamInTorch
 from pure_loop.optim._rules import shrink_
 from pure_loop.optim._settings import DecayRates, Rate
 from pure_loop.optim.kernels import (
@@ -214,6 +215,13 @@ class _Adam:
             spreads_nonfinite=True,
             takes_lr_scale=True,
             elementwise=True,
+            in_torch=AdamInTorch(
+                name=name,
+                lr=rule.lr,
+                options={key: value for key, value in options.items() if key != "independent_decay"},
+                independent_decay=independent_decay and weight_decay != 0,
+                memories=rule.memories,
+            ),
         )
 
     @shrinks.default

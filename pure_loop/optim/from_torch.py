@@ -19,7 +19,7 @@ import inspect
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,6 +36,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
 from pure_loop.optim.kernels import check_state, gradients_of, match_layout, memory_of
 from pure_loop.optim.optimizer import (
     Grads,
@@ -155,7 +156,36 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         elementwise=of_torch and name in _ELEMENTWISE,
         draws=not of_torch,
         check=partial(rule.refuse, keys=frozenset(tried.memories()[0]) if of_torch else frozenset()),
+        in_torch=ClassInTorch(rule=rule, lr=rate),
     )
+
+
+def restore(
+    optimizer: torch.optim.Optimizer,
+    memories: Iterable[tuple[Mapping[str, Any], bool]],
+    shared: Mapping[Any, Any],
+    group: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+    removed: Mapping[str, Iterable[str]],
+) -> None:
+    """Give a new optimizer what an ``opt_state`` holds of it.
+
+    Args:
+        optimizer: a new one of one group.
+        memories: for each parameter what is kept for it, and whether it has made a step.
+        shared, group, attributes, removed: as in the state of :func:`from_torch`.
+    """
+    for param, (memory, started) in zip(optimizer.param_groups[0]["params"], memories, strict=True):
+        if started:
+            optimizer.state[param] = dict(memory)
+    optimizer.state.update(dict(shared))
+    for target, restored, key in (
+        (optimizer.param_groups[0], group, "group"),
+        (vars(optimizer), attributes, "attributes"),
+    ):
+        target.update(restored)
+        for name in removed[key]:
+            target.pop(name, None)
 
 
 def _no_rate(timestamp: Timestamp) -> float:
@@ -346,17 +376,8 @@ class _FromTorch:
         before = self._kept(optimizer, copies)
         # At once, so that a tensor that stands in several places does so in the copies.
         own = _copied(([] if in_place else memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
-        for copied, memory, known in zip(copies, memories if in_place else own[0], started, strict=True):
-            if known:
-                optimizer.state[copied] = dict(memory)
-        optimizer.state.update(dict(own[1]))
-        for target, restored, removed in (
-            (optimizer.param_groups[0], own[2], opt_state["removed"]["group"]),
-            (vars(optimizer), own[3], opt_state["removed"]["attributes"]),
-        ):
-            target.update(restored)
-            for key in removed:
-                target.pop(key, None)
+        known = zip(memories if in_place else own[0], started, strict=True)
+        restore(optimizer, known, own[1], own[2], own[3], opt_state["removed"])
         options = optimizer.param_groups[0]
         fixed: Any = options.get("lr")
         if self.lr is not None:
@@ -532,6 +553,99 @@ class _FromTorch:
                     "options: give the State that was made with these, or start afresh: "
                     "fit(state.replace(opt_state=None), ...)."
                 ) from error
+
+
+# As a state dict.
+
+# What torch's schedulers note in a group, and the names of its parameters.
+_OF_OTHERS = frozenset(
+    ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "params", "param_names")
+)
+
+
+@attrs.frozen
+class ClassInTorch:
+    """The state of :func:`from_torch` as that of its class (see :class:`~pure_loop.optim._in_torch.InTorch`)."""
+
+    rule: _FromTorch
+    lr: RateFunction
+
+    def cls(self) -> type[torch.optim.Optimizer]:
+        cls = self.rule.cls
+        if cls.state_dict is not torch.optim.Optimizer.state_dict:
+            raise ArgumentError(
+                f"{self.rule.name}: {cls.__name__} has a state_dict() of its own, of which only it knows the format. "
+                "Resume with fit, from the State."
+            )
+        return cls
+
+    def names(self, params: Params) -> list[list[str]]:
+        return [list(params)]
+
+    @torch.no_grad()
+    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
+        rule = self.rule
+        outside = sorted({*opt_state["attributes"], *opt_state["removed"]["attributes"]})
+        if outside:
+            raise ArgumentError(
+                f"{rule.name}: {rule.cls.__name__} keeps {', '.join(outside)} as attributes, which its state_dict() "
+                "leaves out: a loop by hand could not continue from it. Resume with fit, from the State."
+            )
+        names = list(params)
+        memories, started = memory_of(opt_state, "memory", names), memory_of(opt_state, "started", names)
+        optimizer = rule.build(clone_all(list(params.values())))
+        copies = _copied((memories, opt_state["shared"], opt_state["group"]))
+        known = zip(copies[0], started, strict=True)
+        restore(optimizer, known, copies[1], copies[2], {}, opt_state["removed"])
+        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        if "lr" in options and not ("lr" in opt_state["group"] and rule.lr is None):
+            options["lr"] = rate_at(rule.name, self.lr, timestamp)
+        memory = {
+            name: dict(optimizer.state[param]) if param in optimizer.state else {}
+            for name, param in zip(names, optimizer.param_groups[0]["params"], strict=True)
+        }
+        return [TorchGroup(options=options, memory=memory, rest=_shared(optimizer))]
+
+    @torch.no_grad()
+    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
+        (saved,) = groups
+        rule = self.rule
+        if not params:
+            return rule.init(params)
+        init = rule.init(params)
+        tried = rule.trial({"trial": torch.zeros(2, 2)}, steps=3)
+        keys = frozenset(tried.memories()[0]) if rule.cls.__module__.startswith("torch.optim.") else frozenset()
+        for name, memory in saved.memory.items():
+            if memory and keys and memory.keys() != keys:
+                raise ResumeError(
+                    f"the state dict holds {sorted(memory)} for parameter {name!r}, and {rule.name} with these options "
+                    f"needs {sorted(keys)}: it is of another class than {rule.cls.__name__}, or was made with other "
+                    "options. Load it with the optimizer that made it."
+                )
+        # What the class itself writes to its group is its memory, and all else are options, which the call has.
+        learnt = {*init["group"], *tried.before[0].changed(rule.mappings(tried.after)[0], tried.copies)}
+        new = {key: value for key, value in tried.new.param_groups[0].items() if key not in _OF_OTHERS | learnt}
+        refuse_other_options(rule.name, new, saved.options, ())
+        group = {key: value for key, value in saved.options.items() if key not in new and key not in _OF_OTHERS}
+        memories = [
+            {key: _on_device(key, value, param) for key, value in saved.memory[name].items()}
+            for name, param in params.items()
+        ]
+        started = [bool(memory) for memory in memories]
+        blank = memory_of(init, "memory", list(params))
+        kept = [memory or old for memory, old in zip(memories, blank, strict=True)]
+        shared, group = _copied((dict(saved.rest), {**init["group"], **group}))
+        opt_state = rule._state(params, kept, started, {**init["shared"], **shared}, group, init["attributes"])
+        rule.refuse(opt_state, params, keys)
+        return opt_state
+
+
+def _on_device(key: str, value: Any, param: Tensor) -> Any:
+    """A copy of a value of a state dict; of a tensor where its parameter is, as torch's own loading has it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    on_host = key == "step" and value.is_cpu  # where a class counts on the CPU, it does so for all devices
+    return value.clone() if on_host else value.to(param.device, copy=True)
 
 
 def _has_default(cls: type, name: str) -> bool:

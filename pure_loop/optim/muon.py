@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.errors import ArgumentError
+from pure_loop.optim._in_torch import MuonInTorch
 from pure_loop.optim._rules import Numbers, between, decay_, optimizer_of
 from pure_loop.optim._settings import Rate
 from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params
@@ -100,7 +101,19 @@ def muon(
         options=options,
         spreads_nonfinite=True,
     )
-    return attrs.evolve(optimizer, init=partial(_init, optimizer))
+    in_torch = MuonInTorch(
+        name="muon",
+        lr=optimizer.lr,
+        options={
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr,
+        },
+        independent_decay=independent_decay and weight_decay != 0,
+    )
+    return attrs.evolve(optimizer, init=partial(_init, optimizer), in_torch=in_torch)
 
 
 def _init(optimizer: Optimizer, params: Params) -> OptState:

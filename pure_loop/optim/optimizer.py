@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -23,6 +23,9 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges.strengths import Strength
 from pure_loop.time import Timestamp
+
+if TYPE_CHECKING:
+    from pure_loop.optim._in_torch import InTorch
 
 __all__ = ["Grads", "LearningRate", "OptState", "Optimizer", "Params", "RateFunction", "rate_at"]
 
@@ -70,6 +73,8 @@ class Optimizer:
             result of ``init``.
         seeing: ``(view) -> optimizer``: this optimizer, whose label function receives ``view(name, tensor)``: the
             parameter as the user declared it, with its class and attributes (see :func:`partition`).
+        in_torch: how the optimizer state is that of a class of ``torch.optim`` (see :func:`to_state_dict`). None: no
+            class has it.
 
     An optimizer of your own needs nothing else:
 
@@ -99,6 +104,7 @@ class Optimizer:
     draws: bool = False
     check: Callable[[Any, Params], None] | None = None
     seeing: Callable[[Callable[[str, Tensor], Tensor]], Optimizer] | None = None
+    in_torch: InTorch | None = None
 
     def __repr__(self) -> str:
         fixed = fixed_rate(self.lr)

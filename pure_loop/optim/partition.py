@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._in_torch import TorchGroup, part_in_torch
 from pure_loop.optim.kernels import check_state, gradients_of
 from pure_loop.optim.optimizer import (
     Grads,
@@ -87,6 +89,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         takes_lr_scale=all(part.takes_lr_scale for part in rule.parts.values()),
         elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
+        in_torch=PartitionInTorch(rule),
     )
 
 
@@ -166,6 +169,47 @@ class _Partition:
         result: FrozenDict[str, Any] = FrozenDict(new)
         result.layout = layouts
         return result, FrozenDict(new_state)
+
+
+@attrs.frozen
+class PartitionInTorch:
+    """The state of :func:`partition` as that of one class: a group for each part, in their order."""
+
+    rule: _Partition
+
+    def cls(self) -> type[torch.optim.Optimizer]:
+        classes = {key: part_in_torch(part).cls() for key, part in self.rule.parts.items()}
+        if len(set(classes.values())) > 1:
+            shown = ", ".join(f"{key!r} is torch.optim.{cls.__name__}" for key, cls in classes.items())
+            first = next(iter(classes))
+            raise ArgumentError(
+                f"a torch optimizer is of one class, and the parts of this partition are of several: {shown}. Write "
+                f"one state dict for each, to_state_dict(state, optimizer, part={first!r}), and load them together: "
+                f"load_state_dict(state, optimizer, {{{first!r}: ..., ...}})."
+            )
+        return next(iter(classes.values()))
+
+    def names(self, params: Params) -> list[list[str]]:
+        return [names for part, picked in self.split(params).values() for names in part_in_torch(part).names(picked)]
+
+    def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
+        """Each part, and its parameters."""
+        return {key: (self.rule.parts[key], _pick(params, names)) for key, names in self.rule.groups(params).items()}
+
+    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
+        check_state("partition", opt_state, self.rule.parts)
+        groups: list[TorchGroup] = []
+        for key, (part, picked) in self.split(params).items():
+            groups += part_in_torch(part).write(opt_state[key], picked, timestamp)
+        return groups
+
+    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
+        result, begin = {}, 0
+        for key, (part, picked) in self.split(params).items():
+            end = begin + len(part_in_torch(part).names(picked))
+            result[key] = part_in_torch(part).read(groups[begin:end], picked)
+            begin = end
+        return FrozenDict(result)
 
 
 def _pick(values: Mapping[str, Any], names: list[str]) -> FrozenDict[str, Any]:

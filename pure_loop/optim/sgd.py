@@ -26,6 +26,7 @@ from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._in_torch import SGDInTorch
 from pure_loop.optim._rules import shrink_
 from pure_loop.optim._settings import Rate
 from pure_loop.optim.kernels import (
@@ -138,6 +139,13 @@ def sgd(
         spreads_nonfinite=True,
         takes_lr_scale=True,
         elementwise=True,
+        in_torch=SGDInTorch(
+            name="sgd",
+            lr=rule.lr,
+            options={key: value for key, value in options.items() if key != "independent_decay"},
+            independent_decay=independent_decay and weight_decay != 0,
+            memories=rule.memories,
+        ),
     )
 
 
