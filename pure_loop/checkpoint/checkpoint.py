@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
 import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop.checkpoint.base import verified_base
+from pure_loop.checkpoint.base import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document, Shaped
-from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
+from pure_loop.checkpoint.selection import ALL, Selection, without_excluded
+from pure_loop.checkpoint.weights import all_names, saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.frozendict import FrozenDict
+from pure_loop.model.buffers import UNALTERED
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["NOT_STRICT", "Checkpoint"]
+__all__ = ["NOT_RENAMED", "NOT_STRICT", "Checkpoint"]
+
+NOT_RENAMED = "rename is for weights alone: a run resumes with its own names; weights_only=True."
 
 NOT_STRICT = "strict=False is for weights alone: a run resumes exactly or not at all; weights_only=True."
 
@@ -40,7 +48,13 @@ class Checkpoint:
         return f"{self.path}, saved at {0 if self.document is None else self.document.saved_at}"
 
     def state(
-        self, model: nn.Module, device: torch.device | str | None, *, weights_only: bool = False, strict: bool = True
+        self,
+        model: nn.Module,
+        device: torch.device | str | None,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        selection: Selection = ALL,
     ) -> State:
         """The State, of this model's structure."""
         if self.weights is not None and not weights_only:
@@ -51,10 +65,20 @@ class Checkpoint:
             )
         fresh = State.create(model, device=device)
         if self.document is None or weights_only:
-            return self.weights_into(fresh, strict=strict)
+            return self.weights_into(fresh, strict=strict, selection=selection)
         if not strict:
             raise ArgumentError(NOT_STRICT)
-        return self.into(fresh)
+        if selection.rename is not None:
+            raise ArgumentError(NOT_RENAMED)
+        return self.without(selection.exclude).into(fresh)
+
+    def without(self, exclude: Iterable[str]) -> Self:
+        """The checkpoint without some of its fields, which then begin anew."""
+        document = self.document
+        if document is None or not exclude:
+            return self
+        fields = without_excluded(document.fields, exclude, self.path)
+        return attrs.evolve(self, document=attrs.evolve(document, fields=fields, is_whole=False))
 
     def into(self, state: State) -> State:
         """The saved State, with the model and on the device of this one."""
@@ -66,16 +90,25 @@ class Checkpoint:
             tensors = {**tensors, **{key: plain for key, (_, plain) in base.items()}}
         return self.document.state(state.model, tensors, state.device, self.path)
 
-    def weights_into(self, state: State, *, strict: bool = True) -> State:
+    def weights_into(self, state: State, *, strict: bool = True, selection: Selection = ALL) -> State:
         """The State with the weights that were saved."""
-        document = self.document or self.weights
-        weights = saved_weights(self.document, self.tensors, self.path)
+        document, path = self.document or self.weights, self.path
+        weights = saved_weights(self.document, self.tensors, path)
+        base: dict[str, BaseTensor] = {}
+        altered = UNALTERED
         if document is not None:
-            if document.base and strict:
-                base = verified_base(document.base, state, self.path)
-                weights |= {key.removeprefix("params."): whole for key, (whole, _) in base.items()}
-            state = with_buffers_of(document, state, weights, self.path)
-        return with_weights(state, weights, self.path, strict=strict)
+            base, altered = {key.removeprefix("params."): item for key, item in document.base.items()}, document.altered
+        new = selection.renamed(dict.fromkeys([*weights, *base, *altered]), path)
+        selection.refuse_unmatched([*new.values(), *all_names(state.model)], path)
+        weights = {new[name]: tensor for name, tensor in weights.items()}
+        if strict and base:
+            needed = {f"params.{new[name]}": item for name, item in base.items() if not selection.excludes(new[name])}
+            verified = verified_base(needed, state, path)
+            weights |= {key.removeprefix("params."): whole for key, (whole, _) in verified.items()}
+        if document is not None:
+            kept = {new[name]: slot for name, slot in altered.items() if not selection.excludes(new[name])}
+            state = with_buffers_of(attrs.evolve(document, altered=FrozenDict(kept)), state, weights, path)
+        return with_weights(state, weights, path, strict=strict, excludes=selection.excludes)
 
     def fitted(self, model: ModelDef) -> State:
         """The saved State, with this model, in the memory of the computer.

@@ -113,6 +113,7 @@ class Document:
         position: the last boundary before it.
         altered: what forwards have made of the model's buffers.
         base: the frozen parameters that the file leaves out.
+        is_whole: whether ``fields`` are all that the file has.
     """
 
     made_by: dict[str, str]
@@ -127,6 +128,7 @@ class Document:
     position: Event | None
     altered: Altered = UNALTERED
     base: Base = attrs.field(factory=dict)
+    is_whole: bool = True
 
     @property
     def batch(self) -> int:
@@ -196,7 +198,7 @@ class Document:
         )
         self._values(named, meta, path)
         unnamed = [name for name in named if name not in named.asked]
-        if complete and unnamed:
+        if complete and unnamed and self.is_whole:
             raise CheckpointError(f"{path} can't be read: no field refers to its tensors {first_names(unnamed)}.")
 
     def _values(

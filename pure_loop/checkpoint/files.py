@@ -17,9 +17,10 @@ from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.suggestions import teaching
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.base import refuse_no_base
-from pure_loop.checkpoint.checkpoint import NOT_STRICT, Checkpoint
+from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
+from pure_loop.checkpoint.selection import Rename, Selection
 from pure_loop.checkpoint.storage import LEFTOVER, PathLike, join, not_read, size_of, storage_of
 from pure_loop.checkpoint.tree import UnknownClassError
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
@@ -147,6 +148,8 @@ def load(
     device: torch.device | str | None = None,
     weights_only: bool = False,
     strict: bool = True,
+    exclude: str | Iterable[str] = (),
+    rename: Rename | None = None,
 ) -> State:
     """Read a State that :func:`save` wrote, or the weights of a plain safetensors file into a fresh State.
 
@@ -164,9 +167,15 @@ def load(
             ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files of other
             libraries, with the names of ``model.state_dict()``, have nothing else, and need no ``weights_only=True``.
         strict: with weights alone, refuse names that only the file or only the model has.
+        exclude: globs. Of weights alone, names in the model: those keep the values of the model, ``["head.*"]``. Of a
+            State, ``"opt_state"`` and ``"algorithm_state/NAME"``, which then begin anew when training resumes.
+        rename: with weights alone, names in the file, or their beginnings up to a dot, and those in the model,
+            ``{"backbone.": "encoder.", "module.": ""}``, of several the longest; or a function of a name in the file
+            that returns that in the model. ``exclude`` comes after it.
 
     Raises:
-        ArgumentTypeError: ``model`` is no module.
+        ArgumentTypeError: ``model`` is no module; a wrong type of another argument.
+        ArgumentError: ``exclude`` or ``rename`` match nothing, or two names become one; names what is near.
         CheckpointNotFoundError: (a FileNotFoundError) there is no such file.
         CheckpointError: (a ValueError) it is no checkpoint, damaged, truncated or of a newer format.
         ResumeError: it is of another model, or of another base; names the leaf. Or it was saved with
@@ -178,9 +187,11 @@ def load(
             "was then; a checkpoint holds its numbers and not its code."
         )
     weights_only, strict = check_flag("weights_only", weights_only), check_flag("strict", strict)
-    if not strict and not weights_only and storage_of(path).is_folder():
-        raise ArgumentError(NOT_STRICT)
-    return read_checkpoint(path).state(model, read_device(device), weights_only=weights_only, strict=strict)
+    selection = Selection(exclude, rename)
+    if not weights_only and storage_of(path).is_folder() and (not strict or rename is not None):
+        raise ArgumentError(NOT_RENAMED if strict else NOT_STRICT)
+    home = read_device(device)
+    return read_checkpoint(path).state(model, home, weights_only=weights_only, strict=strict, selection=selection)
 
 
 def describe(path: PathLike) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
 from pure_loop.checkpoint.resharding import Plan, fill
+from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.storage import join, storage_of
 from pure_loop.errors import ArgumentError, CheckpointWriteError
 from pure_loop.model.model import ModelDef
@@ -182,12 +183,13 @@ class ShardedCheckpoint(Checkpoint):
         fill(tensors, self.index, self.path)
         return self.document.state(state.model, tensors, state.device, self.path)
 
-    def weights_into(self, state: State, *, strict: bool = True) -> State:
+    def weights_into(self, state: State, *, strict: bool = True, selection: Selection = ALL) -> State:
         """The State with the weights that were saved."""
         names = [name for name in self.index.tensors if name.startswith(("params.", "buffers."))]
         tensors = {name: _template(self.index.tensors[name], None) for name in names}
         fill(tensors, self.index, self.path)
-        return Checkpoint(self.path, self.document, tensors).weights_into(state, strict=strict)
+        whole = Checkpoint(self.path, self.document, tensors)
+        return whole.weights_into(state, strict=strict, selection=selection)
 
     def fitted(self, model: ModelDef) -> State:
         """The saved State, with this model, and without numbers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["not_in_state_dict", "saved_weights", "with_buffers_of", "with_weights"]
+__all__ = ["all_names", "not_in_state_dict", "saved_weights", "with_buffers_of", "with_weights"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -71,23 +71,27 @@ def with_buffers_of(document: Document, state: State, saved: Mapping[str, Tensor
     return state.replace(model=model, buffers=buffers)
 
 
-def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, strict: bool) -> State:
+def with_weights(
+    state: State,
+    weights: Mapping[str, Tensor],
+    path: object,
+    *,
+    strict: bool,
+    excludes: Callable[[str], bool] = lambda name: False,
+) -> State:
     """The State with these weights in the place of its own, in its dtypes and on its device.
 
     Tied weights may stand under any of their names, and under several if all say the same; buffers that
-    ``state_dict()`` leaves out may be missing.
+    ``state_dict()`` leaves out may be missing. A weight of which ``excludes`` is true of a name keeps its value.
 
     Raises:
         ResumeError: they don't fit the model; names the leaf.
     """
     model = state.model.skeleton
-    names: dict[str, str] = {name: name for name in state.model.buffer_names}
-    for kind in (model.named_parameters, model.named_buffers):
-        first: dict[int, str] = {}
-        for name, tensor in kind(remove_duplicate=False):
-            if name not in state.model.altered:
-                names[name] = first.setdefault(id(tensor), name)
-    optional = not_in_state_dict(state.model)
+    names = all_names(state.model)
+    excluded = {first for name, first in names.items() if excludes(name)}
+    weights = {name: weights[name] for name in weights if names.get(name) not in excluded and not excludes(name)}
+    optional = not_in_state_dict(state.model) | excluded
     unknown = [name for name in weights if name not in names]
     value: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
@@ -124,6 +128,17 @@ def with_weights(state: State, weights: Mapping[str, Tensor], path: object, *, s
         params={name: new.get(name, old) for name, old in state.params.items()},
         buffers={name: new.get(name, old) for name, old in state.buffers.items()},
     )
+
+
+def all_names(model: ModelDef) -> dict[str, str]:
+    """The names of parameters and buffers, each with the first name of what is tied."""
+    result = {name: name for name in model.buffer_names}
+    for kind in (model.skeleton.named_parameters, model.skeleton.named_buffers):
+        first: dict[int, str] = {}
+        for name, tensor in kind(remove_duplicate=False):
+            if name not in model.altered:
+                result[name] = first.setdefault(id(tensor), name)
+    return result
 
 
 def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: Tensor, path: object) -> None:
