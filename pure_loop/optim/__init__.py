@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pure_loop.optim.from_torch import from_torch
     from pure_loop.optim.lamb import lamb
     from pure_loop.optim.lion import lion
+    from pure_loop.optim.master_weights import master_weights
     from pure_loop.optim.muon import muon
     from pure_loop.optim.partition import partition
     from pure_loop.optim.sgd import sgd
@@ -29,6 +30,7 @@ __all__ = [
     "lamb",
     "lion",
     "load_state_dict",
+    "master_weights",
     "muon",
     "partition",
     "rate_at",
@@ -46,6 +48,7 @@ if not TYPE_CHECKING:
             "lamb": "pure_loop.optim.lamb",
             "lion": "pure_loop.optim.lion",
             "load_state_dict": "pure_loop.optim.state_dicts",
+            "master_weights": "pure_loop.optim.master_weights",
             "muon": "pure_loop.optim.muon",
             "partition": "pure_loop.optim.partition",
             "sgd": "pure_loop.optim.sgd",
