@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import attrs
@@ -136,12 +135,12 @@ class _MasterWeights:
     ) -> tuple[Params, OptState]:
         """:meth:`update`, written to the copies, to the state of the optimizer, and to the parameters."""
         half, master = self._read(opt_state, params)
-        step: Any = partial(self.optimizer.overwrite, **options)  # type: ignore[arg-type]
+        inplace: Any = self.optimizer.overwrite
         with GradMode(False):
             for name, param in half.items():
                 master[name].copy_(_following(master[name], param))
             current = _merged(params, master)
-            new, inner = step(_widened(grads, params), opt_state["inner"], current, timestamp)
+            new, inner = inplace(_widened(grads, params), opt_state["inner"], current, timestamp, **options)
             if new is not current:
                 # Some were written to and others are new: which is for the next step, which finds them laid out.
                 master = FrozenDict((name, new[name]) for name in half)
