@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pure_loop.exporting import export
     from pure_loop.loop.training import Script
     from pure_loop.progress import progress
+    from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
     from pure_loop.tools.lr_find import lr_find
 
@@ -93,6 +94,7 @@ __all__ = [
     "predict",
     "progress",
     "random",
+    "rehearse",
     "run",
     "save",
     "schedules",
@@ -116,6 +118,7 @@ _LAZY: dict[str, str | None] = {
     "lr_find": "pure_loop.tools.lr_find",
     "predict": "pure_loop.entry.evaluate",
     "progress": "pure_loop.progress",
+    "rehearse": "pure_loop.rehearsal.rehearse",
     "save": "pure_loop.checkpoint",
     "Stages": "pure_loop.stages.stages",
     **dict.fromkeys(

@@ -32,6 +32,7 @@ __all__ = [
     "NonFiniteError",
     "OrderError",
     "PureLoopError",
+    "RehearsalError",
     "ResumeError",
     "StreamAttributeError",
     "TimeFormatError",
@@ -101,6 +102,16 @@ class NonFiniteError(PureLoopError, FloatingPointError):
 
 class ImpurityError(PureLoopError, RuntimeError):
     """``strict=True`` found that a State changed by value after it was yielded or passed to user code."""
+
+
+class RehearsalError(PureLoopError, RuntimeError):
+    """A rehearsal found what would end the run; the message names each phase, and the cause is the first error.
+
+    Attributes:
+        failures: the name of each phase that failed, and its error.
+    """
+
+    failures: tuple[tuple[str, Exception], ...] = ()
 
 
 class ResumeError(PureLoopError, ValueError):

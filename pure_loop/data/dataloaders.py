@@ -91,6 +91,10 @@ class _Indexed(Source):
         }
 
     @property
+    def reads_once(self) -> bool:
+        return Private(self._sampler, shared=(self._loader.dataset,), seeds=True).drawn_once
+
+    @property
     def repeats(self) -> bool:
         # Workers are started once an evaluation needs them.
         return bool(self._loader.num_workers == 0)

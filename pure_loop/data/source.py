@@ -159,6 +159,11 @@ class Source(ABC):
         """Whether an epoch can be begun at any time, in this process, and again from its beginning later."""
         return False
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether a batch that is read is gone from the user's object: that is an iterator, or has one."""
+        return False
+
     @cached_property
     def keeps_pinned(self) -> bool:
         """Whether pinned memory of a batch stays as it is until a copy from it is done, which is not waited for."""
@@ -264,6 +269,13 @@ class Iterated(Source):
     def close(self) -> None:
         self._passes.close()
 
+    @property
+    def reads_once(self) -> bool:
+        # An iterator in an attribute is shared with every copy.
+        owners = (self._loader, getattr(self._loader, "dataset", None))
+        held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+        return any(type(value) is not count and isinstance(value, Iterator) for value in held)
+
     @cached_property
     def _passes(self) -> Passes[Any]:
         from pure_loop.data.passes import Passes
@@ -324,6 +336,10 @@ class OneShot(Source):
     def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
         super().__init__(loader, seed, stream, limit, share)
         self._taken = 0
+
+    @property
+    def reads_once(self) -> bool:
+        return True
 
     def _count(self) -> int:
         raise TypeError

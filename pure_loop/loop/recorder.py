@@ -18,7 +18,7 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Recorder", "is_scalar", "learning_rates", "losses", "recordable"]
+__all__ = ["Recorder", "is_scalar", "learning_rates", "losses", "numbers_of", "recordable", "strengths_of"]
 
 
 class Recorder(Callback):
@@ -66,7 +66,7 @@ class Recorder(Callback):
         self._optimizer = optimizer
         self._train_metrics = train_metrics
         self._hyperparameters = dict(hyperparameters or {})
-        self._strengths = _strengths_of(algorithms) | ({} if optimizer is None else _numbers_of(optimizer))
+        self._strengths = strengths_of(algorithms) | ({} if optimizer is None else numbers_of(optimizer))
         self._batch_size_recorded = False
         self._microbatch_size: int | None = None
 
@@ -120,7 +120,7 @@ def _log_tables(tables: Mapping[str, Any], state: State, logger: LoggerGroup) ->
         logger.log_table(name, columns, rows, state)
 
 
-def _strengths_of(algorithms: Iterable[Algorithm]) -> dict[str, Scheduled]:
+def strengths_of(algorithms: Iterable[Algorithm]) -> dict[str, Scheduled]:
     """The settings of algorithms that are schedules."""
     return {
         f"{algorithm.name}/{name}": value
@@ -130,7 +130,7 @@ def _strengths_of(algorithms: Iterable[Algorithm]) -> dict[str, Scheduled]:
     }
 
 
-def _numbers_of(optimizer: Optimizer, label: str = "") -> dict[str, Scheduled]:
+def numbers_of(optimizer: Optimizer, label: str = "") -> dict[str, Scheduled]:
     """The options of an optimizer and its parts that are schedules; those of a part end with its label."""
     numbers: dict[str, Scheduled] = {}
     for name, option in optimizer.options.items():
@@ -139,7 +139,7 @@ def _numbers_of(optimizer: Optimizer, label: str = "") -> dict[str, Scheduled]:
             if isinstance(value, Scheduled):
                 numbers["/".join(filter(None, ("train", name, str(place), label)))] = value
     for part, inner in optimizer.parts.items():
-        numbers |= _numbers_of(inner, f"{label}/{part}".strip("/"))
+        numbers |= numbers_of(inner, f"{label}/{part}".strip("/"))
     return numbers
 
 

@@ -29,7 +29,7 @@ FLOORS = (
     {"callbacks"},
     {"progress"},
     {"entry", "loggers"},
-    {"tools"},
+    {"rehearsal", "tools"},
     {"typing"},
     {"pure_loop"},
     {"__main__", "testing"},

@@ -1,0 +1,217 @@
+"""The loop itself, run on a few batches: the first ones of a run, one of each evaluator, and the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from pure_loop.algorithm import Handler
+from pure_loop.cadence import Cadence
+from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
+from pure_loop.entry.assembly import Assembly
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.loop import training as loop
+from pure_loop.loop.driver import run_script
+from pure_loop.loop.evaluation import Script, evaluation
+from pure_loop.loop.recorder import Recorder
+from pure_loop.loop.strict import Strict
+from pure_loop.rehearsal.batches import Held
+from pure_loop.rehearsal.duration import Length
+from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics
+from pure_loop.rehearsal.standins import callback_standins, logger_standin
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.state import State
+from pure_loop.time import Time
+
+__all__ = ["Passes", "is_never"]
+
+# How many batches are trained on in a pass: the second step shows that shapes stay as they are.
+_STEPS = 2
+
+Pairs = Generator[tuple[Event, State], None, Any]
+
+
+def is_never(evaluator: BoundEvaluator) -> bool:
+    """Whether an evaluator never runs."""
+    return isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
+
+
+def _always(state: State) -> bool:
+    return True
+
+
+@attrs.define
+class Passes:
+    """Passes of the loop over held batches, with stand-ins for callbacks and loggers.
+
+    Attributes:
+        assembly: the call of ``fit``.
+        place: where errors belong.
+        length: of the run.
+        batch: the first batch of training.
+        folder: for what stand-ins write.
+        call_callbacks: whether callbacks are called.
+        first: the State at the BEFORE_FORWARD of the first batch; None before it.
+        kept: the last State at a boundary from which training resumes.
+        losses: of the steps.
+    """
+
+    assembly: Assembly
+    place: Place
+    length: Length
+    batch: Any
+    folder: Path
+    call_callbacks: bool = True
+    first: State | None = None
+    kept: State | None = None
+    losses: list[Any] = attrs.field(factory=list)
+
+    def start(self) -> State | None:
+        """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
+        fit, handlers = self._fit(())
+        pairs = self._run(loop.fit(self.assembly.state, fit), handlers, {}, (), fit)
+        with closing(pairs):
+            for event, state in pairs:
+                if event is Event.FIT_START:
+                    return state
+        return None
+
+    def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Any) -> State:
+        """One evaluator on its first batch."""
+        fit, handlers = self._fit(())
+        pairs = self._run(evaluation(state, fit.stages, self._held(evaluator, batch)), handlers, {}, (), fit)
+        with closing(pairs):
+            for _, after in pairs:
+                state = after
+        return state
+
+    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Any]], *, whole: bool) -> None:
+        """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``kept``.
+
+        Args:
+            evaluators: each with its first batch.
+            whole: whether callbacks are called, and what comes after the second step. If not, an evaluator has failed.
+        """
+        fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
+        observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
+        pairs = self._run(loop.fit(self.assembly.state, fit), handlers, observed, closers, fit)
+        end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
+        with closing(pairs):
+            for event, state in pairs:
+                if event is Event.BEFORE_FORWARD and self.first is None:
+                    self.first = state
+                if event is Event.BATCH_END:
+                    self.losses.append(total_loss(state.loss))
+                if event is Event.BATCH_END or event is Event.BATCH_CHECKPOINT:
+                    self.kept = state
+                stepped = len(self.losses) >= _STEPS
+                if stepped and (event is end or not whole):
+                    return
+
+    def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Any]]) -> str:
+        """The last batches of the run, resumed from this State: to FIT_END, with the counts of the end of the run."""
+        fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
+        fit = attrs.evolve(fit, fresh=False, load=None)
+        observed, closers, fit = self._observers(fit, called=self.call_callbacks)
+        if self.length.batches is None:  # the end may be far away
+            stop = Handler("rehearse", lambda state: state.replace(stop=True), None, False)
+            handlers[Event.EPOCH_END] = (*handlers.get(Event.EPOCH_END, ()), stop)
+        start, described = self._late(state)
+        pairs = self._run(loop.fit(start, fit), handlers, observed, closers, fit)
+        with closing(pairs):
+            for _ in pairs:
+                pass
+        return described
+
+    def _late(self, state: State) -> tuple[State, str]:
+        """The State, as if the last batches were to come."""
+        total, t = self.length.batches, state.timestamp
+        state = state.replace(stop=False)
+        if total is None or total - _STEPS <= t.batch:
+            return state, f"from batch {t.batch}"
+        start = self.length.at(total - _STEPS)
+        before = self.length.at(total - _STEPS - 1)
+        position = Event.BATCH_CHECKPOINT if start.batch_in_epoch else Event.EPOCH_CHECKPOINT
+        if self.assembly.fit.order == "2021":
+            position = Event.BATCH_END if start.batch_in_epoch else Event.EPOCH_END
+        moved = state.replace(timestamp=start, previous_timestamp=before, position=position, event=position)
+        return moved, f"from batch {start.batch} (epoch {start.epoch})"
+
+    def _held(self, evaluator: BoundEvaluator, batch: Any) -> BoundEvaluator:
+        source = Held(batch, 1, evaluator.source.length, f"eval/{evaluator.label}")
+        return attrs.evolve(named_metrics(evaluator, self.place), source=source, interval=_always)
+
+    def _fit(self, evaluators: Sequence[BoundEvaluator]) -> tuple[loop.Fit, dict[Event, tuple[Handler, ...]]]:
+        """What the script needs, and its handlers."""
+        fit = self.assembly.fit
+        later = tuple(self.length.moments().values())[1:]
+        handlers = forced_handlers(fit.stages.handlers, self.place, later)
+        iteration = None if fit.iteration_length is None else Time(1, fit.iteration_length.unit)
+        stages = attrs.evolve(fit.stages, handlers=handlers, donation=None, observed=frozenset(Event))
+        changed = attrs.evolve(
+            fit,
+            stages=stages,
+            source=Held(self.batch, _STEPS, fit.source.length, "train"),
+            evaluators=evaluators,
+            iteration_length=iteration,
+            compiled=None,
+            boundary=loop.LastBoundary(),
+        )
+        return changed, handlers
+
+    def _observers(
+        self, fit: loop.Fit, *, called: bool
+    ) -> tuple[dict[Event, tuple[Observer, ...]], list[Callable[[], None]], loop.Fit]:
+        """The stand-ins of callbacks and loggers by event, bound, and what closes them."""
+        if not called:
+            return {}, [], fit
+        assembly, place = self.assembly, self.place
+        listed = _given(assembly.settings.callbacks, assembly.run.callbacks)
+        callbacks = callback_standins(listed, self.folder, place)
+        loggers = logger_standin(assembly.logger.loggers, place)
+        recorder = next((item for item in assembly.run.callbacks if isinstance(item, Recorder)), None)
+        table, objects, _ = observers(callbacks, loggers, recorder)
+        run = attrs.evolve(
+            assembly.run, callbacks=objects, boundary=fit.boundary, at_end=[], sources=(), autoresume=None
+        )
+        bind_callbacks(run)
+
+        def closer(callback: Callback) -> Callable[[], None]:
+            def close() -> None:
+                with place.collecting(f"callback {type(callback).__name__}, close"):
+                    callback.close()
+
+            return close
+
+        caught = {event: tuple(caught_observer(item, place) for item in some) for event, some in table.items()}
+        return caught, [*map(closer, objects), *run.at_end], fit
+
+    def _run(
+        self,
+        script: Script,
+        handlers: Mapping[Event, tuple[Handler, ...]],
+        observed: Mapping[Event, tuple[Observer, ...]],
+        closers: Sequence[Callable[[], None]],
+        fit: loop.Fit,
+    ) -> Pairs:
+        """The stream of a script, each of whose errors finds the name of its computation in ``place``."""
+        last = marker(self.place)
+        table = {event: (*observed.get(event, ()), last) for event in Event}
+        events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
+        strict = Strict(None) if self.assembly.settings.strict else None
+        return run_script(script, handlers, table, closers, stages=fit.stages, events=events, strict=strict)
+
+
+def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:
+    """The callbacks of a call, functions among them, and those that the call has added; without loggers."""
+    listed: Iterable[Any] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+    own = [item for item in listed if not isinstance(item, Logger)]
+    added = [
+        item for item in bound if not isinstance(item, Logger | Recorder) and all(item is not known for known in own)
+    ]
+    return [*own, *added]

@@ -1,0 +1,330 @@
+"""``rehearse``: the phases of a run in their order, each tried on one batch; what fails is collected, and raised."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Unpack
+
+import attrs
+import torch
+from torch import nn
+
+from pure_loop._internal.arguments import check_flag, check_integer
+from pure_loop._internal.sizes import bytes_of, in_bytes
+from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop.data.batch import describe
+from pure_loop.distributed.parallel import Parallel, read_parallel
+from pure_loop.distributed.parallel import world_size as running_ranks
+from pure_loop.entry.assembly import Assembly, assemble
+from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.settings import Settings
+from pure_loop.errors import ArgumentError, RehearsalError
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.rehearsal.batches import first_batch
+from pure_loop.rehearsal.duration import Length, try_schedules
+from pure_loop.rehearsal.memory import activations, memory_of, memory_per_rank
+from pure_loop.rehearsal.passes import Passes, is_never
+from pure_loop.rehearsal.paths import try_place
+from pure_loop.rehearsal.places import Place
+from pure_loop.rehearsal.report import Phase, Rehearsal
+from pure_loop.rehearsal.standins import destinations
+from pure_loop.state import State
+
+__all__ = ["rehearse"]
+
+
+class _Rehearse(Protocol):
+    """The arguments for type checkers; when it is called, errors about those of ``fit`` are those of ``fit``."""
+
+    def __call__(
+        self,
+        model_or_state: nn.Module | State,
+        train_dataloader: Iterable[Any],
+        *,
+        sample: Any = None,
+        world_size: int | None = None,
+        call_callbacks: bool = True,
+        **options: Unpack[FitOptions],
+    ) -> Rehearsal: ...
+
+
+def _as_typed(function: Callable[..., Rehearsal]) -> _Rehearse:
+    return function
+
+
+@_as_typed
+def rehearse(
+    *args: Any, sample: Any = None, world_size: int | None = None, call_callbacks: bool = True, **kwargs: Any
+) -> Rehearsal:
+    """Try all arguments of a call of ``fit`` on one batch of each dataloader, so that no mistake waits for its hour.
+
+    In this order: the arguments; whether the places of checkpoints and loggers can be written to; every schedule at
+    the start, a quarter, the middle and the end of the run; the first batch of each dataloader; INIT and loading; each
+    evaluator with its metrics; two steps of training with all algorithms, and with callbacks at all events up to
+    EPOCH_CHECKPOINT; a checkpoint saved and loaded; and from it the last two batches of the run up to FIT_END. Handlers
+    run whatever their ``when=`` says, evaluators whatever their interval says. Phases that don't depend on one another
+    are all tried, and what failed is raised in one error.
+
+    The model, dataloaders, random generators, files and loggers stay as they are; checkpoints are written to a
+    temporary folder, which is removed. Callbacks are called as deep copies, and loggers are not called: what they are
+    given is kept in memory. Functions in ``callbacks=`` are called as they are: what they print or append, they print
+    or append now.
+
+    Args:
+        *args, **kwargs: those of :func:`pure_loop.entry.fit`.
+        sample: a batch in the place of the training data's first one, which is then not read; needed where the data is
+            an iterator.
+        world_size: a number of ranks, for which memory is reported.
+        call_callbacks: whether callbacks are called at their events; if not, they are bound only.
+
+    Returns:
+        What was found, to print: phases, memory by what it holds, the number of batches, and what was not tried.
+
+    Raises:
+        RehearsalError: names each phase that fails, with its error; the cause is the first error.
+        ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
+        ArgumentError: the data is an iterator, and there is no sample; or several ranks are running.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> wrong = [(torch.ones(4, 3), torch.zeros(4, 1))]
+    >>> rehearse(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
+    ...          max_duration="2ep", evaluators={"val": wrong})
+    Traceback (most recent call last):
+        ...
+    pure_loop.errors.RehearsalError: 1 phase failed, which would end the run:
+      evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
+    """
+    refuse_misfit(fit, args, kwargs)
+    check_flag("call_callbacks", call_callbacks, where="rehearse")
+    if world_size is not None:
+        check_integer("world_size", world_size, where="rehearse", least=1)
+    if running_ranks() > 1:
+        raise ArgumentError(
+            f"rehearse was called on one of {running_ranks()} ranks, and it runs in one process: call it in a program "
+            f"of its own, with world_size={running_ranks()}."
+        )
+    bound = inspect.signature(fit).bind(*args, **kwargs)
+    bound.apply_defaults()
+    place = Place()
+    with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
+        try:
+            assembly = assemble(Settings(**bound.arguments))
+        except Exception as error:
+            place.fail(error, "arguments of fit")
+            given = [bound.arguments[name] for name in ("callbacks", "loggers")]
+            _try_places([item for some in given if isinstance(some, list | tuple) for item in some], place)
+            raise _error(place) from error
+        parallel = read_parallel(bound.arguments["parallel"])
+        return _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel).run()
+
+
+def _try_places(items: Sequence[Any], place: Place) -> list[str]:
+    """Try where callbacks and loggers write to; what was found, in words."""
+    found = []
+    for name, kind, where in destinations(items):
+        with place.collecting(f"{kind} of {name}"):
+            found.append(f"{name}: {try_place(kind, where)}")
+    return found
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """The global random generators of torch, Python and NumPy, put back as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    devices: list[Any] = [device for device in (torch.cuda, torch.xpu) if device.is_initialized()]
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    accelerators = [device.get_rng_state_all() for device in devices]
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        for device, states in zip(devices, accelerators, strict=True):
+            device.set_rng_state_all(states)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _error(place: Place) -> RehearsalError:
+    count = len(place.failures)
+    lines = [f"{count} phase{'' if count == 1 else 's'} failed, which would end the run:"]
+    for phase, error in place.failures:
+        text = (str(error) or "no message").strip().replace("\n", "\n    ")
+        lines.append(f"  {phase}: {type(error).__name__}: {text}")
+    lines += [f"  not rehearsed: {sentence}" for sentence in place.skipped]
+    result = RehearsalError("\n".join(lines))
+    result.failures = tuple(place.failures)
+    result.__cause__ = place.failures[0][1]
+    return result
+
+
+@attrs.define
+class _Phases:
+    """The phases of one rehearsal.
+
+    Attributes:
+        assembly: the call of ``fit``.
+        place: what has failed.
+        folder: a temporary one.
+        sample, world_size, call_callbacks: the arguments.
+        parallel: that of ``fit``.
+        passed: the phases that were tried.
+        checkpoint: the bytes of one.
+        scheduled: whether all schedules passed.
+    """
+
+    assembly: Assembly
+    place: Place
+    folder: Path
+    sample: Any
+    world_size: int | None
+    call_callbacks: bool
+    parallel: Parallel | None
+    passed: list[Phase] = attrs.field(factory=list)
+    checkpoint: int | None = None
+    scheduled: bool = True
+
+    def run(self) -> Rehearsal:
+        """Try all of them.
+
+        Raises:
+            RehearsalError: one fails, or several.
+        """
+        found = _try_places(self.assembly.run.callbacks, self.place)
+        self.passed.append(Phase("places", "; ".join(found) or "nothing is written to"))
+        batch, evaluators = self._data()
+        task, source = self.assembly.fit.stages.task, self.assembly.fit.source
+        length = Length(None, source.length, 0, 0, self.assembly.state.timestamp)
+        if batch is not _MISSING:
+            with self.place.collecting("data, counting samples and tokens"):
+                length = Length.of(self.assembly, task.samples(batch), task.tokens(batch))
+        before = len(self.place.failures)
+        rates = try_schedules(self.assembly, length, self.place)
+        self.scheduled = len(self.place.failures) == before
+        self.passed.append(Phase("schedules", rates))
+        passes = Passes(self.assembly, self.place, length, batch, self.folder, self.call_callbacks)
+        if batch is not _MISSING:
+            self._loop(passes, evaluators)
+        if self.place.failures:
+            raise _error(self.place)
+        return self._report(passes, length)
+
+    def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
+        """The first batch of training, and each evaluator that runs with its first batch."""
+        source, found = self.assembly.fit.source, []
+        batch = _MISSING if self.sample is None else self.sample
+        if batch is _MISSING and source.reads_once:
+            raise ArgumentError(
+                "train_dataloader gives each batch once, so the run would miss what a rehearsal reads: pass a batch, "
+                "rehearse(..., sample=batch), or a DataLoader or a list."
+            )
+        if batch is _MISSING:
+            with self.place.collecting("data, first batch of train_dataloader"):
+                batch = first_batch(source)
+        if batch is not _MISSING:
+            found.append(f"train: {describe(batch)}")
+        evaluators = []
+        for evaluator in self.assembly.fit.evaluators:
+            label = evaluator.label
+            if is_never(evaluator):
+                continue
+            if evaluator.source.reads_once:
+                self.place.skip(f"evaluator {label!r}: its dataloader gives each batch once.")
+                continue
+            with self.place.collecting(f"data, first batch of evaluator {label!r}"):
+                evaluators.append((evaluator, first_batch(evaluator.source)))
+                found.append(f"{label}: {describe(evaluators[-1][1])}")
+        self.passed.append(Phase("data", "; ".join(found)))
+        return batch, evaluators
+
+    def _loop(self, passes: Passes, evaluators: list[tuple[BoundEvaluator, Any]]) -> None:
+        """The loop on these batches: each pass depends on the one before it."""
+        start = None
+        with self.place.collecting("start"):
+            start = passes.start()
+        if start is None:
+            return
+        if not self.call_callbacks:
+            self.place.skip("callbacks: call_callbacks=False.")
+        failures, found = len(self.place.failures), []
+        for evaluator, batch in evaluators:
+            with self.place.collecting(f"evaluator {evaluator.label!r}"):
+                after = passes.evaluate(start, evaluator, batch)
+                found.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
+        self.passed.append(Phase("evaluators", "; ".join(found) or "none"))
+        whole = len(self.place.failures) == failures
+        if not whole:
+            self.place.skip("callbacks, and what comes after the second step: an evaluator failed.")
+        before = len(self.place.failures)
+        with self.place.collecting("training"):
+            passes.train(evaluators if whole else [], whole=whole)
+        if len(self.place.failures) > before or passes.kept is None:
+            return
+        self.passed.append(Phase("two steps", _in_words(passes.losses)))
+        loaded = self._saved(passes.kept)
+        if whole and not self.scheduled:
+            self.place.skip("the end of the run: a schedule fails there.")
+        elif whole:
+            self.place.note = " (at the end of the run)"
+            with self.place.collecting("training"):
+                self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
+            self.place.note = ""
+
+    def _saved(self, state: State) -> State:
+        """The State, saved and loaded; itself where that fails, or the temporary folder has no room."""
+        from pure_loop.checkpoint.files import read_checkpoint, save
+
+        size, free = 2 * bytes_of(state), shutil.disk_usage(self.folder).free
+        if size > free:
+            self.place.skip(f"checkpoint: {self.folder.parent} has {in_bytes(free)} free, and one may take as much.")
+            return state
+        path, loaded = self.folder / "state.safetensors", state
+        with self.place.collecting("checkpoint of the State"):
+            save(state, path)
+            self.checkpoint = path.stat().st_size
+            loaded = read_checkpoint(path).into(state)
+            path.unlink()
+            self.passed.append(Phase("checkpoint", f"saved and loaded, {in_bytes(self.checkpoint)}"))
+        return loaded
+
+    def _report(self, passes: Passes, length: Length) -> Rehearsal:
+        kept, stages = None, self.assembly.fit.stages
+        if passes.first is not None:
+            try:
+                kept = activations(passes.first, stages)
+            except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
+                self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
+        state = passes.kept if passes.kept is not None else self.assembly.state
+        memory = memory_of(state, passes.batch, kept)
+        per_rank = None
+        if self.world_size is not None:
+            sharded = self.parallel is not None and self.parallel.kind == "shard"
+            per_rank = memory_per_rank(memory, self.world_size, length.samples, sharded=sharded)
+        if self.assembly.settings.compile:
+            self.place.skip("compile=: the steps ran eagerly.")
+        return Rehearsal(
+            phases=tuple(self.passed),
+            skipped=tuple(self.place.skipped),
+            batches=length.batches,
+            batches_per_epoch=length.per_epoch,
+            memory=memory,
+            memory_per_rank=per_rank,
+            checkpoint=self.checkpoint,
+        )
+
+
+_MISSING: Any = object()
+
+
+def _in_words(losses: Sequence[Any]) -> str:
+    """The losses of steps."""
+    return f"loss {', '.join(f'{float(loss):.4g}' for loss in losses)}"
