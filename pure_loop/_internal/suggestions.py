@@ -139,6 +139,14 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "keep_last",
         "keep_last={}",
     ),
+    (
+        "keep_last save_total_limit keep_best keep max_to_keep save_top_k",
+        "autoresume",
+        'autoresume=pl.callbacks.CheckpointSaver("runs/1", keep_last=2)',
+    ),
+    ("signals", "autoresume", 'autoresume=pl.callbacks.CheckpointSaver("runs/1", signals=["TERM", "USR1"])'),
+    ("stop_before", "autoresume", 'autoresume=pl.callbacks.CheckpointSaver("runs/1", stop_before="19h50m")'),
+    ("trained_only", "autoresume", 'autoresume=pl.callbacks.CheckpointSaver("runs/1", trained_only=True)'),
     ("save_weights_only model_only", "weights_only", "weights_only=True"),
     ("auto_insert_metric_name name_format", "filename", 'filename="ep{{epoch}}-ba{{batch}}.safetensors"'),
     (

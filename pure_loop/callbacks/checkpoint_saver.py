@@ -20,6 +20,7 @@ from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
 from pure_loop.checkpoint.plain import Weights, refuse_unwritable
 from pure_loop.checkpoint.retention import Names, Saved, check_links
 from pure_loop.checkpoint.run_folder import RunFolder
+from pure_loop.checkpoint.signal_names import SignalLike
 from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
@@ -73,10 +74,10 @@ class CheckpointSaver(Callback):
             resume from, so ``autoresume`` needs another folder.
         trained_only: leave out frozen parameters, as ``pl.save(..., trained_only=True)`` does.
         background: write in a thread while training continues, or before it does.
-        signals: on these the State of the next boundary is saved, and then the signal acts: Ctrl-C raises
-            KeyboardInterrupt, SIGTERM ends the program. While a batch is loaded, and in an evaluation, the State of the
-            last boundary is saved instead of waiting for the next one. A second signal acts at once, unless it follows
-            within half a second.
+        signals: names such as ``"USR1"``, or numbers. On these the State of the next boundary is saved, and then the
+            signal acts: Ctrl-C raises KeyboardInterrupt, SIGTERM and others end the program. While a batch is loaded,
+            and in an evaluation, the State of the last boundary is saved instead of waiting for the next one. A second
+            signal acts at once, unless it follows within half a second.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
@@ -105,7 +106,7 @@ class CheckpointSaver(Callback):
         weights_only: bool = False,
         trained_only: bool = False,
         background: bool = True,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT),
+        signals: Iterable[SignalLike] = ("TERM", "INT"),
     ) -> None:
         storage_of(folder)
         self.folder = os.fspath(folder)

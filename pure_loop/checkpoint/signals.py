@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from pure_loop.callback import Run
+from pure_loop.checkpoint.signal_names import SignalLike, read_signals
 from pure_loop.data.source import ITERATOR_MADE, is_loading
-from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["HeldSignals", "any_came"]
 
@@ -34,7 +34,7 @@ class HeldSignals:
     While a batch is loaded, in a process without other ranks, a signal that would raise an exception ends the loading.
 
     Args:
-        numbers: of the signals, such as ``signal.SIGTERM``.
+        numbers: of the signals, such as ``signal.SIGTERM``, or their names.
 
     Attributes:
         caught: the signal that is held back; None: none.
@@ -42,25 +42,17 @@ class HeldSignals:
         run: the call of ``fit`` that it listens for; None: a script of the user's own.
 
     Raises:
-        ArgumentTypeError: these are no numbers of signals.
-        ArgumentError: one of them can't be caught.
+        ArgumentTypeError, ArgumentError: see :func:`pure_loop.checkpoint.signal_names.read_signals`.
     """
 
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._numbers = tuple(numbers) if isinstance(numbers, Iterable) else ()
-        if not isinstance(numbers, Iterable) or not all(isinstance(item, int) for item in self._numbers):
-            raise ArgumentTypeError(f"signals={numbers!r}: write a list, such as [signal.SIGTERM], or [] for none.")
+    def __init__(self, numbers: Iterable[SignalLike]) -> None:
+        self._numbers = read_signals(numbers)
         self._before: dict[int, Any] = {}
         self._over = False
         self._since = 0.0
         self.caught: int | None = None
         self.came: int | None = None
         self.run: Run | None = None
-        for number in self._numbers:
-            if number not in signal.valid_signals() or number in _NEVER:
-                raise ArgumentError(
-                    f"signals={self._numbers}: signal {number} can't be caught; SIGTERM and SIGINT can."
-                )
 
     def listen(self) -> None:
         """Begin to hold signals back: in the main thread, for Python has signals only there."""
@@ -271,8 +263,6 @@ def _run_in_main_thread(frames: list[FrameType]) -> bool:
         frame = frame.f_back
     return frame is not None
 
-
-_NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
 
 # For processes that are forked meanwhile.
 _LISTENING: list[HeldSignals] = []

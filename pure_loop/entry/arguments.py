@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from pure_loop._internal.arguments import (
 )
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, flatten
+from pure_loop.callback import Callback
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -140,10 +140,20 @@ def read_nonfinite(value: Any) -> Literal["error", "skip"]:
     return check_choice("nonfinite", value, ("error", "skip"))
 
 
-def read_autoresume(value: Any) -> str | os.PathLike[str] | None:
+def read_autoresume(value: Any) -> Any:
+    """A folder, or the callback that saves to it; ``Settings`` has the folder then."""
     if value is None or is_path(value):
         return value
-    raise refusal("autoresume", value, 'the folder of the checkpoints, autoresume="runs/1"')
+    wanted = 'the folder of the checkpoints, autoresume="runs/1"; or what saves there, autoresume=CheckpointSaver(...)'
+    folder = getattr(value, "folder", None)
+    if not isinstance(value, Callback) or not is_path(folder):
+        raise refusal("autoresume", value, wanted)
+    if not value.saves_to(folder):
+        raise ArgumentError(
+            f"autoresume={value!r}: it saves nothing that training resumes from; write a CheckpointSaver of whole "
+            "States, and this one in callbacks=."
+        )
+    return value
 
 
 def read_order(value: Any) -> Literal["current", "2021"]:

@@ -17,7 +17,7 @@ from torch import nn
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.cadence import CadenceLike
-from pure_loop.callback import CallbackLike, Logger
+from pure_loop.callback import Callback, CallbackLike, Logger
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.announcing import announced
 from pure_loop.evaluator import EvaluatorsLike
@@ -55,7 +55,7 @@ class FitOptions(TypedDict, total=False):
     nonfinite: Literal["error", "skip"]
     device: torch.device | str | None
     load_path: str | os.PathLike[str] | None
-    autoresume: str | os.PathLike[str] | None
+    autoresume: str | os.PathLike[str] | Callback | None
     batches_per_epoch: int | None
     iteration_length: str | Time | None
     watch: Collection[Event | EventName] | None
@@ -92,7 +92,7 @@ def fit(
     nonfinite: Literal["error", "skip"] = "error",
     device: torch.device | str | None = None,
     load_path: str | os.PathLike[str] | None = None,
-    autoresume: str | os.PathLike[str] | None = None,
+    autoresume: str | os.PathLike[str] | Callback | None = None,
     batches_per_epoch: int | None = None,
     iteration_length: str | Time | None = None,
     watch: Collection[Event | EventName] | None = None,
@@ -138,8 +138,9 @@ def fit(
         load_path: a checkpoint to resume from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
             weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
         autoresume: a folder of checkpoints: start from the newest intact one, if there is one, and save there at the
-            end of each epoch, unless a ``CheckpointSaver`` in ``callbacks`` does so. The same command, run again after
-            it was killed, resumes.
+            end of each epoch, of which the last two checkpoints stay. The same command, run again after it was killed,
+            resumes. A ``CheckpointSaver(folder, interval="100ba", keep_last=5)`` in the place of the folder says how
+            often, how many stay and on which signals; one in ``callbacks`` with this folder does so as well.
         batches_per_epoch: cut epochs to this number of batches. Every epoch of a dataloader with a length begins with
             its first batch; data without a length continues where the epoch before was cut.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
 __all__ = [
+    "folder_of",
     "loading",
     "read_start",
     "saving",
     "seed_of",
+    "with_callback",
 ]
 
 
@@ -144,9 +146,25 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
     """The callbacks, and a saver to the folder of ``autoresume`` where none of them saves to it."""
     if autoresume is None:
         return callbacks
-    listed = [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)
+    listed = listed_callbacks(callbacks)
     if not any(isinstance(callback, Callback) and callback.saves_to(autoresume) for callback in listed):
         from pure_loop.callbacks.checkpoint_saver import CheckpointSaver  # a plain fit doesn't need it
 
-        listed.append(CheckpointSaver(autoresume))
+        listed.append(CheckpointSaver(autoresume, keep_last=2))
     return listed
+
+
+def folder_of(saver: Any) -> Any:
+    """Where the saver of ``autoresume`` saves to."""
+    return saver.folder
+
+
+def with_callback(callbacks: Any, callback: Callback) -> Any:
+    """The callbacks and this one, which may be among them."""
+    listed = listed_callbacks(callbacks)
+    return listed if any(item is callback for item in listed) else [*listed, callback]
+
+
+def listed_callbacks(callbacks: Any) -> list[Any]:
+    """What was written as callbacks: several, or one."""
+    return [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)

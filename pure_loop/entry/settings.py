@@ -14,6 +14,7 @@ from typing import Any, Literal
 import attrs
 
 from pure_loop.algorithm import Algorithm
+from pure_loop.callback import Callback
 from pure_loop.entry.arguments import (
     read_algorithms,
     read_autoresume,
@@ -38,6 +39,7 @@ from pure_loop.entry.arguments import (
     read_watch,
 )
 from pure_loop.entry.parallel import Together, algorithm_described
+from pure_loop.entry.resume import folder_of, with_callback
 from pure_loop.entry.run_name import read_run_name
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -108,6 +110,10 @@ class Settings(ModelSettings):
             ArgumentError: two arguments that contradict each other.
         """
         steps, order = self.steps_per_call, self.order
+        saver: Any = self.autoresume
+        if isinstance(saver, Callback):
+            object.__setattr__(self, "callbacks", with_callback(self.callbacks, saver))
+            object.__setattr__(self, "autoresume", folder_of(saver))
         if self.train_metrics:
             from pure_loop.entry.train_metrics import measuring  # no other run needs it
 

@@ -47,7 +47,7 @@ def fail() -> None:
     raise KeyError("no such file")
 
 
-def stream(data: Any, folder: Path | None = None, **overrides: Any) -> Any:
+def stream(data: Any, folder: Any = None, **overrides: Any) -> Any:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
@@ -189,7 +189,7 @@ def test_a_hang_in_a_load_does_not_end_a_program_with_a_handler_of_its_own(tmp_p
     calls: list[int] = []
     old = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
-        state = pl.run(stream(Data(3, lambda: signal.raise_signal(signal.SIGTERM)), tmp_path))
+        state = pl.run(stream(Data(3, lambda: signal.raise_signal(signal.SIGTERM)), CheckpointSaver(tmp_path)))
     finally:
         signal.signal(signal.SIGTERM, old)
     assert calls == [signal.SIGTERM]

@@ -197,11 +197,55 @@ def test_autoresume_brings_no_saver_where_a_callback_of_ones_own_saves(tmp_path:
 
 def test_autoresume_brings_a_saver_where_there_is_none(tmp_path: Path) -> None:
     pl.run(stream(autoresume=tmp_path / "a"))
-    assert files(tmp_path / "a") == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (1, 2, 3)]
+    assert files(tmp_path / "a") == ["ep2-ba8.safetensors", "ep3-ba12.safetensors"]  # the last two
     pl.run(stream(CheckpointSaver(tmp_path / "b", interval="3ep"), autoresume=str(tmp_path / "b") + "/"))
     assert files(tmp_path / "b") == ["ep3-ba12.safetensors"]
     pl.run(stream(CheckpointSaver(tmp_path / "c", interval="3ep"), autoresume=tmp_path / "d"))
-    assert len(files(tmp_path / "d")) == 3
+    assert len(files(tmp_path / "d")) == 2
+
+
+def test_autoresume_takes_a_saver_in_the_place_of_its_folder(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=3)
+    pl.run(stream(autoresume=saver, max_duration="6ba"))
+    assert files(tmp_path) == ["ep0-ba4.safetensors", "ep1-ba5.safetensors", "ep1-ba6.safetensors"]
+    starts = [state.timestamp.batch for event, state in stream(autoresume=saver) if event is Event.FIT_START]
+    assert starts == [6]
+    # Among the callbacks it may stand as well, and alone; and serves one call after the other.
+    for callbacks in ([saver], saver):
+        last = pl.run(stream(autoresume=saver, callbacks=callbacks, max_duration="4ep"))
+        assert last.timestamp.batch == 16
+        assert len(files(tmp_path)) == 3
+    sameness.assert_same(last, pl.run(stream(max_duration="4ep")), "resumed")
+
+
+def test_autoresume_takes_nothing_that_it_can_not_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(pl.ArgumentError, match="saves nothing that training resumes from"):
+        stream(autoresume=CheckpointSaver(tmp_path, weights_only=True))
+    for other in (pl.callbacks.SpeedMonitor(), CheckpointSaver, pl.loggers.CSVLogger(tmp_path / "x.csv")):
+        with pytest.raises(pl.ArgumentTypeError, match=r"autoresume=CheckpointSaver\(...\)"):
+            stream(autoresume=other)
+
+
+@pytest.mark.parametrize("argument", ["keep_last", "signals", "stop_before", "trained_only"])
+def test_fit_says_where_arguments_of_a_saver_are_written(argument: str) -> None:
+    with pytest.raises(pl.ArgumentTypeError, match=rf"autoresume=pl.callbacks.CheckpointSaver\(.*{argument}="):
+        stream(**{argument: 2})
+
+
+@pytest.mark.parametrize("written", [["USR1"], ["SIGUSR1"], ["usr1"], [signal.SIGUSR1], [int(signal.SIGUSR1)]])
+def test_a_signal_by_its_name(tmp_path: Path, written: Any) -> None:
+    saver = CheckpointSaver(tmp_path, interval=0, signals=written)
+
+    def raises(event: Event, state: pl.State) -> None:
+        if event is Event.BATCH_START and state.timestamp.batch == 5:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(SystemExit) as caught:
+        pl.run(stream(raises, autoresume=saver))
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert files(tmp_path) == ["ep1-ba6.safetensors"]
+    sameness.assert_same(pl.run(stream(autoresume=saver)), pl.run(stream()), "resumed")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +267,17 @@ def test_autoresume_brings_a_saver_where_there_is_none(tmp_path: Path) -> None:
         ({"latest": "x.safetensors"}, pl.ArgumentError, "those of checkpoints"),
         ({"signals": [signal.SIGKILL]}, pl.ArgumentError, "can't be caught"),
         ({"signals": 15}, pl.ArgumentTypeError, "signals=15: write a list"),
+        ({"signals": "USR1"}, pl.ArgumentTypeError, "signals='USR1': write a list"),
+        ({"signals": [True]}, pl.ArgumentTypeError, "signals=.True.: write a list"),
+        ({"signals": ["USR3"]}, pl.ArgumentError, "'USR3' is no signal of this system; did you mean 'USR"),
+        ({"signals": ["TREM"]}, pl.ArgumentError, "did you mean 'TERM'"),
+        ({"signals": ["KILL"]}, pl.ArgumentError, "'KILL' can't be caught by any program"),
+        ({"signals": ["stop"]}, pl.ArgumentError, "'stop' can't be caught"),
+        ({"signals": [0]}, pl.ArgumentError, "0 is no signal"),
+        ({"signals": [-9]}, pl.ArgumentError, "-9 is no signal"),
+        ({"signals": [10**9]}, pl.ArgumentError, "1000000000 is no signal"),
+        ({"signals": ["CHLD"]}, pl.ArgumentError, "where a worker of a DataLoader ends"),
+        ({"signals": ["SEGV"]}, pl.ArgumentError, "a fault of the program"),
         ({"filename": "{epoch:,}.safetensors"}, pl.ArgumentError, "in digits alone"),
         ({"folder": ""}, pl.ArgumentError, "the path is empty"),
     ],
