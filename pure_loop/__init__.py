@@ -23,6 +23,7 @@ from pure_loop._internal.version import __version__ as __version__
 from pure_loop.algorithm import Algorithm, algorithm, compose
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
+from pure_loop.data.group import Batches
 from pure_loop.entry.fit import fit
 from pure_loop.errors import *
 from pure_loop.errors import __all__ as _errors
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Algorithm",
+    "Batches",
     "Callback",
     "Evaluator",
     "Event",

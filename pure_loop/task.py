@@ -17,6 +17,7 @@ from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop._internal.torch_losses import Implied, implied_by
 from pure_loop.data.batch import describe, num_samples, num_tokens, split
+from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
@@ -166,6 +167,16 @@ class Task:
         ):
             return [part[1].numel() for part in parts]
         return list(map(self.weigh, parts))
+
+    def of_groups(self) -> Task:
+        """The task of several batches of a dataloader as one, and of a single one."""
+        samples, tokens, cut = self.samples, self.tokens, self.split
+        return attrs.evolve(
+            self,
+            samples=lambda batch: sum(map(samples, parts_of(batch))),
+            tokens=lambda batch: sum(map(tokens, parts_of(batch))),
+            split=lambda batch, size: [piece for part in parts_of(batch) for piece in cut(part, size)],
+        )
 
     def evaluate(self, model: nn.Module, batch: Any) -> Any:
         """The forward in evaluation and prediction."""

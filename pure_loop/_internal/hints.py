@@ -52,7 +52,7 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "EvalOutputLogging": "write a callback with eval_batch_end, which records rows with logger.log_table",
         "OOMObserver": "write MemorySnapshot(folder, on_oom=True)",
         "ThroughputMonitor": "write SpeedMonitor()",
-        "GradientAccumulationScheduler": "write fit(..., microbatch_size=...)",
+        "GradientAccumulationScheduler": "write fit(..., batches_per_step=...)",
         "LambdaCallback": "a function of (event, state) is a callback: callbacks=[lambda event, state: ...]",
         "CSVLogger TensorBoard WandbCallback": "write fit(..., loggers=[pl.loggers.CSVLogger(path)])",
         "EMA EMACallback": 'what changes training is an algorithm: pl.algorithms.ema(half_life="100ba")',

@@ -71,8 +71,8 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum accumulate",
-        "microbatch_size",
-        "microbatch_size=8: how many samples of a batch go at once",
+        "batches_per_step",
+        "batches_per_step=4, and microbatch_size=8: how many samples of a batch go at once",
     ),
     (
         "auto_scale_batch_size auto_find_batch_size auto_microbatch device_train_microbatch_size",

@@ -17,6 +17,7 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._beside import refuse_collectives
 from pure_loop.callbacks._intervals import measures_batch, read_interval
+from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded_all
@@ -152,8 +153,7 @@ class ActivationMonitor(Callback):
                 submodule.register_forward_hook(partial(self._measure, values, name))
         batch, t = state.batch, state.timestamp
         size = run.microbatch_size or found_size(state)
-        if size is not None:
-            batch = run.task.split(batch, size)[0]
+        batch = parts_of(batch)[0] if size is None else run.task.split(batch, size)[0]
         # The seed of the first forward of this batch on the first rank.
         seed = derive(state.seed, "forward", t.epoch, t.batch, 0, 0)
         autocast = Precision.parse(run.precision).autocast(state.device) or nullcontext()

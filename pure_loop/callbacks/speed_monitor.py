@@ -13,6 +13,7 @@ import torch
 from pure_loop._internal.arguments import check_number, is_number, refusal
 from pure_loop._internal.signatures import accepts
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
@@ -173,7 +174,8 @@ class SpeedMonitor(Callback):
         if self._counter is not None:
             return self._counter(state)
         if callable(self._flops):
-            return check_number("flops(batch)", self._flops(state.batch), where="SpeedMonitor", least=0)
+            numbers = map(self._flops, parts_of(state.batch))
+            return sum(check_number("flops(batch)", number, where="SpeedMonitor", least=0) for number in numbers)
         return self._flops if is_number(self._flops) else 0.0
 
     def _peak_of(self, device: torch.device) -> float | None:

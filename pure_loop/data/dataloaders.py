@@ -56,17 +56,20 @@ def kind(loader: Any) -> type[Source] | None:
 class _Indexed(Source):
     """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
-        super().__init__(loader, seed, stream, limit, share)
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
+    ) -> None:
+        super().__init__(loader, seed, stream, limit, share, per_step)
         self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
         self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._passes: Passes[Any] = Passes(
             lambda: Private(self._sampler, shared=(loader.dataset,), seeds=True),
             self._indices,
-            limit=limit,
+            limit=self._limit,
             continues=limit is not None and self.loader_length is None,
             independent=lambda copy: _samplers.guards_itself(copy.value),
             stream=stream,
+            per_step=per_step,
         )
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
@@ -189,8 +192,10 @@ class _Indexed(Source):
 class _Rebuilt(Iterated):
     """A DataLoader that can only be iterated over: of an IterableDataset, or of a class of the user's own."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
-        super().__init__(loader, seed, stream, limit, share)
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
+    ) -> None:
+        super().__init__(loader, seed, stream, limit, share, per_step)
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
         # Persistent workers keep their copy of the dataset from pass to pass, unless set_epoch tells them the epoch.
         self._keeps_workers = self._in_workers and loader.persistent_workers and not has_epochs(loader.dataset)

@@ -19,6 +19,7 @@ def source(
     seed: int,
     stream: str,
     batches_per_epoch: int | None = None,
+    batches_per_step: int = 1,
     share: Share | None = None,
     uneven: Literal["stop", "pad"] | None = None,
 ) -> Source:
@@ -29,7 +30,9 @@ def source(
             any iterable of batches; or an iterator, which is drawn from once and never again.
         seed: the seed of the run.
         stream: what the batches are for (``"train"``, ``"val"``): different streams draw different numbers.
-        batches_per_epoch: an epoch ends after as many batches, if it hasn't before.
+        batches_per_epoch: an epoch ends after as many steps, if it hasn't before.
+        batches_per_step: how many batches are given at once, as :class:`~pure_loop.data.group.Batches`; 1: each as it
+            is. The last ones of an epoch may be fewer.
         share: which part of every batch this rank takes; None: all of it.
         uneven: what to do where ranks with data of their own have unequally many batches; None: it is an error.
 
@@ -51,7 +54,7 @@ def source(
         raise ArgumentError(
             f"batches_per_epoch={batches_per_epoch!r}: give a number of batches, 1 or more, or None for all of them"
         )
-    result = _kind(dataloader)(dataloader, seed, stream, batches_per_epoch, share)
+    result = _kind(dataloader)(dataloader, seed, stream, batches_per_epoch, share, batches_per_step)
     result.uneven = uneven
     return result
 

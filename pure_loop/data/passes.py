@@ -10,6 +10,7 @@ import attrs
 
 from pure_loop.data.copies import Private
 from pure_loop.data.end import END
+from pure_loop.data.group import steps
 from pure_loop.errors import DataError
 
 __all__ = ["Passes"]
@@ -26,12 +27,14 @@ class _Walk:
         passes: how many have ended.
         items: the pass that the next epoch continues.
         taken: the items taken, of all passes.
+        cut_short: what ``taken`` was when a pass ended whose last step had fewer items.
     """
 
     copy: Private
     passes: int = 0
     items: Iterator[Any] | None = None
     taken: int = 0
+    cut_short: int = -1
 
     def close(self) -> None:
         _close(self.items)
@@ -52,6 +55,7 @@ class Passes(Generic[T]):
         independent: ``copy -> whether`` a pass is the same whatever passes were made before it, so that those needn't
             be made; None: it is, unless its first item is found to have changed the copy.
         stream: what the items are for, for errors.
+        per_step: how many items are that of a step. The last step of a pass counts as many, though it may have fewer.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Passes(Generic[T]):
         continues: bool,
         independent: Callable[[Private], bool | None],
         stream: str,
+        per_step: int = 1,
     ) -> None:
         self._renew = renew
         self._run = run
@@ -70,6 +75,7 @@ class Passes(Generic[T]):
         self.continues = continues
         self._independent = independent
         self._stream = stream
+        self._per_step = per_step
         # The walk that no epoch is using; and whether there was another before it.
         self._idle: _Walk | None = None
         self._began = False
@@ -104,12 +110,13 @@ class Passes(Generic[T]):
             if walk is not None:
                 walk.close()
             walk = _Walk(self._fresh())
-            # Two ends in a row: nothing comes.
-            while walk.taken < seen:
-                if self._next(walk) is END and self._next(walk) is END:
-                    break
+            ends = 0
+            while walk.taken < seen and ends < 2:  # two ends in a row: nothing comes
+                ends = ends + 1 if self._next(walk) is END else 0
+        # The end of the pass was met while its last step was loaded, and is that of the epoch.
+        ended = start > 0 and walk.taken == walk.cut_short
         try:
-            for number in range(start, self._limit):
+            for number in range(start, start if ended else self._limit):
                 item = self._next(walk)
                 # A pass that ended with the epoch before has nothing more, and another one begins.
                 if item is END and number == 0:
@@ -129,6 +136,9 @@ class Passes(Generic[T]):
         if item is END:
             walk.close()
             walk.passes += 1
+            counted = steps(walk.taken, self._per_step) * self._per_step
+            if counted != walk.taken:
+                walk.taken = walk.cut_short = counted
         else:
             walk.taken += 1
         return item

@@ -27,6 +27,8 @@ import attrs
 
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
+from pure_loop.data.group import Batches as Group
+from pure_loop.data.group import grouped, steps
 from pure_loop.errors import DataError
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
@@ -97,6 +99,22 @@ class Share:
         return Part(parts[self.rank if counts else -1], counts, samples, order)
 
 
+def _joined(loaded: tuple[Any, ...]) -> Any:
+    """Several batches as one; of parts of a rank those that count, if any does."""
+    if type(loaded[0]) is not Part:
+        return Group(loaded)
+    counted = [part.batch for part in loaded if part.counts]
+    order = 0
+    for part in loaded:
+        order = (31 * order + part.order) % _CHECKSUMS
+    batch = Group(counted or (loaded[0].batch,))
+    return Part(batch, bool(counted), sum(part.samples for part in loaded), order)
+
+
+# Ranks compare checksums as float64, and sums of them.
+_CHECKSUMS = 1 << 32
+
+
 def _checksum(indices: list[Any]) -> int:
     """A checksum of indices that are whole numbers; 0 of others."""
     try:
@@ -122,18 +140,29 @@ class Source(ABC):
     # What a rank keeps company with, when its own data has ended and that of others has not.
     last_batch: Any = END
 
-    def __init__(self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None) -> None:
+    def __init__(
+        self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
+    ) -> None:
+        """
+        Args:
+            loader, share: what the user gave, and which part of it this rank takes.
+            seed, stream: from which random numbers are derived.
+            limit: the steps of an epoch, at most.
+            per_step: how many batches of the loader are that of a step.
+        """
         self._share = share
+        self._per_step = per_step
         self._loader = loader
         self._seed = derive(seed, stream)
         self._stream = stream
-        self._limit = limit
+        # In batches of the loader, as is everything below but what says steps.
+        self._limit = None if limit is None else limit * per_step
 
     @cached_property
     def length(self) -> int | None:
-        """Batches in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
-        length = self.loader_length
-        return self._limit if length is None else length if self._limit is None else min(length, self._limit)
+        """Steps in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
+        known = [number for number in (self.loader_length, self._limit) if number is not None]
+        return steps(min(known), self._per_step) if known else None
 
     @cached_property
     def loader_length(self) -> int | None:
@@ -170,18 +199,19 @@ class Source(ABC):
         return self.batches_stay
 
     def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
-        """The batches of one epoch; closing it early stops the workers.
+        """The batches of one epoch, one a step; closing it early stops the workers.
 
         Args:
             epoch: which one, from 0.
-            start: how many batches of this epoch to leave out: those that were trained on already.
-            seen: how many batches were trained on in the whole run, which tells where an iterator has to be.
+            start: how many steps of this epoch to leave out: those that were made already.
+            seen: how many steps were made in the whole run, which tells where an iterator has to be.
 
         Raises:
             DataError: the epoch has no batch at all, or more than the loader's own length, or an iterator doesn't stand
                 where it must.
         """
-        length, limit = self.loader_length, self._limit
+        length, limit, per_step = self.loader_length, self._limit, self._per_step
+        start, seen = start * per_step, seen * per_step
         stop = None if limit is None else max(limit - start, 0)
         # A batch beyond the length is asked for once, at the end.
         checked = length is not None and (limit is None or limit > length)
@@ -193,6 +223,8 @@ class Source(ABC):
             batches: Any = value if stop is None else islice(value, stop)
             if share is not None:
                 batches = (share.of(batch) for batch in batches)  # in which a StopIteration is an error
+            if per_step > 1:
+                batches = grouped(iter(batches), per_step, _joined)
             first = next(batches, END)
             if first is not END:
                 yield first
@@ -287,6 +319,7 @@ class Iterated(Source):
             continues=self._limit is not None and self.loader_length is None,
             independent=self._independent,
             stream=self._stream,
+            per_step=self._per_step,
         )
 
     def _run(self, copy: Private, number: int) -> Batches:
@@ -333,8 +366,10 @@ class OneShot(Source):
         "batches_per_epoch to divide what an iterator gives into epochs"
     )
 
-    def __init__(self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None) -> None:
-        super().__init__(loader, seed, stream, limit, share)
+    def __init__(
+        self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
+    ) -> None:
+        super().__init__(loader, seed, stream, limit, share, per_step)
         self._taken = 0
 
     @property
@@ -359,7 +394,7 @@ class OneShot(Source):
             self._taken += 1
             if self._taken > seen:
                 yield batch
-        if self._taken < seen:
+        if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
                 "resuming needs a new iterator that starts at the first batch, because those that were seen are dropped"

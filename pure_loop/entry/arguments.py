@@ -37,6 +37,7 @@ __all__ = [
     "read_algorithms",
     "read_autoresume",
     "read_batches_per_epoch",
+    "read_batches_per_step",
     "read_clip",
     "read_clock",
     "read_compile",
@@ -83,6 +84,10 @@ def read_iteration_length(value: Any) -> Time | None:
 
 def read_batches_per_epoch(value: Any) -> int | None:
     return positive_or_none("batches_per_epoch", value)
+
+
+def read_batches_per_step(value: Any) -> int:
+    return check_integer("batches_per_step", value, least=1)
 
 
 def read_microbatch_size(value: Any) -> int | Literal["auto"] | None:

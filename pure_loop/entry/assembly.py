@@ -15,6 +15,7 @@ from pure_loop.algorithm import bind
 from pure_loop.callback import LoggerGroup, Observer, bind_callbacks, observers
 from pure_loop.callback import Run as BoundRun
 from pure_loop.data.batch import num_tokens
+from pure_loop.data.group import steps
 from pure_loop.data.source import Source
 from pure_loop.donation.donation import Donation
 from pure_loop.donation.references import can_count
@@ -37,7 +38,7 @@ from pure_loop.loop.training import LoopStages
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.state import State
-from pure_loop.task import make_task
+from pure_loop.task import Task, make_task
 from pure_loop.time import TimestampFields, TimeUnit
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _stages(
     handlers, watch = bind(settings.algorithms), settings.watch
     everything = watch is None or settings.strict
     return LoopStages(
-        task=make_task(state.model.skeleton, settings.loss, settings.task),
+        task=_task(settings, state),
         engine=engine,
         optimizer=settings.optimizer,
         precision=settings.precision,
@@ -250,6 +251,11 @@ def _stages(
         donation=_donation(settings, engine),
         observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),
     )
+
+
+def _task(settings: Settings, state: State) -> Task:
+    task = make_task(state.model.skeleton, settings.loss, settings.task)
+    return task if settings.batches_per_step == 1 else task.of_groups()
 
 
 def _fixed_size(settings: Settings) -> int | None:
@@ -274,14 +280,17 @@ def _training_data(settings: Settings, open_source: Callable[..., Source], seed:
         ArgumentError: epochs of more batches than a loader has.
         DataError: data that says that it has no batch.
     """
-    limit = settings.batches_per_epoch
-    data = open_source(settings.train_dataloader, seed=seed, stream="train", batches_per_epoch=limit)
+    limit, per_step = settings.batches_per_epoch, settings.batches_per_step
+    data = open_source(
+        settings.train_dataloader, seed=seed, stream="train", batches_per_epoch=limit, batches_per_step=per_step
+    )
     refuse_empty(data, "train_dataloader")
-    length = data.loader_length
+    length = None if data.loader_length is None else steps(data.loader_length, per_step)
     # Ranks with data of their own may have unequally many.
     if limit is not None and length is not None and limit > length and data.uneven is None:
+        batches = "batches," if per_step == 1 else f"batches, by batches_per_step={per_step},"
         raise ArgumentError(
-            f"batches_per_epoch={limit}: train_dataloader has {length} batches, and its epochs can only be "
+            f"batches_per_epoch={limit}: train_dataloader has {length} {batches} and its epochs can only be "
             f"cut; write a number up to {length}, or leave batches_per_epoch out. To go through it several times in an "
             "epoch, repeat its data (torch.utils.data.ConcatDataset, or a list times a number)."
         )
@@ -344,6 +353,7 @@ def _described(
         "nonfinite": settings.nonfinite,
         "clip_grad": settings.clip_grad,
         "batches_per_epoch": settings.batches_per_epoch,
+        "batches_per_step": settings.batches_per_step,
         "learning rate": settings.optimizer.lr(state.timestamp),
         "loss": stages.task.loss_in_words,
         "eval_interval": [str(evaluator.interval) for evaluator in evaluators],

@@ -118,7 +118,7 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
         where = f"{state.position.name}, " if state.position is not None else ""
         t = state.timestamp
         yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
-    yield "data", _data(settings.train_dataloader, assembly.fit.source.length)
+    yield "data", _data(settings.train_dataloader, assembly.fit.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
     if stages.engine.ranks > 1:
@@ -133,7 +133,8 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
     yield "precision", stages.precision.name
     size = found_size(state) if stages.found is not None else stages.microbatch_size
     halved = "" if stages.found is None else ", halved where a batch runs out of memory"
-    yield "microbatches", ("the whole batch at once" if size is None else f"of at most {size:,} samples") + halved
+    whole = "the whole batch at once" if settings.batches_per_step == 1 else "each batch of the dataloader at once"
+    yield "microbatches", (whole if size is None else f"of at most {size:,} samples") + halved
     clip = stages.clip_grad
     if clip is not None:
         yield "gradients", f"clipped by {_name(clip)}" if callable(clip) else f"clipped to a norm of {clip:g}"
@@ -217,9 +218,10 @@ def _model(state: State) -> str:
     return f"{text}{f' ({frozen:,} of them frozen)' if frozen else ''}, on {state.device}"
 
 
-def _data(loader: Any, length: int | None) -> str:
+def _data(loader: Any, length: int | None, per_step: int) -> str:
     epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
-    return f"{type(loader).__name__}, {epochs}"
+    each = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
+    return f"{type(loader).__name__}, {epochs}{each}"
 
 
 def _count(value: int, one: str, many: str) -> str:

@@ -57,6 +57,7 @@ class FitOptions(TypedDict, total=False):
     load_path: str | os.PathLike[str] | None
     autoresume: str | os.PathLike[str] | Callback | None
     batches_per_epoch: int | None
+    batches_per_step: int
     iteration_length: str | Time | None
     watch: Collection[Event | EventName] | None
     donate: bool | Literal["auto"]
@@ -94,6 +95,7 @@ def fit(
     load_path: str | os.PathLike[str] | None = None,
     autoresume: str | os.PathLike[str] | Callback | None = None,
     batches_per_epoch: int | None = None,
+    batches_per_step: int = 1,
     iteration_length: str | Time | None = None,
     watch: Collection[Event | EventName] | None = None,
     donate: bool | Literal["auto"] = "auto",
@@ -143,6 +145,10 @@ def fit(
             often, how many stay and on which signals; one in ``callbacks`` with this folder does so as well.
         batches_per_epoch: cut epochs to this number of batches. Every epoch of a dataloader with a length begins with
             its first batch; data without a length continues where the epoch before was cut.
+        batches_per_step: how many batches of the dataloader a step accumulates gradients over. They count as one batch,
+            in events, timestamps, durations and ``batches_per_epoch``, and ``state.batch`` is a
+            :class:`pure_loop.Batches` of them; each is split into microbatches by itself. The last ones of an epoch
+            make a step, too.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
         donate: let a step write to the memory of the State before it. ``"auto"``: where only the loop
@@ -199,6 +205,7 @@ def fit(
         load_path=load_path,
         autoresume=autoresume,
         batches_per_epoch=batches_per_epoch,
+        batches_per_step=batches_per_step,
         iteration_length=iteration_length,
         watch=watch,
         donate=donate,

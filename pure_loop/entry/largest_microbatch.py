@@ -107,6 +107,7 @@ def largest_microbatch(
         load_path=None,
         autoresume=None,
         batches_per_epoch=None,
+        batches_per_step=1,
         iteration_length=None,
         donate=False,
         compile=False,

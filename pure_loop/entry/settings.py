@@ -19,6 +19,7 @@ from pure_loop.entry.arguments import (
     read_algorithms,
     read_autoresume,
     read_batches_per_epoch,
+    read_batches_per_step,
     read_clip,
     read_clock,
     read_compile,
@@ -90,6 +91,7 @@ class Settings(ModelSettings):
     max_duration: Time = attrs.field(converter=read_duration)
     iteration_length: Time | None = attrs.field(converter=read_iteration_length)
     batches_per_epoch: int | None = attrs.field(converter=read_batches_per_epoch)
+    batches_per_step: int = attrs.field(converter=read_batches_per_step)
     microbatch_size: int | Literal["auto"] | None = attrs.field(converter=read_microbatch_size)
     evaluators: Any
     eval_interval: Any

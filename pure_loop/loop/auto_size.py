@@ -16,6 +16,7 @@ import attrs
 from torch import Tensor
 
 from pure_loop.data.batch import tensors_in
+from pure_loop.data.group import parts_of
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.driver import run_unwatched
@@ -60,16 +61,17 @@ class AutoSize:
         stages, found = self.stages, self.stages.found
         assert found is not None
         found.size = size = found_size(state)
-        samples = stages.task.samples(state.batch)
-        extent = (samples, *_sizes(state.batch))
-        unknown: float = not any(_covers(known, extent) for known in self.survived)
+        extents = [(stages.task.samples(part), *_sizes(part)) for part in parts_of(state.batch)]
+        samples = max(extent[0] for extent in extents)
+        unknown: float = not all(any(_covers(known, extent) for known in self.survived) for extent in extents)
         if stages.engine.ranks > 1:
             # A rank that tries its part may fail, and all have to halve.
             unknown, samples = map(int, stages.engine.largest((unknown, samples), state))
         if not unknown:
             return False
         found.size = self._halved(state, samples, size)
-        self.survived = [*[known for known in self.survived if not _covers(extent, known)][1 - _KEPT :], extent]
+        for extent in extents:
+            self.survived = [*[known for known in self.survived if not _covers(extent, known)][1 - _KEPT :], extent]
         return found.size != size
 
     def kept_by(self, state: State) -> FrozenDict[str, Any]:

@@ -85,6 +85,7 @@ class Plan:
         tokens_per_sample, seconds_per_batch: how tokens and wall-clock time go by.
         batches_per_epoch: an epoch is cut after so many batches; None for the whole loader. Every epoch of a loader
             with a length begins with its first batch; one of a loader without a length with the batch after the last.
+        batches_per_step: how many batches of the loader are one batch of the stream, as ``batches_per_epoch`` counts.
         sized: the loader has a length.
         iteration_length: in epochs or tokens; None for no iterations.
         order: ``"current"`` or ``"2021"``.
@@ -105,6 +106,7 @@ class Plan:
     tokens_per_sample: int = attrs.field(default=0, validator=_at_least(0))
     seconds_per_batch: float = 0.0
     batches_per_epoch: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least(1)))
+    batches_per_step: int = attrs.field(default=1, validator=_at_least(1))
     sized: bool = True
     iteration_length: Time | None = attrs.field(default=None, converter=_time_or_none)
     order: Literal["current", "2021"] = "current"
@@ -118,9 +120,10 @@ class Plan:
     def __attrs_post_init__(self) -> None:
         if not self.batches:
             raise ArgumentError("batches=(): a loader that yields no batch in an epoch is an error, not a plan")
-        if self.sized and self.batches_per_epoch is not None and self.batches_per_epoch > len(self.batches):
+        length = math.ceil(len(self.batches) / self.batches_per_step)
+        if self.sized and self.batches_per_epoch is not None and self.batches_per_epoch > length:
             raise ArgumentError(
-                f"batches_per_epoch={self.batches_per_epoch}: the loader has a length of {len(self.batches)}; write"
+                f"batches_per_epoch={self.batches_per_epoch}: the loader has a length of {length}; write"
                 " that at most, or sized=False"
             )
         if not (math.isfinite(self.seconds_per_batch) and self.seconds_per_batch >= 0):
@@ -228,9 +231,9 @@ class _Run:
 
     def epoch(self) -> None:
         self.say(Event.EPOCH_START)
-        for number, samples in enumerate(self.batches_of_an_epoch(), start=1):
+        for number, parts in enumerate(self.batches_of_an_epoch(), start=1):
             self.say(Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER)
-            before = self.batch(samples)
+            before = self.batch(parts)
             self.evals(self.due(before, Event.BATCH_END))
             self.say(Event.BATCH_CHECKPOINT)
             self.iteration(TimeUnit.TOKEN)
@@ -271,9 +274,9 @@ class _Run:
         self.say(Event.TRAINING_START)
         while not self.over():
             self.say(Event.EPOCH_START)
-            for samples in self.batches_of_an_epoch():
+            for parts in self.batches_of_an_epoch():
                 self.say(Event.AFTER_DATALOADER)
-                before = self.batch(samples)
+                before = self.batch(parts)
                 self.evaluate_each(self.due(before, Event.BATCH_END))
                 if self.over():
                     break
@@ -286,24 +289,27 @@ class _Run:
 
     # Both orders
 
-    def batches_of_an_epoch(self) -> tuple[int, ...]:
-        limit = self.plan.batches_per_epoch
+    def batches_of_an_epoch(self) -> list[tuple[int, ...]]:
+        """The samples of the loader's batches in each batch of the stream."""
+        limit, size = self.plan.batches_per_epoch, self.plan.batches_per_step
+        steps = [self.plan.batches[start : start + size] for start in range(0, len(self.plan.batches), size)]
         if self.plan.sized or limit is None:
-            return self.plan.batches[:limit]
+            return steps[:limit]
         # Goes on where the epoch before was cut; a pass that ends ends the epoch.
-        epoch = self.plan.batches[self.position : self.position + limit]
-        self.position = (self.position + len(epoch)) % len(self.plan.batches)
+        epoch = steps[self.position : self.position + limit]
+        self.position = (self.position + len(epoch)) % len(steps)
         return epoch
 
     def known_length(self) -> int | None:
         """The batches of an epoch, where that is known before the loader is exhausted."""
-        loader = len(self.plan.batches) if self.plan.sized else None
+        loader = math.ceil(len(self.plan.batches) / self.plan.batches_per_step) if self.plan.sized else None
         known = [length for length in (loader, self.plan.batches_per_epoch) if length is not None]
         return min(known, default=None)
 
-    def batch(self, samples: int) -> _Counts:
+    def batch(self, parts: tuple[int, ...]) -> _Counts:
+        samples = sum(parts)
         self.say(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
-        for _ in range(_microbatches(samples, self.plan.microbatch_size)):
+        for _ in range(sum(_microbatches(part, self.plan.microbatch_size) for part in parts)):
             self.say(Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
             self.say(Event.BEFORE_LOSS, Event.AFTER_LOSS)
             self.say(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pure_loop._internal.autograd import GradMode, gradient_of, refuse_strangers
 from pure_loop._internal.torch_private import any_autocast_enabled, set_grad_enabled
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
+from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clip_by_norm, clipping_factor, global_norm, in_dtypes_of, map_present
@@ -64,9 +65,12 @@ class Stages(UpdateStage, EvaluationStage):
         return attrs.evolve(self, task=task)
 
     def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
-        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller."""
+        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
+
+        Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.
+        """
         size = self.size if size is None else size
-        return [batch] if size is None else self.task.split(batch, size)
+        return list(parts_of(batch)) if size is None else self.task.split(batch, size)
 
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
@@ -75,7 +79,8 @@ class Stages(UpdateStage, EvaluationStage):
             whole = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
             if whole is not None:
                 return whole, 1
-        return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=self.splits, summed=task.summed)
+        split = self.splits or type(state.batch) is Batches
+        return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=split, summed=task.summed)
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         """``outputs`` of ``microbatch`` in training mode, and the buffers after it.
@@ -195,10 +200,10 @@ class Stages(UpdateStage, EvaluationStage):
         Raises:
             ArgumentError: an algorithm replaced the indices.
         """
-        if not self.splits and self.engine.ranks == 1:
+        if not self.splits and self.engine.ranks == 1 and type(state.batch) is not Batches:
             return
         try:
-            before, now = state.batch[1], state.microbatch[1]
+            before, now = parts_of(state.batch)[0][1], state.microbatch[1]
         except (LookupError, TypeError):
             return
         if now.is_floating_point() and not before.is_floating_point():

@@ -147,6 +147,7 @@ class Case:
             },
             "eval_interval": _never(plan.eval_interval),
             "batches_per_epoch": plan.batches_per_epoch,
+            "batches_per_step": plan.batches_per_step,
             "iteration_length": plan.iteration_length,
             "order": plan.order,
             # A simulated clock: each batch takes the plan's seconds_per_batch.

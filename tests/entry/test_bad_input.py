@@ -21,7 +21,7 @@ from tests.support.streams import assert_same
 
 def arguments() -> Iterator[Any]:
     for value, kind in ((0, VALUE), (-1, VALUE), (True, TYPE), (1.5, TYPE), ("4", TYPE), ("Auto", TYPE)):
-        for name in ("microbatch_size", "batches_per_epoch"):
+        for name in ("microbatch_size", "batches_per_epoch", "batches_per_step"):
             yield name, value, kind, [f"{name}={value!r}", "whole number of at least 1"]
     yield "batches_per_epoch", 60, VALUE, ["batches_per_epoch=60", f"train_dataloader has {len(DATA)} batch"]
     for precision in ("fp16", "bf16", 16, None, torch.float16):
