@@ -30,6 +30,7 @@ __all__ = [
     "MissingNameError",
     "ModelError",
     "NonFiniteError",
+    "NondeterministicError",
     "OrderError",
     "PureLoopError",
     "RehearsalError",
@@ -159,6 +160,10 @@ class DonatedStateError(PureLoopError, RuntimeError):
 
 class CompileError(PureLoopError, RuntimeError):
     """Code can't be compiled: it depends on values of tensors, or on state outside of tensors."""
+
+
+class NondeterministicError(PureLoopError, RuntimeError):
+    """With ``deterministic=True`` an operation ran that has no deterministic implementation."""
 
 
 class MissingExtraError(PureLoopError, ImportError):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-__all__ = ["doubt", "rebinds_loop_variable"]
+__all__ = ["doubt", "look_through", "rebinds_loop_variable"]
 
 _UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
 _PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")
@@ -49,6 +49,9 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     while frame is not None:
         code = frame.f_code
         known = _plans.get((id(code), frame.f_lasti))
+        if code in _LOOKED_THROUGH:
+            frame, plan = frame.f_back, None
+            continue
         plan = known[1] if known is not None and known[0] is code else _plan(code, frame.f_lasti)
         if plan is not _DELEGATES:
             break
@@ -67,6 +70,14 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
         for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
             del variables[key]
     return result
+
+
+_LOOKED_THROUGH: set[CodeType] = set()
+
+
+def look_through(code: CodeType) -> None:
+    """Say of a function that it returns what ``next`` gives it, and keeps no reference to that."""
+    _LOOKED_THROUGH.add(code)
 
 
 def _not_traced() -> None:

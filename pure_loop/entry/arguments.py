@@ -41,6 +41,7 @@ __all__ = [
     "read_clip",
     "read_clock",
     "read_compile",
+    "read_deterministic",
     "read_donate",
     "read_duration",
     "read_iteration_length",
@@ -123,6 +124,10 @@ def read_parallel(value: Any) -> Together:
 
 def read_seed(value: Any) -> int:
     return check_integer("seed", value)
+
+
+def read_deterministic(value: Any) -> bool:
+    return check_flag("deterministic", value)
 
 
 def read_strict(value: Any) -> bool:

@@ -30,10 +30,11 @@ from pure_loop.event import Event
 from pure_loop.loop import training as loop
 from pure_loop.loop.auto_size import AutoSize
 from pure_loop.loop.counted import counted_in, of_fit, refuse_no_iterations
+from pure_loop.loop.deterministic import refuse_cublas
 from pure_loop.loop.driver import Run, run_script
 from pure_loop.loop.fast import Observed, fast_text
 from pure_loop.loop.recorder import Recorder
-from pure_loop.loop.stream import Stream
+from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.training import LoopStages
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.sizes import FoundSize
@@ -89,6 +90,8 @@ def assemble(settings: Settings) -> Assembly:
         together.ranks,
     )
     state, fresh = first_state(beginning, seed_of(checkpoint, settings.seed), together.device(settings.device))
+    if settings.deterministic:
+        refuse_cublas(state.device)
     engine = together.engine(state)
     measures_norm = any(callback.needs_grad_norm for callback in callbacks)
     stages = _stages(settings, state, engine, observed, measures_norm=measures_norm)
@@ -187,7 +190,7 @@ def start(assembly: Assembly) -> Stream:
         text = fast_text(loop.fit, seen, outermost=True)
         if text is not None:
             run = Run(handlers, observed, seen, stages=stages, donation=stages.donation, closing=closing)
-            return Stream(text(assembly.state, fit, run=run))
+            return stream_of(text(assembly.state, fit, run=run), settings.deterministic)
     pairs = run_script(
         loop.fit(assembly.state, fit),
         handlers,
@@ -200,7 +203,7 @@ def start(assembly: Assembly) -> Stream:
         failed=engine.failed,
         donation=stages.donation,
     )
-    return Stream(pairs)
+    return stream_of(pairs, settings.deterministic)
 
 
 def _recorder(settings: Settings) -> Recorder:

@@ -12,7 +12,7 @@ from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop.driver import run_script
-from pure_loop.loop.stream import Stream
+from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import Script
 from pure_loop.stages import Stages
@@ -30,14 +30,15 @@ def drive(
     stages: Stages | None = None,
     watch: Collection[Event | EventName] | None = None,
     strict: bool = False,
+    deterministic: bool = False,
 ) -> Stream:
     """Run a script of your own: algorithms, callbacks and loggers as in :func:`fit`.
 
     Args:
         script: a generator that yields ``(event, state)``, takes the State back, and returns the last one.
         stages: what handlers that take a second argument are given.
-        algorithms, callbacks, loggers, watch: as in :func:`fit`. The memory of algorithms is there from the
-            first State on.
+        algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
+            from the first State on.
         strict: checks by value that no State is changed in place; the order is yours.
 
     >>> import torch, pure_loop as pl
@@ -55,7 +56,14 @@ def drive(
             f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
-    settings = StreamSettings(algorithms=algorithms, callbacks=callbacks, loggers=loggers, watch=watch, strict=strict)
+    settings = StreamSettings(
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers,
+        watch=watch,
+        strict=strict,
+        deterministic=deterministic,
+    )
     observed, objects, _ = observers(settings.callbacks, settings.loggers)
     run = Run(function="drive", callbacks=objects)
     bind_callbacks(run)
@@ -68,7 +76,7 @@ def drive(
         watch=settings.watch,
         strict=Strict(None) if settings.strict else None,
     )
-    return Stream(pairs)
+    return stream_of(pairs, settings.deterministic)
 
 
 def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:

@@ -30,9 +30,10 @@ from pure_loop.evaluator import (
 )
 from pure_loop.event import Event, EventName
 from pure_loop.loop import training as loop
+from pure_loop.loop.deterministic import refuse_cublas
 from pure_loop.loop.driver import run_script
 from pure_loop.loop.recorder import Recorder
-from pure_loop.loop.stream import Stream
+from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages, Script
 from pure_loop.precision import PrecisionName
@@ -60,6 +61,7 @@ def evaluate(
     watch: Collection[Event | EventName] | None = None,
     compile: bool | Literal["where possible"] = False,
     strict: bool = False,
+    deterministic: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
     """Evaluate without training; the last State has the results in ``state.metrics[label]``.
@@ -69,7 +71,8 @@ def evaluate(
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: algorithms that act in evaluation, such as EMA.
         loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
-        task, precision, seed, callbacks, loggers, device, watch, compile, strict, parallel: as in :func:`fit`.
+        task, precision, seed, callbacks, loggers, device, watch, compile, strict, deterministic, parallel: as in
+            :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -88,6 +91,7 @@ def evaluate(
         watch=watch,
         compile=compile,
         strict=strict,
+        deterministic=deterministic,
         parallel=parallel,
     )
     state = _state(settings)
@@ -120,6 +124,7 @@ def predict(
     watch: Collection[Event | EventName] | None = None,
     compile: bool | Literal["where possible"] = False,
     strict: bool = False,
+    deterministic: bool = False,
     gradients: bool = False,
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
 ) -> Stream:
@@ -129,8 +134,8 @@ def predict(
         model_or_state: a module, or a State of any event.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
         gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, parallel: as in
-            :func:`fit`; each rank predicts its part of every batch.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, deterministic, parallel:
+            as in :func:`fit`; each rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl
     >>> stream = pl.predict(torch.nn.Linear(2, 1), [(torch.ones(4, 2), None)])
@@ -149,6 +154,7 @@ def predict(
         watch=watch,
         compile=compile,
         strict=strict,
+        deterministic=deterministic,
         parallel=parallel,
     )
     state = _state(settings)
@@ -167,7 +173,10 @@ def _no_loss(outputs: Any, targets: Any) -> Any:
 
 
 def _state(settings: ModelSettings) -> State:
-    return any_state(settings.model_or_state, settings.seed, settings.parallel.device(settings.device))
+    state = any_state(settings.model_or_state, settings.seed, settings.parallel.device(settings.device))
+    if settings.deterministic:
+        refuse_cublas(state.device)
+    return state
 
 
 def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Sequence[BoundEvaluator] = ()) -> Stages:
@@ -213,4 +222,4 @@ def _stream(
         strict=Strict.of_order("current") if settings.strict else None,
         failed=engine.failed,
     )
-    return Stream(pairs)
+    return stream_of(pairs, settings.deterministic)

@@ -64,6 +64,7 @@ class FitOptions(TypedDict, total=False):
     compile: bool | Literal["where possible"]
     steps_per_call: int
     strict: bool
+    deterministic: bool
     order: Literal["current", "2021"]
     parallel: Literal["replicate", "shard"] | Parallel | None
     clock: Callable[[], float]
@@ -102,6 +103,7 @@ def fit(
     compile: bool | Literal["where possible"] = False,
     steps_per_call: int = 1,
     strict: bool = False,
+    deterministic: bool = False,
     order: Literal["current", "2021"] = "current",
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -159,6 +161,8 @@ def fit(
         steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing
             in between is observed.
         strict: check the order of events while training and, by value, that no State is changed in place.
+        deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
+            has its own. An operation that has none is a NondeterministicError that names it and its module.
         order: ``"current"``, or ``"2021"``, the order of older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
             :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
@@ -212,6 +216,7 @@ def fit(
         compile=compile,
         steps_per_call=steps_per_call,
         strict=strict,
+        deterministic=deterministic,
         order=order,
         parallel=parallel,
         clock=clock,

@@ -23,6 +23,7 @@ from pure_loop.entry.arguments import (
     read_clip,
     read_clock,
     read_compile,
+    read_deterministic,
     read_donate,
     read_duration,
     read_iteration_length,
@@ -61,6 +62,7 @@ class StreamSettings:
     loggers: Any
     watch: frozenset[Event] | None = attrs.field(converter=read_watch)
     strict: bool = attrs.field(converter=read_strict)
+    deterministic: bool = attrs.field(default=False, converter=read_deterministic)
 
 
 @attrs.frozen(kw_only=True)

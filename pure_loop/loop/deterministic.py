@@ -1,0 +1,126 @@
+"""``deterministic=True``: torch's switches while a stream computes, and an error that names an operation without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pure_loop.donation.consumer import look_through
+from pure_loop.errors import ArgumentError, NondeterministicError
+
+__all__ = ["deterministic", "refuse_cublas"]
+
+_NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def deterministic(pairs: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
+    """The same stream, which computes with torch's switches for deterministic algorithms.
+
+    They are set while it runs, for algorithms and callbacks too, and are as they were whenever it yields.
+    """
+    return (yield from _Switching(pairs))
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn: Any = torch.backends.cudnn
+    of_cudnn = cudnn.deterministic, cudnn.benchmark
+    # Which the switch sets, too, and which may have been set alone.
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    of_compiler = compiler and compiler.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = of_cudnn
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if compiler:
+            compiler.deterministic = of_compiler
+
+
+class _Switching(Generator[Any, None, Any]):
+    """Runs a generator with the switches set. It keeps no reference to what that yields."""
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, pairs: Generator[Any, None, Any]) -> None:
+        self._pairs = pairs
+
+    def __next__(self) -> Any:
+        with _switched():
+            try:
+                return next(self._pairs)
+            except RuntimeError as error:
+                taught = _taught(error)
+                if taught is None:
+                    raise
+                raise taught from error
+
+    def send(self, value: Any, /) -> Any:
+        return next(self) if value is None else self._pairs.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
+        with _switched():
+            return self._pairs.throw(kind if value is None else value)
+
+    def close(self) -> None:
+        with _switched():
+            self._pairs.close()
+
+
+look_through(_Switching.__next__.__code__)
+
+
+def _taught(error: RuntimeError) -> NondeterministicError | None:
+    """The error of an operation without a deterministic implementation as one that names its module."""
+    match = _NO_IMPLEMENTATION.search(str(error))
+    if match is None or isinstance(error, NondeterministicError):
+        return None
+    module = _module_of(error.__traceback__)
+    where = f"in {module}" if module else "outside of the forward of a module (a backward, the loss, an algorithm)"
+    taught = NondeterministicError(
+        f"deterministic=True: the operation {match[1]} has no deterministic implementation on this device, and ran "
+        f"{where}. Use another operation there, or fit(..., deterministic=False). What is deterministic is "
+        "listed in the documentation of torch.use_deterministic_algorithms."
+    )
+    for note in getattr(error, "__notes__", ()):
+        taught.add_note(note)
+    return taught
+
+
+def _module_of(traceback: TracebackType | None) -> str | None:
+    """The innermost module in whose forward an error was raised, by its path and class."""
+    outermost, innermost = None, None
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            outermost, innermost = outermost or module, module
+        traceback = traceback.tb_next
+    if innermost is None or outermost is None:
+        return None
+    path = next((name for name, module in outermost.named_modules() if module is innermost), "")
+    return f"module {path!r} ({type(innermost).__name__})" if path else f"the model ({type(innermost).__name__})"
+
+
+def refuse_cublas(device: torch.device, environment: Mapping[str, str] = os.environ) -> None:
+    """
+    Raises:
+        ArgumentError: cuBLAS, which reads its setting once, has none in which it is deterministic.
+    """
+    value = environment.get("CUBLAS_WORKSPACE_CONFIG")
+    if device.type == "cuda" and torch.version.hip is None and value not in (":4096:8", ":16:8"):
+        raise ArgumentError(
+            f"deterministic=True on {device}: cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 (or "
+            f":16:8) in the environment, and it is {value!r}. Set it before Python starts, since cuBLAS reads it once: "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 python train.py"
+        )
