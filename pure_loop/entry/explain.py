@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 
 from torch import nn
 
+from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.callback import Observer, observers
@@ -47,6 +48,8 @@ class _Explain(Protocol):
         train_dataloader: Iterable[Any],
         *,
         file: TextIO | None = None,
+        sample: Any = None,
+        depth: int = 2,
         **options: Unpack[FitOptions],
     ) -> None: ...
 
@@ -56,12 +59,16 @@ def _as_typed(function: Callable[..., None]) -> _Explain:
 
 
 @_as_typed
-def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
-    """Print what ``fit`` with these arguments would do: its settings, and what runs at each event, in order.
+def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: int = 2, **kwargs: Any) -> None:
+    """Print what ``fit`` with these arguments would do: its settings and layers, and what runs at each event, in order.
 
     Args:
         *args, **kwargs: those of :func:`pure_loop.entry.fit`. Iterators are not drawn from.
         file: where to; None: standard output.
+        sample: a batch, for the shapes of outputs and the floating-point operations of each layer: a copy of the model
+            without numbers runs a forward on the meta device. None: the first batch where the data is a list or tuple
+            of batches; otherwise parameters alone are listed.
+        depth: how deep modules inside modules are listed; 0: no table of layers.
 
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
@@ -78,6 +85,10 @@ def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
     <BLANKLINE>
       model          Linear, 3 parameters in 2 tensors, on cpu
       ...
+    <BLANKLINE>
+      layer  class   output  parameters  frozen  FLOPs
+      model  Linear  4x1              3       -     16
+      ...
           for each microbatch ...
             BEFORE_FORWARD                -
             AFTER_FORWARD                 -
@@ -88,9 +99,11 @@ def explain(*args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
     refuse_misfit(fit, args, kwargs)
     bound = inspect.signature(fit).bind(*args, **kwargs)
     bound.apply_defaults()
+    check_integer("depth", depth, where="explain", least=0)
     assembly = assemble(Settings(**bound.arguments))
     print("pl.fit, explained; nothing was run", file=file)
-    for part in (_head(assembly), _loop(assembly), _legend(assembly)):
+    layers = _layers(assembly, sample, depth) if depth else ()
+    for part in (_head(assembly), *((layers,) if depth else ()), _loop(assembly), _legend(assembly)):
         print("", *(line.rstrip() for line in part), sep="\n", file=file)
 
 
@@ -230,6 +243,16 @@ def _count(value: int, one: str, many: str) -> str:
 
 def _name(value: Any) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _layers(assembly: Assembly, sample: Any, depth: int) -> Iterator[str]:
+    from pure_loop.entry.layers import layer_table
+
+    loader = assembly.settings.train_dataloader
+    if sample is None and type(loader) in (list, tuple) and loader:
+        sample = loader[0]
+    shown = layer_table(assembly.state, assembly.fit.stages.task, sample, depth)
+    return (f"  {line}" for line in repr(shown).splitlines())
 
 
 # What is bound where.

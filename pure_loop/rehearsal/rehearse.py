@@ -24,6 +24,7 @@ from pure_loop.distributed.parallel import Parallel, read_parallel
 from pure_loop.distributed.parallel import world_size as running_ranks
 from pure_loop.entry.assembly import Assembly, assemble
 from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
@@ -317,6 +318,7 @@ class _Phases:
             batches=length.batches,
             batches_per_epoch=length.per_epoch,
             memory=memory,
+            layers=layer_table(state, stages.task, passes.batch),
             memory_per_rank=per_rank,
             checkpoint=self.checkpoint,
         )

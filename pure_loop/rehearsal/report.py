@@ -9,6 +9,7 @@ import attrs
 
 from pure_loop._internal.reprs import table
 from pure_loop._internal.sizes import in_bytes
+from pure_loop.entry.layers import LayerTable
 
 __all__ = ["Phase", "Rehearsal"]
 
@@ -44,6 +45,7 @@ class Rehearsal:
         collectives: of a step on ``world_size`` ranks: the name of each collective, how many there are, and the bytes
             that a rank passes to them.
         checkpoint: the bytes of a checkpoint; None: none was written.
+        layers: the layers of the model, with outputs and operations on this batch, as a table.
     """
 
     phases: tuple[Phase, ...]
@@ -51,6 +53,7 @@ class Rehearsal:
     batches: int | None
     batches_per_epoch: int | None
     memory: Mapping[str, int]
+    layers: LayerTable
     memory_per_rank: Mapping[str, int] | None = None
     collectives: Mapping[str, tuple[int, int]] | None = None
     checkpoint: int | None = None

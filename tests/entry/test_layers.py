@@ -1,0 +1,118 @@
+"""The table of layers: its numbers are those of a real forward, and of the parameters."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import pure_loop as pl
+from pure_loop.entry.layers import Layer, LayerTable, layer_table
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
+    """A model of nested layers, some of them frozen or used twice, and inputs."""
+    width, channels = draw(st.integers(4, 6)), draw(st.integers(1, 3))
+    layers: list[nn.Module] = [nn.Conv2d(2, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()]
+    size = channels * (width - 2) ** 2
+    shared = nn.Linear(size, size)
+    for kind in draw(st.lists(st.sampled_from(["linear", "dropout", "nested", "shared"]), max_size=4)):
+        new: dict[str, Any] = {
+            "linear": lambda: nn.Linear(size, size, bias=False),
+            "dropout": lambda: nn.Dropout(),
+            "nested": lambda: nn.Sequential(nn.Linear(size, size), nn.Sequential(nn.Tanh(), nn.Linear(size, size))),
+            "shared": lambda: shared,
+        }
+        layers.append(new[kind]())
+    model = nn.Sequential(*layers)
+    for parameter in draw(st.lists(st.sampled_from(list(model.parameters())), max_size=2)):
+        parameter.requires_grad_(requires_grad=False)
+    model[1].weight.requires_grad_(requires_grad=True)
+    return model, torch.randn(draw(st.integers(2, 3)), 2, width, width)
+
+
+@settings(max_examples=25)
+@given(models())
+def test_its_numbers_are_those_of_a_real_forward(drawn: tuple[nn.Module, torch.Tensor]) -> None:
+    model, inputs = drawn
+    before = torch.get_rng_state()
+    shown = layer_table(pl.State.create(model), pl.Task(), (inputs, None), depth=9)
+    assert torch.equal(torch.get_rng_state(), before)
+    modules = dict(model.named_modules())
+    assert [layer.path for layer in shown.layers] == list(modules)
+    outputs: dict[str, Any] = {}
+    for path, module in modules.items():
+        module.register_forward_hook(lambda module, args, output, path=path: outputs.setdefault(path, output))
+    with FlopCounterMode(display=False) as counter:
+        model(inputs)
+    assert shown.layers[0].flops == counter.get_total_flops()
+    for layer in shown.layers:
+        parameters = list(modules[layer.path].parameters())
+        assert layer.kind == type(modules[layer.path]).__name__
+        assert layer.output == (tuple(outputs[layer.path].shape),)
+        assert layer.parameters == sum(parameter.numel() for parameter in parameters)
+        assert layer.frozen == sum(p.numel() for p in parameters if not p.requires_grad)
+
+
+def test_depth_leaves_out_what_is_deeper() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
+    state = pl.State.create(model)
+    paths = [layer.path for layer in layer_table(state, pl.Task(), None, depth=1).layers]
+    assert paths == ["", "0"]
+    assert len(layer_table(state, pl.Task(), None, depth=3).layers) == 5
+
+
+class Reading(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) if inputs.sum() >= 0 else inputs
+
+
+def test_a_forward_that_reads_numbers_leaves_parameters_and_a_sentence() -> None:
+    shown = layer_table(pl.State.create(Reading(3, 2)), pl.Task(), (torch.ones(4, 3), None))
+    assert shown.layers == (Layer("", "Reading", None, 8, 0, None),)
+    assert "a forward on the meta device failed (RuntimeError: Tensor.item()" in repr(shown).replace("\n", " ")
+    assert "output" not in repr(shown).splitlines()[0]
+    assert "Tensor.item()" in shown._repr_html_()
+
+
+def test_the_text_is_a_table() -> None:
+    shown = LayerTable(
+        (
+            Layer("", "Net", ((4, 2), (), (1,), (2,)), 1_234_567, 12, 5_000_000),
+            Layer("a", "Linear", None, 0, 0, None),
+        )
+    )
+    assert repr(shown).splitlines() == [
+        "layer  class   output           parameters  frozen  FLOPs",
+        "model  Net     4x2, (), 1, ...   1,234,567      12    5 M",
+        "  a    Linear  -                         -       -      -",
+    ]
+    assert "<td>1,234,567</td>" in shown._repr_html_()
+
+
+def explained(data: Any, **options: Any) -> str:
+    out = io.StringIO()
+    plain = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    pl.explain(nn.Sequential(nn.Linear(3, 2)), data, file=out, **{**plain, **options})
+    return out.getvalue()
+
+
+def test_explain_has_a_table_of_what_it_can_know() -> None:
+    batch = (torch.zeros(5, 3), torch.zeros(5, 2))
+    assert "    0    Linear      5x2              8       -     60\n" in explained([batch])
+    loader = iter([batch])
+    without = explained(loader)
+    assert "sample=batch" in without
+    assert "5x2" not in without
+    assert "    0    Linear      5x2 " in explained(loader, sample=batch)
+    assert next(loader) is batch
+    assert "Linear  " not in explained([batch], depth=0)
+    with pytest.raises(pl.errors.ArgumentError, match="depth"):
+        explained([batch], depth=-1)
