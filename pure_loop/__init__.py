@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
     from pure_loop.tools.lr_find import lr_find
+    from pure_loop.tools.profile import profile
 
 __all__ = [
     "Algorithm",
@@ -94,6 +95,7 @@ __all__ = [
     "optim",
     "order",
     "predict",
+    "profile",
     "progress",
     "random",
     "rehearse",
@@ -119,6 +121,7 @@ _LAZY: dict[str, str | None] = {
     "load": "pure_loop.checkpoint",
     "lr_find": "pure_loop.tools.lr_find",
     "predict": "pure_loop.entry.evaluate",
+    "profile": "pure_loop.tools.profile",
     "progress": "pure_loop.progress",
     "rehearse": "pure_loop.rehearsal.rehearse",
     "save": "pure_loop.checkpoint",

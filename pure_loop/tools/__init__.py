@@ -1,5 +1,6 @@
 """Tools beside a run: what is measured before it or of it, and changes nothing in it.
 
 May import ``entry`` and what is below. Begin with ``lr_find.py``: it runs ``fit`` on a fork of a State, with another
-optimizer; ``range_test.py`` is its report.
+optimizer; ``range_test.py`` is its report. ``profile.py`` times the parts of a stream, by ``spans.py``;
+``profile_report.py`` is its report.
 """

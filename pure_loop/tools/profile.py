@@ -1,0 +1,344 @@
+"""``pl.profile``: where the time of a training run goes.
+
+The parts of a stream of ``fit`` are replaced by timed ones while it is profiled: the class of its stages, the handlers
+of algorithms, what callbacks and loggers are called by, and the batches of its sources. Nothing in the loop knows of
+that, and a stream that is not profiled has nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from inspect import GEN_CREATED, getgeneratorstate
+from typing import Any
+
+import attrs
+import torch
+
+from pure_loop._internal.arguments import check_flag, check_integer, positive_or_none
+from pure_loop._internal.suggestions import teaching
+from pure_loop.algorithm import Handler
+from pure_loop.callback import Logger, Observer
+from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.exporting.files import try_to_write
+from pure_loop.loop.stream import Stream
+from pure_loop.loop.training import Fit
+from pure_loop.state import State
+from pure_loop.tools.profile_report import Profile, chrome_trace
+from pure_loop.tools.spans import Key, Recorder, TimedBatches
+
+__all__ = ["profile"]
+
+_STAGES = {
+    "forward": "forward",
+    "forward_into": "forward",
+    "loss": "loss",
+    "loss_into": "loss",
+    "backward": "backward",
+    "backward_into": "backward",
+    "finish_gradients": "gradients: scale, clip",
+    "microbatches": "split into microbatches",
+}
+# By which a batch ends, where it is not compiled.
+_UPDATES = ("update", "update_draft")
+
+
+@teaching
+def profile(
+    stream: Stream,
+    *,
+    batches: int | None = 100,
+    warmup: int = 10,
+    trace: PathLike | None = None,
+    torch_profiler: bool = False,
+    synchronize: bool = False,
+) -> Profile:
+    """Run a stream of ``fit``, and report where its time goes: stages, data, algorithms, callbacks and loggers.
+
+    Each row has the time that no row inside it has: that of an algorithm such as SAM, which calls stages, is without
+    theirs. What belongs to no row, the loop itself, is reported as ``unattributed``. Times are those of the host: on an
+    accelerator a stage returns before its kernels have run, unless ``synchronize=True``. Each call of a row costs
+    a few microseconds; training is bitwise the same.
+
+    The stream has then run up to the event after the last of these batches, and can be iterated over further, at its
+    usual speed.
+
+    Args:
+        stream: what ``pl.fit(...)`` returned, not begun.
+        batches: how many are measured; None: to the end of training, with the evaluations there.
+        warmup: batches before them, in which memory is allocated, workers start and graphs are compiled.
+        trace: the path of a file to write for chrome://tracing or https://ui.perfetto.dev.
+        torch_profiler: run ``torch.profiler`` meanwhile, with the rows as ranges: ``report.torch``. Its trace, with
+            operators and kernels, is written to ``trace`` then.
+        synchronize: wait for the device at the beginning and the end of each row, so that its time has that of its
+            kernels. Slower, because host and device no longer overlap.
+
+    Raises:
+        ArgumentTypeError: it is no stream of ``fit``: ``pl.profile(pl.fit(...))``.
+        ArgumentError: the stream has begun, or ended within the warmup; numbers out of range; a trace in a folder.
+        CheckpointWriteError: (an OSError) the trace can't be written.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 20
+    >>> report = profile(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
+    ...                         optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"), batches=10, warmup=5)
+    >>> report.batches, {"forward", "loss", "backward", "optimizer"} <= {row.name for row in report.rows}
+    (10, True)
+    """
+    batches = positive_or_none("batches", batches, where="profile")
+    warmup = check_integer("warmup", warmup, where="profile", least=0)
+    for name, flag in (("torch_profiler", torch_profiler), ("synchronize", synchronize)):
+        check_flag(name, flag, where="profile")
+    if trace is not None:
+        storage_of(trace)
+        try_to_write(trace)
+        if torch_profiler and "://" in os.fspath(trace):
+            raise ArgumentError(f"profile: torch.profiler writes files of this machine, and trace={trace!r} is a URL.")
+    parts = _Parts.of(stream)
+    device = parts.device
+    recorder = Recorder(
+        warmup=warmup,
+        batches=batches,
+        synchronize=synchronize and device.type != "cpu",
+        keeps_spans=trace is not None,
+        torch_profiler=_torch_profiler(device) if torch_profiler else None,
+    )
+    with ExitStack() as restoring:
+        parts.time(recorder, restoring)
+        _advance(stream, recorder)
+        recorder.end()
+    if not recorder.over or recorder.finished == warmup:
+        raise ArgumentError(
+            f"profile: the stream ended after {recorder.finished} batches, within the warmup of {warmup}: write a "
+            f"smaller warmup=, or a longer max_duration."
+        )
+    report = Profile.of(recorder, device, compiled=parts.fit.compiled is not None)
+    if trace is not None:
+        if recorder.torch_profiler is not None:
+            recorder.torch_profiler.export_chrome_trace(str(trace))
+        else:
+            with storage_of(trace).writing() as file:
+                file.write(chrome_trace(recorder.spans))
+    return report
+
+
+def _advance(stream: Stream, recorder: Recorder) -> None:
+    pairs = iter(stream)
+    if recorder.warmup == 0:
+        recorder.begin()
+    while not recorder.over:
+        try:
+            # In a variable, as in a loop over the stream: the next State replaces it, so that steps write in place.
+            _, _state = next(pairs)
+        except StopIteration:
+            return
+
+
+def _torch_profiler(device: torch.device) -> Any:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as of_torch
+
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return of_torch(activities=activities, acc_events=True)
+
+
+@attrs.frozen
+class _Parts:
+    """What of a stream is timed: the arguments of its generator, which has not begun."""
+
+    fit: Fit
+    handlers: dict[Event, tuple[Handler, ...]]
+    observers: dict[Event, tuple[Observer, ...]]
+    loggers: tuple[Logger, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, stream: Any) -> _Parts:
+        """
+        Raises:
+            ArgumentTypeError: it is no stream of ``fit``.
+            ArgumentError: it has begun.
+        """
+        pairs = stream._pairs if isinstance(stream, Stream) else None
+        if not isinstance(pairs, Generator):
+            raise ArgumentTypeError(
+                f"profile({type(stream).__name__}): give the stream of fit itself, pl.profile(pl.fit(...))."
+            )
+        if getgeneratorstate(pairs) != GEN_CREATED:
+            raise ArgumentError(
+                "profile: the stream has begun: give a new one, pl.profile(pl.fit(...)); to profile from a State on, "
+                "pl.profile(pl.fit(state, ...))."
+            )
+        found: Mapping[str, Any] = _arguments(pairs)
+        run, script = found.get("run"), found.get("script")
+        begun = found if run is not None or not isinstance(script, Generator) else _arguments(script)
+        fit, state = begun.get("fit"), begun.get("state")
+        if not isinstance(fit, Fit) or not isinstance(state, State):
+            raise ArgumentTypeError(
+                "profile: this is the stream of another function than fit, or of pl.progress: give that of fit itself, "
+                "pl.profile(pl.fit(...))."
+            )
+        handlers, observers, closing = (
+            (run.handlers, run.observers, run.closing) if run is not None else (found[name] for name in _OF_A_DRIVER)
+        )
+        closed = (getattr(close, "__self__", None) for close in closing)
+        loggers = tuple(item for item in closed if isinstance(item, Logger))
+        return cls(fit, handlers, observers, loggers, state.device)
+
+    def time(self, recorder: Recorder, restoring: ExitStack) -> None:
+        """Replace what is timed, until ``restoring`` ends."""
+        stages, compiled = self.fit.stages, self.fit.compiled
+        timed = _timed_stages(type(stages), recorder, ends_batches=compiled is None)
+        _set(restoring, stages, "__class__", timed)
+        _time_batches(restoring, recorder, self.fit.source, "train data")
+        for evaluator in self.fit.evaluators:
+            _time_batches(restoring, recorder, evaluator.source, f"{evaluator.label} data")
+            if evaluator.metrics is not None:
+                measuring = Key("stage", f"{evaluator.label} metrics")
+                metrics = tuple(
+                    attrs.evolve(
+                        metric,
+                        update=recorder.timed(measuring, metric.update),
+                        compute=recorder.timed(measuring, metric.compute),
+                    )
+                    for metric in evaluator.metrics
+                )
+                _set(restoring, evaluator, "metrics", metrics)
+        if compiled is None:
+            _time_each(restoring, self.handlers, functools.partial(_timed_handler, recorder))
+        else:
+            _time_compiled(restoring, recorder, compiled)
+        names = {type(logger).__name__ for logger in self.loggers} | {"Recorder"}
+        _time_each(restoring, self.observers, functools.partial(_timed_observer, recorder, names))
+        for logger in self.loggers:
+            _time_logger(restoring, recorder, logger)
+
+
+_OF_A_DRIVER = ("handlers", "observers", "closing")
+
+
+def _arguments(generator: Any) -> Mapping[str, Any]:
+    """The arguments of a generator that has not begun."""
+    variables: Any = generator.gi_frame.f_locals
+    found = dict(variables)
+    if isinstance(variables, dict):
+        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
+    return found
+
+
+def _set(restoring: ExitStack, target: Any, name: str, value: Any) -> None:
+    """Set an attribute, of a frozen record too."""
+    restoring.callback(object.__setattr__, target, name, getattr(target, name))
+    object.__setattr__(target, name, value)
+
+
+def _set_method(restoring: ExitStack, target: Any, name: str, method: Any) -> None:
+    """Put a method into an instance, until ``restoring`` ends."""
+    variables: dict[str, Any] = vars(target)
+    if name in variables:
+        restoring.callback(variables.__setitem__, name, variables[name])
+    else:
+        restoring.callback(variables.pop, name)
+    variables[name] = method
+
+
+def _time_each(restoring: ExitStack, table: dict[Event, tuple[Any, ...]], timed: Callable[[Event, Any], Any]) -> None:
+    """Replace what a table has for each event."""
+    for event, listed in list(table.items()):
+        restoring.callback(table.__setitem__, event, listed)
+        table[event] = tuple(timed(event, item) for item in listed)
+
+
+def _timed_handler(recorder: Recorder, event: Event, handler: Handler) -> Handler:
+    key = Key("algorithm", handler.algorithm, event.name)
+    return attrs.evolve(handler, function=recorder.timed(key, handler.function))
+
+
+def _timed_observer(recorder: Recorder, loggers: set[str], event: Event, observer: Observer) -> Observer:
+    key = Key("logger" if observer.name in loggers else "callback", observer.name, event.name)
+    return attrs.evolve(observer, observe=recorder.timed(key, observer.observe))
+
+
+def _time_logger(restoring: ExitStack, recorder: Recorder, logger: Logger) -> None:
+    """What callbacks record is written by methods of the logger, which are its time and not theirs."""
+    if not hasattr(logger, "__dict__"):
+        return
+    for name in dir(type(logger)):
+        if name == "flush" or name.startswith("log_"):
+            method = getattr(logger, name)
+            if callable(method):
+                _set_method(restoring, logger, name, recorder.timed(Key("logger", type(logger).__name__), method))
+
+
+def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: str) -> None:
+    epoch, key = source.epoch, Key("data", name)
+
+    def timed(*args: Any, **kwargs: Any) -> TimedBatches:
+        return TimedBatches.of(epoch(*args, **kwargs), key, recorder)
+
+    _set_method(restoring, source, "epoch", timed)
+
+
+def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> None:
+    """A compiled batch is a row: what algorithms and stages do is in its graphs."""
+    key = Key("stage", "compiled step")
+    batch, several = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.several)
+
+    def counted_batch(*args: Any) -> Generator[Any, Any, Any]:
+        result = yield from batch(*args)
+        recorder.count_batches()
+        return result
+
+    def counted_several(state: Any, *args: Any) -> Any:
+        before = state.timestamp.batch
+        result = several(state, *args)
+        if result.timestamp.batch > before:
+            recorder.count_batches(result.timestamp.batch - before)
+        return result
+
+    _set_method(restoring, compiled, "batch", counted_batch)
+    _set_method(restoring, compiled, "several", counted_several)
+
+
+def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> type[Any]:
+    """The same stages, timed: a class of the same layout, so that an instance can become one of it."""
+
+    def of_evaluator(stages: Any, state: Any, *, label: str, **_: Any) -> Key:
+        return Key("stage", f"{label.removeprefix('eval/')} forward")
+
+    def of_loss(stages: Any, state: Any, **_: Any) -> Key:
+        return Key("stage", f"{state.evaluator} loss")
+
+    methods: dict[str, Any] = {
+        name: recorder.timed(Key("stage", shown), getattr(cls, name)) for name, shown in _STAGES.items()
+    }
+    methods["validate"] = recorder.timed(of_evaluator, cls.validate)
+    methods["validation_loss"] = recorder.timed(of_loss, cls.validation_loss)
+    depth = [0]
+    for name in _UPDATES:
+        methods[name] = _ending(recorder, recorder.timed(Key("stage", "optimizer"), getattr(cls, name)), depth)
+        if not ends_batches:
+            methods[name] = recorder.timed(Key("stage", "optimizer"), getattr(cls, name))
+    return type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
+
+
+def _ending(recorder: Recorder, update: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+    """An update, after which a batch is over; one calls the other."""
+
+    @functools.wraps(update)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        try:
+            return update(*args, **kwargs)
+        finally:
+            depth[0] -= 1
+            if depth[0] == 0:
+                recorder.count_batches()
+
+    return called
