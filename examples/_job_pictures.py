@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from _pictures import COLORS, GRAY, INK, SHADE
+from _pictures import COLORS, GRAY, INK, SHADE, Series
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 # Of a text that lines would cross.
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}
@@ -170,4 +173,126 @@ def returns(
         else:
             panel.set_ylabel("Angle of the pole (°)")
         panels.append(panel)
+    figure.savefig(path, dpi=160)
+
+
+def sweep(
+    path: str,
+    trunk: Series,
+    trials: Sequence[tuple[Series, float, bool]],
+    winner: Series,
+    revived: Series,
+) -> None:
+    """The losses of trials that fork from one trunk, by the batch, and by the learning rate.
+
+    Args:
+        path: of the picture.
+        trunk: the losses that all trials share.
+        trials: of each trial its losses, its learning rate, and whether it was trained to the end.
+        winner: the losses of the best trial.
+        revived: those of a trial after it was pruned.
+    """
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(7, 4))
+    rates = LogNorm(min(lr for _, lr, _ in trials), max(lr for _, lr, _ in trials))
+    colors = colormaps["viridis_r"]
+    left.set_title("Loss of validation", loc="left", fontweight="bold", fontsize=12)
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    left.yaxis.set_minor_locator(NullLocator())
+    for series, lr, whole in trials:
+        color = colors(rates(lr))
+        left.plot(*zip(*series, strict=True), color=color, lw=1.4, alpha=0.9)
+        right.plot(lr, series[-1][1], "o" if whole else "x", ms=9 if whole else 7, mew=1.8, color=color)
+        if not whole:
+            left.plot(*series[-1], "x", ms=6, mew=1.6, color=color)
+    left.plot(*zip(*trunk, strict=True), color=INK, lw=2.5)
+    left.plot(*trunk[-1], "o", ms=9, color=INK)
+    left.plot(*zip(*winner, strict=True), color=COLORS[1], lw=2.5)
+    left.plot(*zip(*revived, strict=True), color=GRAY, lw=1.4, ls=(0, (3, 2)))
+    arrow = {"arrowstyle": "-", "color": GRAY, "shrinkA": 0, "shrinkB": 6}
+    near = {"textcoords": "offset points", "arrowprops": arrow}
+    left.annotate("the State that\nall trials fork", trunk[-1], (46, 14), **near)
+    left.annotate("pruned, and taken up again", revived[len(revived) // 2], (-20, 40), color=GRAY, **near)
+    left.annotate("the winner", winner[-1], (-30, -26), ha="right", color=COLORS[1], fontweight="bold", **near)
+    left.set_ylim(bottom=0.85 * min(value for _, value in winner))
+    lr = next(lr for series, lr, _ in trials if series == winner)
+    right.plot(lr, winner[-1][1], "o", ms=14, mew=2, mfc="none", color=COLORS[1])
+    left.set_xlim(0, winner[-1][0] * 1.01)
+    left.set_xlabel("Batch")
+    right.set_title("where each trial ended", loc="left", color=GRAY, fontsize=11)
+    right.set_xscale("log")
+    right.set_xlabel("Learning rate")
+    handles = [
+        right.plot([], [], mark, color=GRAY, ms=8, mew=1.8, label=name)[0]
+        for mark, name in (("x", "pruned"), ("o", "trained to the end"))
+    ]
+    right.legend(handles=handles, loc="upper left", frameon=False)
+    figure.savefig(path, dpi=160)
+
+
+def images(
+    path: str, raw: Series, average: Series, rates: Series, best: float, columns: Sequence[Sequence[Any]]
+) -> None:
+    """The errors of weights and of their average, the learning rate, and images as training sees them.
+
+    Args:
+        path: of the picture.
+        raw: the error of the weights after each epoch, in [0, 1].
+        average: that of the average of the weights.
+        rates: the learning rate.
+        best: the epoch whose average is restored.
+        columns: images as they are, and the same images augmented, several times.
+    """
+    figure = Figure(figsize=(11, 5.4))
+    grid = figure.add_gridspec(
+        2,
+        2,
+        left=0.06,
+        right=0.99,
+        top=0.93,
+        bottom=0.1,
+        wspace=0.06,
+        hspace=0.22,
+        width_ratios=(6, 5),
+        height_ratios=(4, 1),
+    )
+    top, bottom = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
+    end = raw[-1][0]
+    top.set_title("Error of validation (%)", loc="left", fontweight="bold", fontsize=12)
+    top.set_yscale("log")
+    top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    top.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    top.yaxis.set_minor_locator(NullLocator())
+    for series, color, width, name in ((raw, GRAY, 1.2, "weights"), (average, COLORS[0], 2.5, "their average")):
+        top.plot(
+            *zip(*((epoch, 100 * error) for epoch, error in series), strict=True), color=color, lw=width, label=name
+        )
+    value = 100 * dict(average)[best]
+    top.axvspan(best, end, color=SHADE, lw=0, zorder=0)
+    top.plot(best, value, "o", ms=9, color=COLORS[1])
+    arrow = {"arrowstyle": "-", "color": GRAY, "shrinkA": 0, "shrinkB": 6}
+    name = f"restored: epoch {best:.0f}"
+    top.annotate(name, (best, value), (-70, -12), textcoords="offset points", ha="right", arrowprops=arrow)
+    top.legend(loc="lower left", frameon=False)
+    bottom.set_title("Learning rate", loc="left", fontweight="bold", fontsize=12)
+    bottom.plot(*zip(*rates, strict=True), color=INK, lw=2)
+    bottom.set_ylim(bottom=0)
+    bottom.set_xlabel("Epoch")
+    top.set_ylim(bottom=0.7 * min(100 * error for _, error in average))
+    for panel in (top, bottom):
+        panel.set_xlim(1, end)
+    top.tick_params(labelbottom=False)
+    tiles = grid[:, 1].subgridspec(len(columns[0]), len(columns), wspace=0.06, hspace=0.06)
+    for row in range(len(columns[0])):
+        for column, shown in enumerate(columns):
+            tile = figure.add_subplot(tiles[row, column])
+            tile.imshow(shown[row], cmap="gray_r", vmin=-0.2, vmax=1.2)
+            tile.set(xticks=[], yticks=[])
+            for spine in tile.spines.values():
+                spine.set(visible=True, color=COLORS[1] if column == 0 else GRAY, linewidth=1.8 if column == 0 else 0.4)
+            if row == 0 and column < 2:
+                color, title = ((COLORS[1], "image"), (GRAY, "as training sees it, in six batches"))[column]
+                tile.set_title(title, loc="left", color=color, fontsize=11)
     figure.savefig(path, dpi=160)

@@ -120,3 +120,66 @@ def test_a_cart_and_its_pole_gain_the_energy_that_the_push_gives(load: Any) -> N
         velocity = (move(position, torch.full((2,), action)) - position) / 0.02
         (slope,) = torch.autograd.grad(energy(position.requires_grad_()).sum(), position)
         torch.testing.assert_close((slope * velocity).sum(dim=1), force * position[:, 1])
+
+
+@pytest.mark.slow
+def test_sweep(load: Any, tmp_path: Path, capsys: Output) -> None:
+    pytest.importorskip("optuna")
+    assert load("sweep").main(["--quick", "--output", str(tmp_path / "sweep.png")]) == 0
+    output = capsys.readouterr().out
+    rows = [line.split()[-3:] for line in re.findall(r"^ +\d+ +0\..*$", output, re.MULTILINE)]
+    assert len(rows) == 12
+    # Of each generation a third at least, and not all, is trained on from rung to rung.
+    reached = [sum(losses[rung] != "." for losses in rows) for rung in range(3)]
+    assert 12 == reached[0] > reached[1] >= reached[2] >= 1
+    losses = [float(row[-1]) for row in rows if row[-1] != "."]
+    assert f"a loss of {min(losses):.3f}; trained from the fork at once it is bitwise the same" in output
+    trained = 60 + 12 * 40 + reached[1] * 80 + reached[2] * 240
+    assert f"trained {trained:,} batches; 12 whole runs are 5,040" in output
+    assert_picture(tmp_path / "sweep.png", width=1500, colors=20)
+
+
+def test_a_third_of_a_rung_goes_on(load: Any) -> None:
+    optuna = pytest.importorskip("optuna")
+    example = load("sweep")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(pruner=example.Halving())
+    trials = [study.ask() for _ in range(6)]
+    for trial, loss in zip(trials, (0.3, 0.1, 0.6, 0.2, 0.5, 0.4), strict=True):
+        trial.report(loss, 100)
+    assert [trial.should_prune() for trial in trials] == [True, False, True, False, True, True]
+
+
+@pytest.mark.slow
+def test_images(load: Any, tmp_path: Path, capsys: Output) -> None:
+    assert load("images").main(["--quick", "--output", str(tmp_path / "images.png")]) == 0
+    output = capsys.readouterr().out
+    epoch = int(re.findall(r"the best average is that of epoch (\d+)$", output, re.MULTILINE)[0])
+    assert f"the restored weights are the average of epoch {epoch}, bit for bit" in output
+    assert percentages(output, "the best average")[0] > 70
+    assert_picture(tmp_path / "images.png", width=1500, colors=40)
+
+
+@pytest.mark.slow
+def test_images_notices_what_is_not_restored(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    example = load("images")
+    monkeypatch.setattr(example, "restored", lambda state: state)
+    assert example.main(["--epochs", "2", "--output", str(tmp_path / "images.png")]) == 1
+    assert "the restored weights ARE NOT the average" in capsys.readouterr().out
+
+
+def test_augmentation_moves_every_image_in_its_own_way(load: Any) -> None:
+    example = load("images")
+    image = torch.zeros(8, 8)
+    image[2:5, 3:6] = 1.0
+    images = image.expand(16, 1, 8, 8)
+    first, again, another = (example.augmented(images, pl.random.generator(0, number)) for number in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, another)
+    assert first.shape == images.shape
+    assert len({tuple(each.flatten().tolist()) for each in first}) == 16
+    # Scaled, moved and erased, and nowhere brighter than before.
+    assert 0 <= float(first.min()) <= float(first.max()) <= 1
+    assert first.flatten(1).sum(dim=1).lt(25).all()
