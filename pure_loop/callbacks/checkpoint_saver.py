@@ -24,6 +24,8 @@ from pure_loop.checkpoint.signal_names import SignalLike
 from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
+from pure_loop.checkpoint.telling import tell
+from pure_loop.checkpoint.time_limit import REQUEUE, TimeLimit, read_limit
 from pure_loop.donation.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
@@ -31,7 +33,7 @@ from pure_loop.metrics import Metric
 from pure_loop.metrics._defaults import DEFAULT_NAMES
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
-from pure_loop.time import TimeUnit
+from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.algorithms._monitored import Mode
@@ -78,6 +80,10 @@ class CheckpointSaver(Callback):
             signal acts: Ctrl-C raises KeyboardInterrupt, SIGTERM and others end the program. While a batch is loaded,
             and in an evaluation, the State of the last boundary is saved instead of waiting for the next one. A second
             signal acts at once, unless it follows within half a second.
+        stop_before: a time limit of the job, ``"19h50m"``, counted from FIT_START. The run stops at the boundary
+            after which one batch more, its evaluation and the save might exceed it. The State is saved, and the program
+            ends with exit code 75 (``SystemExit(pl.checkpoint.REQUEUE)``), which asks to be run again. All ranks stop
+            together.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
@@ -107,6 +113,7 @@ class CheckpointSaver(Callback):
         trained_only: bool = False,
         background: bool = True,
         signals: Iterable[SignalLike] = ("TERM", "INT"),
+        stop_before: str | Time | None = None,
     ) -> None:
         storage_of(folder)
         self.folder = os.fspath(folder)
@@ -126,6 +133,7 @@ class CheckpointSaver(Callback):
         self._folder = RunFolder(self.folder, names, **keeping, newest_link=latest, best_link=best)
         self._background = background
         self._held = HeldSignals(signals)
+        self._limit = read_limit(stop_before)
         self._writer = Background()
         # At which batch the metric was measured.
         self._measured: int | None = None
@@ -160,6 +168,11 @@ class CheckpointSaver(Callback):
                 "the last State yourself, pl.save(state, path)."
             )
         if run.function == "drive":
+            if self._limit is not None:
+                raise ArgumentError(
+                    f"CheckpointSaver(stop_before={self._limit.text!r}): a script of one's own counts no seconds; stop "
+                    "in the loop's body, or train with fit."
+                )
             return
         if run.order == "2021":
             raise ArgumentError(
@@ -204,6 +217,8 @@ class CheckpointSaver(Callback):
         self._said = ""
         self._began = state.timestamp.batch
         self._note(state)
+        if self._limit is not None:
+            self._limit.begin(state, 1 if self._run is None else self._run.ranks)
         self._held.listen()
 
     def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -260,6 +275,10 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         self._at(state, Event.BATCH_END, logger)
+        # Asked on all ranks, and at each batch.
+        if self._limit is not None and self._limit.is_near(state) and not state.has_ended():
+            logger.flush()
+            self._requeue(state, self._limit)
 
     def epoch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         self._at(state, Event.EPOCH_END, logger)
@@ -318,6 +337,8 @@ class CheckpointSaver(Callback):
         ):
             return
         name = f"{type(why).__name__}: {why}" if came is None else signal.Signals(came).name
+        if isinstance(why, SystemExit) and why.code == REQUEUE:
+            name = "stop_before"  # of another saver
         self._finish(state, name, measured=False)
 
     def _stop(self, state: State, *, measured: bool) -> None:
@@ -325,6 +346,30 @@ class CheckpointSaver(Callback):
         assert self._held.caught is not None
         self._finish(state, signal.Signals(self._held.caught).name, measured=measured)
         self._held.stop()
+
+    def _requeue(self, state: State, limit: TimeLimit) -> None:
+        """Save the State, and end the program with the exit code that asks to run it again.
+
+        Raises:
+            SystemExit: on all ranks.
+        """
+
+        def save() -> None:
+            if self.rank == 0 or self._coordinator is not None:
+                self._finish(state, f"stop_before={limit.text!r}", measured=self._measured == state.timestamp.batch)
+
+        if self._coordinator is None and self._run is not None and self._run.ranks > 1:
+            from pure_loop.checkpoint.coordination import Coordinator
+
+            # The first rank that ends may have the others killed, so all wait until the file is complete.
+            waiting = Coordinator()
+            try:
+                waiting.round(self.folder, save, lambda by_rank: [None] * len(by_rank))
+            finally:
+                waiting.close()
+        else:
+            save()
+        raise SystemExit(REQUEUE)
 
     def _finish(self, state: State, why: str, *, measured: bool) -> None:
         """Save a State, unless it is saved, and say where it is and how to resume."""
@@ -335,14 +380,14 @@ class CheckpointSaver(Callback):
         self._say(why, *self._saved)
 
     def _say(self, why: str, batch: int, event: Event | None, path: str) -> None:
-        if path == self._said:
+        if path == self._said or self.rank:
             return
         self._said = path
         how = "the same command resumes from it" if self._is_resumed else "resume it with fit(..., load_path=...)"
         if self._weights_only:
-            _log.warning("%s: the weights of batch %d are saved in %s", why, batch, path)
+            tell(f"{why}: the weights of batch {batch} are saved in {path}")
             return
-        _log.warning("%s: the State of batch %d is saved in %s: %s", why, batch, path, how)
+        tell(f"{why}: the State of batch {batch} is saved in {path}: {how}")
 
     def _note(self, state: State) -> None:
         """Remember the State of a boundary until the next batch is loaded."""

@@ -12,8 +12,9 @@ local and remote files.
 from pure_loop.checkpoint.files import describe, latest, load, save
 from pure_loop.checkpoint.ranking import best
 from pure_loop.checkpoint.registry import register
+from pure_loop.checkpoint.time_limit import REQUEUE
 
-__all__ = ["best", "describe", "latest", "load", "register", "save"]
+__all__ = ["REQUEUE", "best", "describe", "latest", "load", "register", "save"]
 
 
 def __dir__() -> list[str]:

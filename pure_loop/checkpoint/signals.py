@@ -116,8 +116,9 @@ class HeldSignals:
             return
         raised = sys.exception()
         if isinstance(raised, SystemExit | KeyboardInterrupt):
-            # The one of stop(). What a loader raises as it ends its dead workers may have taken its place.
-            raise type(raised)(*raised.args).with_traceback(raised.__traceback__) from None
+            # The one of stop(). What a loader raises as it ends its dead workers may have taken its place. Without its
+            # traceback, which would show the loop a second time.
+            raise type(raised)(*raised.args) from None
         if signal.getsignal(number) is signal.SIG_DFL:
             raise SystemExit(128 + number)
         signal.raise_signal(number)
