@@ -52,7 +52,7 @@ class Run:
         iteration_length: the length of an iteration; None: there are no iterations.
         ranks: the number of processes that train together.
         task: what the model does with a batch; None outside ``fit``.
-        precision: that of forward and loss, ``"fp32"``, ``"amp_bf16"`` or ``"amp_fp16"``.
+        precision: that of forward and loss, ``"fp32"``, ``"amp_bf16"``, ``"amp_fp16"`` or ``"amp_fp8"``.
         microbatch_size: the samples of a forward, at most; None: whole batches.
         device: of the parameters; None outside ``fit``.
         sources: the sources of batches, those of evaluators last.

@@ -2,7 +2,8 @@
 
 Mixed precision as in Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740):
 parameters stay in float32; ``amp_fp16`` multiplies the loss by a scale that halves when a gradient
-overflows (that step is skipped) and doubles after 2000 steps without an overflow.
+overflows (that step is skipped) and doubles after 2000 steps without an overflow. ``amp_fp8`` changes the model, too:
+``entry/float8.py``.
 """
 
 from __future__ import annotations
@@ -73,13 +74,20 @@ def _unflatten(_: None, children: Iterable[Any]) -> LossScale:
 _pytree.register(LossScale, _flatten, _unflatten, attributes=True)
 
 
-PrecisionName: TypeAlias = Literal["fp32", "amp_bf16", "amp_fp16"]
+PrecisionName: TypeAlias = Literal["fp32", "amp_bf16", "amp_fp16", "amp_fp8"]
 """A precision in which the forward and the loss are computed."""
 
 
 @attrs.frozen
 class Precision:
     """How the forward and the loss are computed.
+
+    Attributes:
+        name: as ``fit`` takes it.
+        dtype: of autocast; None: there is none.
+        scaled: whether there is a loss scale.
+        float8: whether linear layers multiply in 8-bit floats.
+        emulate: whether such products are computed in float32, from rounded numbers, as any device can; for tests.
 
     >>> Precision.parse("amp_bf16").dtype
     torch.bfloat16
@@ -88,6 +96,8 @@ class Precision:
     name: PrecisionName
     dtype: torch.dtype | None
     scaled: bool
+    float8: bool = False
+    emulate: bool = False
 
     @classmethod
     def parse(cls, name: object) -> Precision:
@@ -112,4 +122,5 @@ _PRECISIONS = {
     "fp32": Precision("fp32", None, False),
     "amp_bf16": Precision("amp_bf16", torch.bfloat16, False),
     "amp_fp16": Precision("amp_fp16", torch.float16, True),
+    "amp_fp8": Precision("amp_fp8", torch.bfloat16, False, float8=True),
 }

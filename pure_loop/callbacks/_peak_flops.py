@@ -47,6 +47,8 @@ def peak_flops_of(device_name: str, precision: PrecisionName, *, tf32: bool | No
             if precision == "fp32":
                 uses_tf32 = torch.get_float32_matmul_precision() != "highest" if tf32 is None else tf32
                 return (with_tf32 if uses_tf32 else singles) * _TERA
+            if precision == "amp_fp8":  # some of its products are in 16 bits
+                return None
             if precision == "amp_bf16" and parts[0] in _WITHOUT_BFLOAT16:
                 return None
             return halves * _TERA

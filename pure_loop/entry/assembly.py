@@ -92,6 +92,19 @@ def assemble(settings: Settings) -> Assembly:
     state, fresh = first_state(beginning, seed_of(checkpoint, settings.seed), together.device(settings.device))
     if settings.deterministic:
         refuse_cublas(state.device)
+    if settings.precision.float8:
+        from pure_loop.entry.float8 import (  # no other run needs it
+            changes_at_init,
+            in_float8,
+            refuse_float8,
+            refuse_no_layer,
+        )
+
+        refuse_float8(settings.precision, state.device)
+        if not fresh:
+            state = in_float8(state, settings.precision)
+        elif not changes_at_init(settings.algorithms):
+            refuse_no_layer(state.model.skeleton)
     engine = together.engine(state)
     measures_norm = any(callback.needs_grad_norm for callback in callbacks)
     stages = _stages(settings, state, engine, observed, measures_norm=measures_norm)

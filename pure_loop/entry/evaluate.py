@@ -176,6 +176,11 @@ def _state(settings: ModelSettings) -> State:
     state = any_state(settings.model_or_state, settings.seed, settings.parallel.device(settings.device))
     if settings.deterministic:
         refuse_cublas(state.device)
+    if settings.precision.float8:
+        from pure_loop.entry.float8 import in_float8, refuse_float8  # no other run needs it
+
+        refuse_float8(settings.precision, state.device)
+        state = in_float8(state, settings.precision)
     return state
 
 

@@ -123,7 +123,8 @@ def fit(
         microbatch_size: the samples of a forward, at most; None: the whole batch. Gradients don't depend on it.
             ``"auto"``: the whole batch, and half as many as often as a batch runs out of memory; the size that was
             found stays for later batches, in the State.
-        precision: ``"fp32"``, ``"amp_bf16"`` or ``"amp_fp16"``.
+        precision: ``"fp32"``, ``"amp_bf16"``, ``"amp_fp16"``, or ``"amp_fp8"``, with which linear layers multiply in
+            8-bit floats (the extra ``fp8``, and a GPU that can).
         seed: seeds all random numbers of the run, shuffling and dropout included.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         eval_interval: how often evaluators run: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate; 0: never.

@@ -137,6 +137,11 @@ class Settings(ModelSettings):
                     "one that runs out of memory would leave the others waiting. Give a number, or write "
                     'parallel="replicate".'
                 )
+        if self.precision.float8:
+            from pure_loop.entry.float8 import converting  # no other run needs it
+
+            # The last one, so that it converts what others put into the model.
+            object.__setattr__(self, "algorithms", read_algorithms((*self.algorithms, converting(self.precision))))
         if self.iteration_length is None and self.max_duration.unit is TimeUnit.ITERATION:
             raise ArgumentError(
                 f"max_duration={str(self.max_duration)!r} counts iterations, and iteration_length is not given."
