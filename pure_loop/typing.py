@@ -1,4 +1,4 @@
-"""Types for the annotations of user code: of arguments, and of the values that its functions receive.
+"""Types for the annotations of user code: of arguments, and of the values that its functions receive or tools return.
 
 >>> from pure_loop.typing import EvaluatorsLike, PrecisionName
 >>> def settings(precision: PrecisionName = "fp32", evaluators: EvaluatorsLike = None): ...
@@ -17,6 +17,8 @@ from pure_loop.metrics._base import MetricsLike
 from pure_loop.precision import PrecisionName
 from pure_loop.state import Loss, MetricValue, StateFields
 from pure_loop.time import TimestampFields
+from pure_loop.tools.profile_report import Profile
+from pure_loop.tools.range_test import RangeTest
 
 __all__ = [
     "AlgorithmLike",
@@ -31,6 +33,8 @@ __all__ = [
     "MetricValue",
     "MetricsLike",
     "PrecisionName",
+    "Profile",
+    "RangeTest",
     "Run",
     "StateFields",
     "TimestampFields",

@@ -46,7 +46,8 @@ def export(
 
     The names of a Hugging Face model's weights are those of its ``save_pretrained``, of tied weights, too: with
     ``model.config.save_pretrained(folder)`` beside ``folder/model.safetensors``, ``from_pretrained(folder)`` loads it.
-    Of a State of ``parallel="shard"`` all ranks gather the parameters, and the first one writes.
+    Of a State of ``parallel="shard"`` all ranks gather the parameters, and the first one writes; any other State is
+    written by each rank that calls this.
 
     Args:
         state: of any event.
@@ -80,11 +81,9 @@ def export(
     storage_of(path)
     refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
     sharded = any(map(is_sharded, state.params.values()))
-    writes = not sharded or rank() == 0
-    if writes:
+    module = module_of(state, average)  # first, because ranks that hold shards gather them together
+    if not sharded or rank() == 0:
         try_to_write(path)
-    module = module_of(state, average)
-    if writes:
         export_module(module, path, format, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
 
 

@@ -254,9 +254,16 @@ def test_the_state_and_the_random_numbers_stay_as_they_are(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_all_ranks_gather_what_is_sharded(tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
+    (tmp_path / "file").write_text("")
+    no_folder = str(tmp_path / "file" / "model.safetensors")
 
     def program(rank: int) -> Any:
         state = train(mlp(), points(size=4), parallel="shard", max_duration="1ep")
+        if rank == 0:  # which alone finds out, and leaves no other rank waiting
+            with pytest.raises(pl.CheckpointWriteError):
+                pl.export(state, no_folder, "safetensors")
+        else:
+            pl.export(state, no_folder, "safetensors")
         pl.export(state, path, "safetensors")
         return {name: tensor.tolist() for name, tensor in state.module().state_dict().items()}
 

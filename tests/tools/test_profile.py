@@ -18,11 +18,12 @@ from pure_loop.loggers import InMemoryLogger
 from pure_loop.loop.training import Fit, LoopStages
 from pure_loop.tools.profile_report import Profile
 from tests.support.runs import cross_entropy, equal, mlp, points
+from tests.support.worlds import pool
 
 
-def fit(model: Any = None, batches: int = 6, **options: Any) -> Any:
+def fit(model: Any = None, data: Any = None, **options: Any) -> Any:
     defaults: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "2ep"}
-    return pl.fit(model or mlp(), points(batches), **{**defaults, "clock": lambda: 0.0, **options})
+    return pl.fit(model or mlp(), data or points(6), **{**defaults, "clock": lambda: 0.0, **options})
 
 
 def noop(event: Event, state: pl.State) -> None:
@@ -196,6 +197,30 @@ def test_compiled_steps_are_one_row(watch: Any, steps: int, interpreted: None) -
     assert rows(report)["stage", "compiled step", ""] > 0
     assert "Steps are compiled" in repr(report)
     same(pl.run(stream), pl.run(fit(**options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+def test_each_rank_profiles_its_own_work(parallel: str) -> None:
+    def program(rank: int) -> Any:
+        stream = pl.fit(
+            mlp(),
+            points(6, size=4),
+            loss=cross_entropy,
+            optimizer=pl.optim.adamw(lr=0.1),
+            max_duration="2ep",
+            parallel=parallel,
+        )
+        report = pl.profile(stream, warmup=1, batches=3)
+        return rows(report)["stage", "backward", ""], {
+            name: tensor.tolist() for name, tensor in pl.run(stream).module().state_dict().items()
+        }
+
+    alone = pl.run(fit(mlp(), points(6, size=4))).module().state_dict()
+    for backwards, weights in pool().run(program):
+        assert backwards == 3
+        for name, tensor in alone.items():
+            torch.testing.assert_close(torch.tensor(weights[name]), tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_a_trace_nests_and_covers_the_rows(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def calls() -> None:
     pl.fit(MODEL, DATA, optimizer=SGD, max_duration=1, epochs=3)  # error: call-arg, reportCallIssue
     pl.fit(MODEL, DATA, optimizer=SGD)  # error: call-arg, reportCallIssue
     pl.explain(MODEL, DATA, optimizer=SGD, max_duration=1, epochs=3)  # error: call-arg, reportCallIssue
+    pl.lr_find(MODEL, DATA, optimizer=SGD, max_duration=1, min_lr=1e-5)  # error: call-arg, reportCallIssue
+    pl.profile(stream, steps=3)  # error: call-arg, reportCallIssue
+    pl.profile(stream).by("kinds")  # error: arg-type, reportArgumentType
+    pl.export(pl.State.create(MODEL), "model.onnx", "onxx")  # error: arg-type, reportArgumentType
     pl.evaluate(MODEL, DATA, precision="half")  # error: arg-type, reportArgumentType
 
 

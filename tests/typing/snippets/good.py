@@ -23,6 +23,8 @@ from pure_loop.typing import (
     Loss,
     MetricValue,
     PrecisionName,
+    Profile,
+    RangeTest,
     StateFields,
 )
 
@@ -146,6 +148,15 @@ def train(module: nn.Module, evaluators: EvaluatorsLike, precision: PrecisionNam
 options: FitOptions = {"optimizer": optimizer, "max_duration": "1ep", "loss": nn.functional.cross_entropy, "seed": 3}
 pl.run(pl.fit(nn.Linear(4, 3), DATA, **options))
 pl.explain(nn.Linear(4, 3), DATA, **options)
+found: RangeTest = pl.lr_find(nn.Linear(4, 3), DATA, **options, steps=10, highest=1e-5)
+assert_type(found.losses, tuple[float, ...])
+profiled: Profile = pl.profile(pl.fit(nn.Linear(4, 3), DATA, **options), batches=None, warmup=0)
+assert_type(profiled.by("kind"), dict[str, float])
+
+
+def keep(trained: pl.State, folder: str) -> None:
+    pl.export(trained, f"{folder}/model.safetensors", "safetensors")
+    pl.export(trained, f"{folder}/model.onnx", format="onnx", sample=(DATA[0][0],), average="ema")
 
 
 class Net(nn.Linear):
