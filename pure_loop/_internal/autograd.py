@@ -188,7 +188,8 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
             through a reentrant checkpoint.
     """
     family = None if known is None else set(map(id, known))
-    own = {leaf.data_ptr(): id(leaf) for leaf in leaves if is_plain(leaf) and leaf.numel()}
+    # On the meta device there is no memory.
+    own = {leaf.data_ptr(): id(leaf) for leaf in leaves if is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":

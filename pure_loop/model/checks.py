@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.torch_private import has_gradient_hooks
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.model.overlaps import overlapping_elements, overlapping_pair
@@ -100,7 +101,7 @@ def _refuse_strange_tensors(module: nn.Module) -> None:
             )
         if is_sharded(tensor):
             continue
-        if tensor.is_meta and kind == "parameter":  # a buffer there may be one that no forward reads
+        if tensor.is_meta and kind == "parameter" and not shapes_only.get():  # a buffer there may be unread
             raise ModelError(
                 f"parameter {name!r} is on the meta device and has no numbers: write model.to_empty(device=...) and "
                 "initialise it, or load its numbers, first."

@@ -441,7 +441,7 @@ class _FromTorch:
         memories, shared = tried.memories(), _shared(after)
         self._refuse_unholdable(copies, memories, shared, group, attributes, tried=True)
         kept = {"state": memories, "shared": shared, "group": group, "attributes": attributes}
-        places = [(where, tensor) for where, tensor in _tensors(kept) if tensor.numel()]
+        places = [(where, tensor) for where, tensor in _tensors(kept) if tensor.numel() and not tensor.is_meta]
         ranges = [(_range(param), "a parameter") for param in copies if param.numel()]
         seen: set[int] = set()
         for where, tensor in places:

@@ -17,8 +17,6 @@ __all__ = ["activations", "memory_of", "memory_per_rank"]
 
 # What "shard" holds a part of on each rank.
 _SHARDED = ("parameters", "gradients", "optimizer state", "algorithm state")
-# What is of a rank's part of a batch.
-_OF_SAMPLES = ("batch", "activations")
 
 
 def activations(state: State, stages: Stages) -> int:
@@ -28,24 +26,22 @@ def activations(state: State, stages: Stages) -> int:
         state: of a BEFORE_FORWARD.
         stages: those of the run.
     """
-    outside = {_address(tensor) for tensor in (*state.params.values(), *tensors_in(state.microbatch))}
-    kept: dict[int, int] = {}
+    # Storages are objects of their own, as long as they live; those of the meta device have no address.
+    tensors = (*state.params.values(), *tensors_in(state.microbatch))
+    outside = {id(storage): storage for storage in map(Tensor.untyped_storage, tensors)}
+    kept: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[id(storage)] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _same):
         after = stages.loss(stages.forward(state))
-    size = sum(size for address, size in kept.items() if address not in outside)
+    size = sum(int(storage.nbytes()) for key, storage in kept.items() if key not in outside)
     state.model.release()
     del after
     return size
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -72,21 +68,25 @@ def memory_of(state: State, batch: Any, kept: int | None) -> dict[str, int]:
     return held if kept is None else {**held, "activations": kept}
 
 
-def memory_per_rank(memory: Mapping[str, int], ranks: int, samples: int, *, sharded: bool) -> dict[str, int]:
+def memory_per_rank(
+    memory: Mapping[str, int], ranks: int, samples: int, microbatch: int, *, sharded: bool
+) -> dict[str, int]:
     """The same on each of several ranks, of which each takes its part of a batch.
 
     Args:
         memory: on one rank.
         ranks: how many.
         samples: of the batch.
+        microbatch: the samples of a microbatch, of which the activations are.
         sharded: whether parameters, gradients and states are sharded; if not, each rank has all of them. What
             ``fully_shard`` gathers for one group of layers at a time is not in it.
     """
-    share = -(-samples // ranks) / max(samples, 1)
+    part = -(-samples // ranks)
+    shares = {"batch": part / max(samples, 1), "activations": min(part, microbatch) / max(microbatch, 1)}
     result = {}
     for name, size in memory.items():
         if sharded and name in _SHARDED:
             result[name] = -(-size // ranks)
         else:
-            result[name] = round(size * share) if name in _OF_SAMPLES else size
+            result[name] = round(size * shares.get(name, 1))
     return result

@@ -19,6 +19,7 @@ from pure_loop.loop import training as loop
 from pure_loop.loop.driver import run_script
 from pure_loop.loop.evaluation import Script, evaluation
 from pure_loop.loop.recorder import Recorder
+from pure_loop.loop.stream import stream_of
 from pure_loop.loop.strict import Strict
 from pure_loop.rehearsal.batches import Held
 from pure_loop.rehearsal.duration import Length
@@ -26,7 +27,7 @@ from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, 
 from pure_loop.rehearsal.standins import callback_standins, logger_standin
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.time import Time
+from pure_loop.time import Time, due
 
 __all__ = ["Passes", "is_never"]
 
@@ -39,10 +40,6 @@ Pairs = Generator[tuple[Event, State], None, Any]
 def is_never(evaluator: BoundEvaluator) -> bool:
     """Whether an evaluator never runs."""
     return isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
-
-
-def _always(state: State) -> bool:
-    return True
 
 
 @attrs.define
@@ -144,7 +141,21 @@ class Passes:
 
     def _held(self, evaluator: BoundEvaluator, batch: Any) -> BoundEvaluator:
         source = Held(batch, 1, evaluator.source.length, f"eval/{evaluator.label}")
-        return attrs.evolve(named_metrics(evaluator, self.place), source=source, interval=_always)
+        return attrs.evolve(named_metrics(evaluator, self.place), source=source, interval=self._due(evaluator))
+
+    def _due(self, evaluator: BoundEvaluator) -> Callable[[State], bool]:
+        """When it runs: as in the run, and at EPOCH_END if it runs in the first epoch, which is cut to two batches."""
+        start, per_epoch, interval = self.length.start, self.length.per_epoch, evaluator.interval
+        soon = True
+        if isinstance(interval, Cadence) and per_epoch is not None:
+            end = self.length.at((start.epoch + 1) * per_epoch)
+            soon = due(interval.interval, start, end, Event.BATCH_END)
+
+        def is_due(state: State) -> bool:
+            event = state.event
+            return event is not None and (evaluator.due(state, event) or (soon and event is Event.EPOCH_END))
+
+        return is_due
 
     def _fit(self, evaluators: Sequence[BoundEvaluator]) -> tuple[loop.Fit, dict[Event, tuple[Handler, ...]]]:
         """What the script needs, and its handlers."""
@@ -204,7 +215,8 @@ class Passes:
         table = {event: (*observed.get(event, ()), last) for event in Event}
         events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
         strict = Strict(None) if self.assembly.settings.strict else None
-        return run_script(script, handlers, table, closers, stages=fit.stages, events=events, strict=strict)
+        pairs = run_script(script, handlers, table, closers, stages=fit.stages, events=events, strict=strict)
+        return stream_of(pairs, self.assembly.settings.deterministic)
 
 
 def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:

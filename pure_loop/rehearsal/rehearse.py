@@ -7,7 +7,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Unpack
@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
+from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.sizes import bytes_of, in_bytes
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.data.batch import describe
+from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
 from pure_loop.distributed.parallel import world_size as running_ranks
 from pure_loop.entry.assembly import Assembly, assemble
@@ -30,6 +32,7 @@ from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.rehearsal.batches import first_batch
 from pure_loop.rehearsal.duration import Length, try_schedules
+from pure_loop.rehearsal.fake import without_numbers
 from pure_loop.rehearsal.memory import activations, memory_of, memory_per_rank
 from pure_loop.rehearsal.passes import Passes, is_never
 from pure_loop.rehearsal.paths import try_place
@@ -51,6 +54,7 @@ class _Rehearse(Protocol):
         *,
         sample: Any = None,
         world_size: int | None = None,
+        fake: bool = False,
         call_callbacks: bool = True,
         **options: Unpack[FitOptions],
     ) -> Rehearsal: ...
@@ -62,7 +66,12 @@ def _as_typed(function: Callable[..., Rehearsal]) -> _Rehearse:
 
 @_as_typed
 def rehearse(
-    *args: Any, sample: Any = None, world_size: int | None = None, call_callbacks: bool = True, **kwargs: Any
+    *args: Any,
+    sample: Any = None,
+    world_size: int | None = None,
+    fake: bool = False,
+    call_callbacks: bool = True,
+    **kwargs: Any,
 ) -> Rehearsal:
     """Try all arguments of a call of ``fit`` on one batch of each dataloader, so that no mistake waits for its hour.
 
@@ -83,6 +92,9 @@ def rehearse(
         sample: a batch in the place of the training data's first one, which is then not read; needed where the data is
             an iterator.
         world_size: a number of ranks, for which memory is reported.
+        fake: whether tensors have shapes and dtypes alone, on the meta device: for a model that is too large for this
+            machine, which may be on the meta device itself. Nothing is computed, so code that needs numbers is not
+            tried: callbacks, checkpoints, and whatever calls ``.item()``. ``precision`` is that of the parameters.
         call_callbacks: whether callbacks are called at their events; if not, they are bound only.
 
     Returns:
@@ -105,6 +117,7 @@ def rehearse(
     """
     refuse_misfit(fit, args, kwargs)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
+    check_flag("fake", fake, where="rehearse")
     if world_size is not None:
         check_integer("world_size", world_size, where="rehearse", least=1)
     if running_ranks() > 1:
@@ -114,16 +127,27 @@ def rehearse(
         )
     bound = inspect.signature(fit).bind(*args, **kwargs)
     bound.apply_defaults()
-    place = Place()
+    place = Place(fake=fake)
+    arguments = without_numbers(bound.arguments, place) if fake else bound.arguments
+    token = shapes_only.set(fake)
+    try:
+        return _rehearsed(arguments, place, sample, world_size, call_callbacks and not fake)
+    finally:
+        shapes_only.reset(token)
+
+
+def _rehearsed(
+    arguments: Mapping[str, Any], place: Place, sample: Any, world_size: int | None, call_callbacks: bool
+) -> Rehearsal:
     with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
         try:
-            assembly = assemble(Settings(**bound.arguments))
+            assembly = assemble(Settings(**arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
-            given = [bound.arguments[name] for name in ("callbacks", "loggers")]
+            given = [arguments[name] for name in ("callbacks", "loggers")]
             _try_places([item for some in given if isinstance(some, list | tuple) for item in some], place)
             raise _error(place) from error
-        parallel = read_parallel(bound.arguments["parallel"])
+        parallel = read_parallel(arguments["parallel"])
         return _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel).run()
 
 
@@ -222,7 +246,9 @@ class _Phases:
     def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
         source, found = self.assembly.fit.source, []
-        batch = _MISSING if self.sample is None else self.sample
+        batch, per_step = _MISSING, self.assembly.settings.batches_per_step
+        if self.sample is not None:
+            batch = self.sample if per_step == 1 else Batches((self.sample,) * per_step)
         if batch is _MISSING and source.reads_once:
             raise ArgumentError(
                 "train_dataloader gives each batch once, so the run would miss what a rehearsal reads: pass a batch, "
@@ -255,23 +281,23 @@ class _Phases:
         if start is None:
             return
         if not self.call_callbacks:
-            self.place.skip("callbacks: call_callbacks=False.")
-        failures, found = len(self.place.failures), []
+            self.place.skip(f"callbacks: {'fake=True' if self.place.fake else 'call_callbacks=False'}.")
+        stops, found = self.place.stops, []
         for evaluator, batch in evaluators:
             with self.place.collecting(f"evaluator {evaluator.label!r}"):
                 after = passes.evaluate(start, evaluator, batch)
                 found.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
         self.passed.append(Phase("evaluators", "; ".join(found) or "none"))
-        whole = len(self.place.failures) == failures
+        whole = self.place.stops == stops
         if not whole:
             self.place.skip("callbacks, and what comes after the second step: an evaluator failed.")
-        before = len(self.place.failures)
+        stops = self.place.stops
         with self.place.collecting("training"):
             passes.train(evaluators if whole else [], whole=whole)
-        if len(self.place.failures) > before or passes.kept is None:
+        if self.place.stops > stops or passes.kept is None:
             return
-        self.passed.append(Phase("two steps", _in_words(passes.losses)))
-        loaded = self._saved(passes.kept)
+        self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))
+        loaded = passes.kept if self.place.fake else self._saved(passes.kept)
         if whole and not self.scheduled:
             self.place.skip("the end of the run: a schedule fails there.")
         elif whole:
@@ -309,7 +335,8 @@ class _Phases:
         per_rank = None
         if self.world_size is not None:
             sharded = self.parallel is not None and self.parallel.kind == "shard"
-            per_rank = memory_per_rank(memory, self.world_size, length.samples, sharded=sharded)
+            size = length.samples if passes.first is None else stages.task.samples(passes.first.microbatch)
+            per_rank = memory_per_rank(memory, self.world_size, length.samples, size, sharded=sharded)
         if self.assembly.settings.compile:
             self.place.skip("compile=: the steps ran eagerly.")
         return Rehearsal(
@@ -318,7 +345,7 @@ class _Phases:
             batches=length.batches,
             batches_per_epoch=length.per_epoch,
             memory=memory,
-            layers=layer_table(state, stages.task, passes.batch),
+            layers=layer_table(state, stages.task, parts_of(passes.batch)[0]),
             memory_per_rank=per_rank,
             checkpoint=self.checkpoint,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data.batch import map_tensors
 from pure_loop.errors import DataError, LossError
@@ -15,7 +16,14 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["check_loss", "detached", "detached_loss", "loss_problem", "measured_loss", "weighed_loss"]
+__all__ = [
+    "check_loss",
+    "detached",
+    "detached_loss",
+    "loss_problem",
+    "measured_loss",
+    "weighed_loss",
+]
 
 
 def check_loss(loss: Any, state: State, event: str, task: Task | None = None) -> None:
@@ -62,7 +70,7 @@ def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
         return f"has dtype {loss.dtype}, which can't be differentiated."
     if loss.layout is not torch.strided:
         return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
-    if loss.is_meta:
+    if loss.is_meta and not shapes_only.get():
         return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
     return None
 

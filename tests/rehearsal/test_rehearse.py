@@ -236,6 +236,50 @@ def test_a_callback_that_fails_is_one_failure_and_the_others_are_called() -> Non
     ]
 
 
+def test_metrics_are_there_when_they_are_in_the_run() -> None:
+    """A callback that reads them too early would fail, and one that reads them after a long epoch would not."""
+
+    def reading(at: pl.Event) -> Any:
+        def read(event: pl.Event, state: pl.State) -> None:
+            if event is at:
+                assert state.metrics["val"]["loss"] >= 0
+
+        return read
+
+    def found(at: pl.Event, interval: str) -> list[str]:
+        try:
+            rehearse(evaluators={"val": DATA}, eval_interval=interval, callbacks=[reading(at)])
+        except pl.RehearsalError as error:
+            return [phase for phase, _ in error.failures]
+        return []
+
+    assert (
+        found(E.EPOCH_CHECKPOINT, "3ba") == found(E.EPOCH_CHECKPOINT, "1ep") == found(E.BATCH_CHECKPOINT, "1ba") == []
+    )
+    assert found(E.BATCH_CHECKPOINT, "1ep") == ["callback read at BATCH_CHECKPOINT"]
+    assert found(E.EPOCH_CHECKPOINT, "2ep") == ["callback read at EPOCH_CHECKPOINT"]
+
+
+def test_a_step_of_several_batches() -> None:
+    report = rehearse(batches_per_step=2)
+    assert (report.batches, report.batches_per_epoch) == (6, 2)
+    report = rehearse(torch.nn.Linear(3, 2), iter(DATA), batches_per_step=2, sample=DATA[0], max_duration="4ba")
+    assert report.memory["batch"] == 2 * (4 * 3 * 4 + 4 * 8)
+
+
+def test_switches_for_deterministic_algorithms_are_set() -> None:
+    seen = []
+
+    class Watching(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().forward(inputs)
+
+    rehearse(Watching(3, 2), DATA, deterministic=True)
+    assert seen[0]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_callback_that_cannot_be_copied_is_not_called() -> None:
     class Locked(Noting):
         def __init__(self) -> None:
