@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from pure_loop.optim.muon import muon
     from pure_loop.optim.partition import partition
     from pure_loop.optim.sgd import sgd
-    from pure_loop.optim.state_dicts import load_state_dict, to_state_dict
+    from pure_loop.optim.state_dicts import evaluation_params, load_state_dict, to_state_dict
 
 __all__ = [
     "Optimizer",
     "adam",
     "adamw",
+    "evaluation_params",
     "from_torch",
     "lamb",
     "lion",
@@ -44,6 +45,7 @@ if not TYPE_CHECKING:
         {
             "adam": "pure_loop.optim.adam",
             "adamw": "pure_loop.optim.adam",
+            "evaluation_params": "pure_loop.optim.state_dicts",
             "from_torch": "pure_loop.optim.from_torch",
             "lamb": "pure_loop.optim.lamb",
             "lion": "pure_loop.optim.lion",

@@ -125,6 +125,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
             "the step, and an update is a function of gradients that are already there; take an optimizer whose step() "
             "needs no closure, such as torch.optim.AdamW"
         )
+    if hasattr(cls, "_subclass_zeros"):  # of torchao, which quantizes only what is larger than the trial's matrix
+        raise ArgumentError(
+            f"from_torch: {name} can't be used, because it keeps its state in tensors of classes of its own, which a "
+            "State and its checkpoints don't hold. bitsandbytes.optim.AdamW8bit keeps plain tensors of 8 bits."
+        )
     lr = options.get("lr")
     scheduled = callable(lr)
     if scheduled or is_scheduler(lr):
@@ -188,6 +193,11 @@ def restore(
             target.pop(name, None)
 
 
+def has_modes(cls: type) -> bool:
+    """Whether a class has other weights for evaluation than for training, as schedule-free ones have."""
+    return callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None))
+
+
 def _no_rate(timestamp: Timestamp) -> float:
     return math.nan
 
@@ -236,6 +246,10 @@ class _FromTorch:
                 "list of parameters, and from_torch keeps one group: use pl.optim.partition({...}, label=...) with a "
                 "from_torch for each group"
             )
+        if has_modes(self.cls):
+            optimizer.train()  # type: ignore[attr-defined]
+            for param in [param for param, memory in optimizer.state.items() if not memory]:
+                del optimizer.state[param]  # which asking for it has made
         return optimizer
 
     @torch.no_grad()
@@ -380,10 +394,10 @@ class _FromTorch:
         restore(optimizer, known, own[1], own[2], own[3], opt_state["removed"])
         options = optimizer.param_groups[0]
         fixed: Any = options.get("lr")
-        if self.lr is not None:
-            options["lr"] = rate(self.lr)
-        elif scaled:
-            options["lr"] = rate(lambda timestamp: fixed)
+        if self.lr is not None or scaled:
+            value = rate((lambda timestamp: fixed) if self.lr is None else self.lr)
+            # Some classes keep it as a tensor, and take no other.
+            options["lr"] = torch.full_like(fixed, value) if isinstance(fixed, Tensor) else value
         optimizer.step()
         if scaled and self.lr is None:
             options["lr"] = fixed  # which the next step scales anew
@@ -583,6 +597,28 @@ class ClassInTorch:
         return [list(params)]
 
     @torch.no_grad()
+    def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
+        """The parameters in the class's mode for evaluation; None: it has no modes."""
+        rule = self.rule
+        if not has_modes(rule.cls):
+            return None
+        optimizer = self.restored(opt_state, params)
+        optimizer.eval()  # type: ignore[attr-defined]
+        values = [param.detach() for param in optimizer.param_groups[0]["params"]]
+        return FrozenDict(zip(params, values, strict=True))
+
+    def restored(self, opt_state: OptState, params: Params) -> torch.optim.Optimizer:
+        """An optimizer of the class on copies of the parameters, with what ``opt_state`` holds."""
+        rule, names = self.rule, list(params)
+        check_state(rule.name, opt_state, _KEYS)
+        memories, started = memory_of(opt_state, "memory", names), memory_of(opt_state, "started", names)
+        optimizer = rule.build(clone_all(list(params.values())))
+        copies = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
+        known = zip(copies[0], started, strict=True)
+        restore(optimizer, known, copies[1], copies[2], copies[3], opt_state["removed"])
+        return optimizer
+
+    @torch.no_grad()
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
         rule = self.rule
         outside = sorted({*opt_state["attributes"], *opt_state["removed"]["attributes"]})
@@ -592,11 +628,7 @@ class ClassInTorch:
                 "leaves out: a loop by hand could not continue from it. Resume with fit, from the State."
             )
         names = list(params)
-        memories, started = memory_of(opt_state, "memory", names), memory_of(opt_state, "started", names)
-        optimizer = rule.build(clone_all(list(params.values())))
-        copies = _copied((memories, opt_state["shared"], opt_state["group"]))
-        known = zip(copies[0], started, strict=True)
-        restore(optimizer, known, copies[1], copies[2], {}, opt_state["removed"])
+        optimizer = self.restored(opt_state, params)
         options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         if "lr" in options and not ("lr" in opt_state["group"] and rule.lr is None):
             options["lr"] = rate_at(rule.name, self.lr, timestamp)

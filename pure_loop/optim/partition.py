@@ -196,6 +196,14 @@ class PartitionInTorch:
         """Each part, and its parameters."""
         return {key: (self.rule.parts[key], _pick(params, names)) for key, names in self.rule.groups(params).items()}
 
+    def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
+        """The parameters in the mode for evaluation of those parts that have one; None: none has."""
+        result: dict[str, Tensor] = {}
+        for key, (part, picked) in self.split(params).items():
+            evaluated = getattr(part.in_torch, "evaluated", None)
+            result.update((evaluated and evaluated(opt_state[key], picked)) or {})
+        return FrozenDict({**params, **result}) if result else None
+
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
         check_state("partition", opt_state, self.rule.parts)
         groups: list[TorchGroup] = []

@@ -18,7 +18,7 @@ from pure_loop.optim.optimizer import Optimizer, OptState, Params, time_of_step
 from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.state import State
 
-__all__ = ["load_state_dict", "to_state_dict"]
+__all__ = ["evaluation_params", "load_state_dict", "to_state_dict"]
 
 S = TypeVar("S", bound=State)
 
@@ -121,6 +121,34 @@ def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any
     opt_state = _loaded(served, params, list(state.params), state_dict)
     refuse_other_memory(served, opt_state, params)
     return state.replace(opt_state=opt_state)
+
+
+def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]:
+    """The parameters that an optimizer with modes evaluates with, such as the averages of schedule-free ones.
+
+    Args:
+        state: of a run whose parameters are those for training.
+        optimizer: what ``fit`` was given: :func:`from_torch` of a class with ``train()`` and ``eval()``, or a
+            ``partition`` with one.
+
+    Returns:
+        All parameters of the State, copies of those that differ: for ``state.replace(params=...)`` at EVAL_START.
+
+    Raises:
+        ArgumentError: (a ValueError) the optimizer has no modes.
+        ResumeError: (a ValueError) another optimizer made the optimizer state, or there is none yet.
+    """
+    served, params, opt_state = _served(state, optimizer)
+    evaluated = getattr(served.in_torch, "evaluated", None)
+    if opt_state is None:
+        raise ResumeError("this State has no optimizer state yet: take one that fit has yielded after FIT_START.")
+    result = None if evaluated is None else evaluated(opt_state, params)
+    if result is None:
+        raise ArgumentError(
+            f"{served.name} has one set of parameters, for training and evaluation: leave evaluation_params out. It "
+            "serves from_torch of classes with train() and eval(), such as those of the package schedulefree."
+        )
+    return FrozenDict({**state.params, **result})
 
 
 def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
