@@ -23,7 +23,7 @@ from pure_loop.state import outside_batch
 from tests.conftest import THOROUGH
 from tests.support import streams as sameness
 from tests.support.checkpoint_runs import fit as any_fit
-from tests.support.sharding import network, pool, train
+from tests.support.sharding import network, pool, train, whole
 
 
 def fit(start: Any, **options: Any) -> Any:
@@ -230,3 +230,32 @@ def test_a_sharded_state_is_saved_whole_or_as_weights(tmp_path: Path) -> None:
         loaded = pl.load(path, model=network(), weights_only=True)
         assert all(torch.equal(loaded.params[name], tensor) for name, tensor in values.items())
     assert len(list((tmp_path / "w").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_two_ranks_resume_from_the_file_of_one(tmp_path: Path, kind: str) -> None:
+    def frozen() -> nn.Module:
+        model = network()
+        next(iter(model.parameters())).requires_grad_(False)
+        return model
+
+    path = tmp_path / "x.safetensors"
+    for event, state in train(frozen()):
+        if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3:
+            pl.save(state, path, trained_only=True)
+
+    def program(rank: int) -> tuple[dict[str, Any], str]:
+        last = whole(pl.run(train(frozen(), parallel=kind, load_path=path)))
+        other = frozen()
+        with torch.no_grad():
+            next(iter(other.parameters()))[0] += 1
+        with pytest.raises(ResumeError, match="same base") as caught:
+            train(other, parallel=kind, load_path=path)
+        return last, str(caught.value)
+
+    wanted = {name: leaf for name, leaf in whole(state).items() if name.startswith(("params.", "opt_state."))}
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in wanted.values()) > 4
+    for last, _ in pool().run(program):
+        for name, leaf in wanted.items():
+            assert torch.allclose(torch.as_tensor(last[name]), torch.as_tensor(leaf), rtol=1e-9, atol=1e-12), name
