@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._scored import Scored
 from pure_loop.checkpoint.background import Background
 from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.document import write_document
@@ -29,14 +29,11 @@ from pure_loop.checkpoint.time_limit import REQUEUE, TimeLimit, read_limit
 from pure_loop.donation.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
-from pure_loop.metrics import Metric
-from pure_loop.metrics._defaults import DEFAULT_NAMES
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
-    from pure_loop.algorithms._monitored import Mode
     from pure_loop.checkpoint.coordination import Coordinator, StopConsensus
 
 __all__ = ["CheckpointSaver"]
@@ -122,21 +119,17 @@ class CheckpointSaver(Callback):
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
         self.interval = due
         names = Names(filename, SUFFIX)
-        self._metric, mode = _read_metric(keep_best, metric, mode)
+        self._scored = Scored(keep_best, metric, mode)
         check_links(SUFFIX, SHARDED, latest=latest, best=best)
-        self._label, _, self._measure = str(self._metric).partition("/")
-        self._mode = mode
         self._weights_only = check_flag("weights_only", weights_only)
         self._trained_only = check_flag("trained_only", trained_only)
-        keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": mode == "max"}
+        keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": self._scored.largest}
         keeping["weights"] = self._weights_only
         self._folder = RunFolder(self.folder, names, **keeping, newest_link=latest, best_link=best)
         self._background = background
         self._held = HeldSignals(signals)
         self._limit = read_limit(stop_before)
         self._writer = Background()
-        # At which batch the metric was measured.
-        self._measured: int | None = None
         # Where each rank holds a part of the State.
         self._coordinator: Coordinator | None = None
         self._vote: StopConsensus | None = None
@@ -185,11 +178,11 @@ class CheckpointSaver(Callback):
                 f"CheckpointSaver(interval={str(due.interval)!r}) counts iterations, and iteration_length is not "
                 "given, so it would never save."
             )
-        self._refuse_unmeasured(run.metrics)
+        self._scored.refuse_unmeasured(run.metrics)
         others = [callback for callback in run.callbacks if isinstance(callback, CheckpointSaver)]
         others.remove(self)  # once: the same saver may stand in the list twice
         for other in others:
-            self._refuse_same_files(other)
+            self._folder.refuse_same(other._folder)
         run.at_end.append(self._closed)
 
     def saves_to(self, folder: PathLike) -> bool:
@@ -212,9 +205,9 @@ class CheckpointSaver(Callback):
                 refuse_unwritable(state)
             else:
                 write_document(state, parts=together)
-            self._folder.open(state, self._metric)
-        self._measured = self._saved = None
-        self._said = ""
+            self._folder.open(state, self._scored.metric)
+        self._scored.begin()
+        self._saved, self._said = None, ""
         self._began = state.timestamp.batch
         self._note(state)
         if self._limit is not None:
@@ -229,49 +222,7 @@ class CheckpointSaver(Callback):
         self._stop(boundary, measured=False)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
-        if self._metric is not None and state.evaluator == self._label:
-            self._measured = state.timestamp.batch
-            self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in state.metrics[self._label]])
-
-    def _refuse_unmeasured(self, evaluators: Mapping[str, Sequence[Metric] | None]) -> None:
-        """Refuse a metric that is sure not to be measured.
-
-        Args:
-            evaluators: the metrics of each by its label; None: those that fit its outputs.
-
-        Raises:
-            ArgumentError: says which there are.
-        """
-        if self._metric is None:
-            return
-        if self._label not in evaluators:
-            raise ArgumentError(
-                f"metric={self._metric!r}: there is no evaluator {self._label!r} in evaluators=; there are "
-                f"{', '.join(evaluators) or 'none'}."
-            )
-        metrics = evaluators[self._label]
-        names = DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics]
-        self._refuse_metric(self._metric, [f"{self._label}/{name}" for name in names])
-
-    def _refuse_same_files(self, other: CheckpointSaver) -> None:
-        """
-        Raises:
-            ArgumentError: both would save to files of the same names, and remove each other's.
-        """
-        if self._folder.alike(other._folder):
-            raise ArgumentError(
-                f"two CheckpointSavers save to {self.folder} under the same names: give each a folder, or a filename "
-                f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
-            )
-        if self._folder.has_best_link_of(other._folder):
-            raise ArgumentError(
-                f"two CheckpointSavers link to their best in {self.folder} under one name: give each its own, "
-                'best="best-accuracy", or best=None for no link.'
-            )
-
-    def _refuse_metric(self, metric: str, measured: Sequence[str]) -> None:
-        if metric not in measured:
-            raise ArgumentError(f"metric={metric!r} is not measured; there are {', '.join(measured)}.")
+        self._scored.evaluated(state)
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         self._at(state, Event.BATCH_END, logger)
@@ -356,7 +307,7 @@ class CheckpointSaver(Callback):
 
         def save() -> None:
             if self.rank == 0 or self._coordinator is not None:
-                self._finish(state, f"stop_before={limit.text!r}", measured=self._measured == state.timestamp.batch)
+                self._finish(state, f"stop_before={limit.text!r}", measured=self._scored.is_measured(state))
 
         if self._coordinator is None and self._run is not None and self._run.ranks > 1:
             from pure_loop.checkpoint.coordination import Coordinator
@@ -410,7 +361,7 @@ class CheckpointSaver(Callback):
         due = self.interval
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
         saves = self.rank == 0 or self._coordinator is not None
-        measured = self._measured == state.timestamp.batch
+        measured = self._scored.is_measured(state)
         if not saves or not (requested or now or state.has_ended()):
             return
         # A run that resumes from this State does not record again what was recorded before it.
@@ -444,10 +395,7 @@ class CheckpointSaver(Callback):
                 notes: dict[str, Any] = {}
                 with streams:
                     if measured:
-                        score = float(state.metrics[self._label][self._measure])
-                        # NaN and infinity are never the best, and JSON doesn't have them.
-                        score_or_none = score if math.isfinite(score) else None
-                        notes = {"metric": self._metric, "mode": self._mode, "score": score_or_none}
+                        notes = self._scored.notes(state)
                     self._write(state, path, notes, weights)
                 if self.rank == 0:
                     folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
@@ -474,21 +422,3 @@ class CheckpointSaver(Callback):
             from pure_loop.checkpoint.sharded import write
 
             write(coordinator, state, path, notes)
-
-
-def _read_metric(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:
-    if best is None:
-        if metric is not None or mode is not None:
-            raise ArgumentError(f"metric={metric!r} and mode={mode!r} say which are best: keep_best=1 keeps the best.")
-        return None, None
-    if not isinstance(metric, str) or not all(metric.partition("/")):
-        raise ArgumentError(
-            f'metric={metric!r}: for keep_best give the label of an evaluator and the name of a metric, "val/accuracy".'
-        )
-    if mode is None:
-        from pure_loop.algorithms._monitored import known_mode  # autoresume= saves without a metric
-
-        mode = known_mode(metric.partition("/")[2])
-    if mode not in ("min", "max"):
-        raise ArgumentError(f'mode={mode!r}: is the best {metric} the largest, mode="max", or the smallest, "min"?')
-    return metric, mode

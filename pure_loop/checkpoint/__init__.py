@@ -4,12 +4,13 @@
 >>> pl.save is pl.checkpoint.save
 True
 
-May import ``state``, ``model`` and what is below, and ``distributed``. Begin with ``files.py`` (save, load, latest);
-``container.py`` is the file format, ``document.py`` the description of a State in it, ``storage.py`` writes and reads
-local and remote files.
+May import ``state``, ``model`` and what is below, and ``distributed``. Begin with ``files.py`` (save, load);
+``finding.py`` finds the newest, ``container.py`` is the file format, ``document.py`` the description of a State in it,
+``storage.py`` writes and reads local and remote files.
 """
 
-from pure_loop.checkpoint.files import describe, latest, load, save
+from pure_loop.checkpoint.files import describe, load, save
+from pure_loop.checkpoint.finding import latest
 from pure_loop.checkpoint.ranking import best
 from pure_loop.checkpoint.registry import register
 from pure_loop.checkpoint.time_limit import REQUEUE

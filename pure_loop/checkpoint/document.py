@@ -19,7 +19,6 @@ A file of weights alone, whose tensors have the names of ``state_dict()``, has s
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -29,17 +28,24 @@ import torch
 from torch import Tensor
 
 from pure_loop.checkpoint.base import Base, read_base, take_out_base
+from pure_loop.checkpoint.nonsense import (
+    LARGEST_COUNT,
+    OF_PROGRESS,
+    kind_of,
+    refuse_no_time,
+    refuse_nonsense,
+    refuse_other_kinds,
+)
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
+from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, read_altered, refuse_misplaced
 from pure_loop.model.model import ModelDef
-from pure_loop.precision import LossScale
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp
+from pure_loop.time import Timestamp
 
 __all__ = [
     "FORMAT",
@@ -215,7 +221,7 @@ class Document:
             raise CheckpointError(f"{path} can't be read: it says that {kind.name} is the class of a State.")
         reader = Reader(tensors, device, path)
         values = {name: reader.read(value) for name, value in self.fields.items()}
-        _refuse_nonsense(values, path)
+        refuse_nonsense(values, path)
         known = {field.name: field for field in attrs.fields(kind.cls)}
         unknown = [name for name in values if name not in known or name in _NOT_SAVED]
         lacking = [
@@ -271,7 +277,7 @@ def write_document(
 def describe_weights(state: State, notes: Mapping[str, Any] | None = None, base: Base | None = None) -> str:
     """The document of a file of weights alone."""
     writer = Writer(state.device)
-    fields = {name: writer.write(getattr(state, name), (name,)) for name in _OF_PROGRESS}
+    fields = {name: writer.write(getattr(state, name), (name,)) for name in OF_PROGRESS}
     # Buffers that state_dict() leaves out are not in the file, so a forward makes them anew.
     altered = FrozenDict((name, slot) for name, slot in state.model.altered.items() if slot.persistent)
     return _as_text(state, fields, notes, base or {}, altered)
@@ -344,15 +350,15 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
         altered, base = read_altered(document.get("buffers", {})), read_base(document.get("base", {}))
-        wrong += [] if type(saved_at) is int and 0 <= saved_at <= _LARGEST_COUNT else ["saved_at"]
+        wrong += [] if type(saved_at) is int and 0 <= saved_at <= LARGEST_COUNT else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
         reader = Reader({}, torch.device("cpu"), path)
         # All that is asked of a file before its tensors are read: where among others it stands.
-        values = {name: reader.read(fields[name]) for name in _OF_PROGRESS}
-        _refuse_other_kinds(values, _OF_PROGRESS, path)
+        values = {name: reader.read(fields[name]) for name in OF_PROGRESS}
+        refuse_other_kinds(values, OF_PROGRESS, path)
         for name in ("timestamp", "previous_timestamp"):
-            _refuse_no_time(name, values[name], path)
+            refuse_no_time(name, values[name], path)
         if values["position"] not in (None, *_ORDER):
             raise ValueError(f"its position is {values['position'].name}, which is no boundary")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -375,96 +381,6 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
         altered=altered,
         base=base,
     )
-
-
-def _refuse_nonsense(values: Mapping[str, Any], path: object) -> None:
-    """Refuse values that no State has, before something far away stumbles over them."""
-    _refuse_other_kinds(values, _KINDS, path)
-    for name in ("params", "buffers"):
-        for key, tensor in values[name].items():
-            if not isinstance(key, str) or not isinstance(tensor, Tensor):
-                raise CheckpointError(f"{path} can't be read: {name}[{shortened(key)}] is a {type(tensor).__name__}.")
-    for name in ("timestamp", "previous_timestamp"):
-        _refuse_no_time(name, values[name], path)
-    _refuse_no_stop(values, path)
-    scale = values["loss_scale"]
-    scalars = {"skipped": (values["skipped"], torch.int64), "nonfinite": (values["nonfinite"], torch.int64)}
-    if scale is not None:
-        scalars["loss_scale.scale"] = scale.scale, torch.float32
-        scalars["loss_scale.growth_tracker"] = scale.growth_tracker, torch.int32
-    for name, (scalar, dtype) in scalars.items():
-        if scalar is None and "." not in name:
-            continue
-        if not isinstance(scalar, Tensor) or scalar.shape != () or scalar.dtype is not dtype:
-            kind = _kind(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
-            raise CheckpointError(
-                f"{path} can't be read: its {name} is {kind}, and a State has () "
-                f"{str(dtype).removeprefix('torch.')} there."
-            )
-
-
-def _refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: object) -> None:
-    for name in names:
-        if name not in values:
-            raise CheckpointError(f"{path} can't be read: it has no {name}.")
-        if not isinstance(values[name], _KINDS[name]) or isinstance(values[name], bool):
-            raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
-
-
-def _refuse_no_stop(values: Mapping[str, Any], path: object) -> None:
-    """Refuse another kind of ``stop`` or ``lr_scale``; a file that is older than they are has neither."""
-    if type(values.get("stop", False)) is not bool:
-        raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
-    scale = values.get("lr_scale")
-    if scale is not None and not (isinstance(scale, Tensor) and scale.shape == () and scale.is_floating_point()):
-        kind = _kind(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
-        raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has () float64 there.")
-
-
-def _refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
-    for field in attrs.fields(Timestamp):
-        value = getattr(timestamp, field.name)
-        if field.name == "max_duration":
-            right = value is None or (isinstance(value, Time) and _is_time(value))
-        elif field.name.endswith("_seconds"):
-            right = type(value) in (int, float) and abs(value) <= _LARGEST
-        else:
-            right = type(value) is int and 0 <= value <= _LARGEST_COUNT
-            right = right or (value is None and field.name == "batches_per_epoch")
-        if not right:
-            # Not its text: that of a Time is made for those that are one.
-            shown = attrs.astuple(value, recurse=False) if isinstance(value, Time) else value
-            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {shortened(shown)}.")
-
-
-_LARGEST = sys.float_info.max
-_LARGEST_COUNT = (1 << 63) - 1
-
-
-def _is_time(argument: Time) -> bool:
-    if type(argument.value) not in (int, float) or not abs(argument.value) <= _LARGEST:
-        return False
-    try:
-        return Time(argument.value, argument.unit) == argument
-    except (ArgumentError, ArgumentTypeError):
-        return False
-
-
-_KINDS: dict[str, Any] = {
-    "params": FrozenDict,
-    "buffers": FrozenDict,
-    "algorithm_state": FrozenDict,
-    "metrics": FrozenDict,
-    "timestamp": Timestamp,
-    "previous_timestamp": Timestamp,
-    "seed": int,
-    "loss_scale": LossScale | None,
-    "event": Event | None,
-    "position": Event | None,
-    "skipped": Tensor | None,
-    "nonfinite": Tensor | None,
-}
-_OF_PROGRESS = ("seed", "timestamp", "previous_timestamp", "event", "position")
 
 
 def refuse_another_model(
@@ -494,8 +410,8 @@ def refuse_another_model(
         for name, tensor in wanted.items():
             if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
                 raise ResumeError(
-                    f"{whose}: {kind}[{name!r}] is {_kind(result[name])} in the file and {_kind(tensor)} in the model. "
-                    f"{advice}"
+                    f"{whose}: {kind}[{name!r}] is {kind_of(result[name])} in the file and {kind_of(tensor)} in the "
+                    f"model. {advice}"
                 )
 
 
@@ -509,7 +425,3 @@ def apart(tensor: Tensor, seen: set[int]) -> Tensor:
 def first_names(names: list[str]) -> str:
     """The first names of a list, for messages."""
     return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

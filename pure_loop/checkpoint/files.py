@@ -1,13 +1,10 @@
-"""Saving a State to a file, loading one, and finding the newest."""
+"""Saving a State to a file, and loading one."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -21,40 +18,27 @@ from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
 from pure_loop.checkpoint.selection import Rename, Selection
-from pure_loop.checkpoint.storage import LEFTOVER, PathLike, join, not_read, size_of, storage_of
-from pure_loop.checkpoint.tree import UnknownClassError
+from pure_loop.checkpoint.storage import PathLike, not_read, size_of, storage_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
-from pure_loop.event import Event
 from pure_loop.state import State
 
 __all__ = [
     "SHARDED",
     "SUFFIX",
-    "Found",
     "describe",
-    "first_whole",
-    "found_at",
-    "found_in",
+    "document_of",
     "in_parts",
-    "latest",
     "load",
-    "newest",
     "read_checkpoint",
-    "refuse_file",
     "save",
-    "verified",
     "write_state",
 ]
-
-T = TypeVar("T")
 
 SUFFIX = ".safetensors"
 """How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
 
 SHARDED = ".sharded"
 """How the names of those end that are folders, because every rank held a part of the State."""
-
-_log = logging.getLogger("pure_loop.checkpoint")
 
 
 @teaching
@@ -212,7 +196,7 @@ def describe(path: PathLike) -> dict[str, Any]:
     (3, 0, {'why': 'a test'})
     """
     where = storage_of(path)
-    document = Index.read(where.path)[1] if where.is_folder() else _document_of(where.path, weights=True)
+    document = Index.read(where.path)[1] if where.is_folder() else document_of(where.path, weights=True)
     if document is None:
         raise CheckpointError(f"{where.path} has weights alone: load_file of the safetensors package lists them.")
     return {
@@ -227,7 +211,16 @@ def describe(path: PathLike) -> dict[str, Any]:
     }
 
 
-def _document_of(path: str, *, weights: bool = False) -> Document | None:
+def document_of(path: str, *, weights: bool = False) -> Document | None:
+    """The description of the State in a file, without its tensors; None where there is none.
+
+    Args:
+        path: of the file.
+        weights: whether that of weights counts, which ``save(weights_only=True)`` wrote.
+
+    Raises:
+        CheckpointError, OSError: it can't be read.
+    """
     with storage_of(path).open() as file:
         header = container.read_header(file, size_of(file), path)
     document = None if is_index(header.metadata) else read_document(header.metadata, path)
@@ -273,192 +266,3 @@ def read_checkpoint(path: PathLike) -> Checkpoint:
 def _refuse_no_digest(header: container.Header, document: Document | None, path: str) -> None:
     if document is not None and not header.digested:
         raise CheckpointError(f"{path} can't be read: it has no digest, which would show whether it is intact.")
-
-
-@attrs.frozen
-class Found:
-    """A checkpoint of a folder, by its header: what is compared before one of them is read.
-
-    Attributes:
-        path: of the file or folder.
-        seed: of the run.
-        batch: how many batches were finished.
-        event: where the State was kept.
-        progress: how far the run was; of two States of a run the later one has the larger.
-        metric: whose score it has, ``"val/loss"``; None: of none.
-        mode: whether the best score is the largest, ``"max"``, or the smallest, ``"min"``; None: that isn't known.
-        score: what the metric was there; None if it wasn't measured there, or was no finite number.
-    """
-
-    path: str
-    seed: int
-    batch: int
-    event: Event | None
-    progress: tuple[int, ...]
-    metric: str | None
-    mode: str | None
-    score: float | None
-
-    @classmethod
-    def of(cls, path: str, document: Document) -> Found:
-        metric, mode, score = map(document.notes.get, ("metric", "mode", "score"))
-        return cls(
-            path=path,
-            seed=document.seed,
-            batch=document.batch,
-            event=document.event,
-            progress=document.progress,
-            metric=metric if isinstance(metric, str) else None,
-            mode=mode if mode in ("min", "max") else None,
-            score=score if isinstance(metric, str) and isinstance(score, float) else None,
-        )
-
-
-def found_at(path: str, *, weights: bool = False) -> Found | None:
-    """A checkpoint by its header; None for a file of weights alone.
-
-    Args:
-        path: of the file or folder.
-        weights: whether weights count that ``save(weights_only=True)`` wrote.
-
-    Raises:
-        CheckpointError, OSError: it can't be read.
-    """
-    document = Index.read(path)[1] if path.endswith(SHARDED) else _document_of(path, weights=weights)
-    return None if document is None else Found.of(path, document)
-
-
-def found_in(folder: PathLike, *, weights: bool = False) -> list[Found]:
-    """The checkpoints in a folder whose headers can be read, the furthest on first; of equal ones by their names.
-
-    Files of weights alone count with ``weights``.
-
-    Their descriptions are read one at a time, and not kept: a folder may hold many, and large ones.
-    """
-    where = storage_of(folder)
-    result = []
-    for name in where.names():
-        if name.endswith(LEFTOVER) or not name.endswith((SUFFIX, SHARDED)):
-            continue
-        path = join(folder, name)
-        try:
-            one = found_at(path, weights=weights)
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s is passed over: %s", path, error)
-            continue
-        if one is not None:
-            result.append(one)
-    return sorted(result, key=lambda item: (item.progress, item.path), reverse=True)
-
-
-@teaching
-def latest(folder: PathLike) -> str | None:
-    """The path of the newest checkpoint in a folder that is whole; None if there is none.
-
-    Newest is the State that is furthest on: by its counts of batches, epochs and iterations, and where these are equal
-    by its boundary; of equal States the last by name. No clock is asked, neither the one by which files are dated nor
-    the one at saving. Each file is read through and compared with its digest; one that is damaged, cut off or
-    contradicts itself is passed over, with a message to the log ``pure_loop.checkpoint``.
-
-    Raises:
-        ArgumentTypeError: it is no path.
-        ArgumentError: it is a file.
-
-    >>> latest("a/folder/that/is/not/there") is None
-    True
-    """
-    refuse_file(folder)
-    return first_whole(found_in(folder), verified, [])
-
-
-def newest(
-    folder: PathLike, goes_on: Callable[[Event | None], bool], is_of_run: Callable[[Found], bool]
-) -> Checkpoint | None:
-    """The newest checkpoint in a folder that is whole and was saved where training can be resumed, read.
-
-    Args:
-        folder: which one.
-        goes_on: whether training can be resumed from an event.
-        is_of_run: whether a checkpoint can be of the run that is resumed. Where none is, the newest is given all the
-            same, for an error that says so.
-
-    Raises:
-        UnknownClassError: of those that are whole each holds a class that this program doesn't know.
-    """
-    refuse_file(folder)
-    result = []
-    for each in found_in(folder):
-        if goes_on(each.event):
-            result.append(each)
-        else:
-            _log.warning("%s is passed over: it is from %s, where training can't be resumed", each.path, each.event)
-    mine = [item for item in result if is_of_run(item)]
-    for each in result if mine else []:
-        if each not in mine and each.progress > mine[0].progress:
-            _log.warning("%s is passed over: it is of another run, with seed %s", each.path, each.seed)
-    unknown: list[UnknownClassError] = []
-    checkpoint = first_whole(mine or result, _read_whole, unknown)
-    if checkpoint is None and unknown:
-        raise unknown[0]
-    if checkpoint is not None and checkpoint.document is not None:
-        _log.info("resuming from %s, batch %d", checkpoint.path, checkpoint.document.batch)
-    return checkpoint
-
-
-def first_whole(result: Iterable[Found], read: Callable[[str], T], unknown: list[UnknownClassError]) -> T | None:
-    """What ``read`` returns for the first one that it can read; errors of classes that are unknown are added."""
-    for item in result:
-        try:
-            return read(item.path)
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s is passed over: %s", item.path, error)
-            if isinstance(error, UnknownClassError):
-                unknown.append(error)
-    return None
-
-
-def verified(path: str) -> str:
-    """The path of a checkpoint that is whole.
-
-    Raises:
-        CheckpointError, OSError: it isn't.
-    """
-    # A class that is unknown here may be known to the program that loads the file.
-    with contextlib.suppress(UnknownClassError):
-        if path.endswith(SHARDED):
-            index, document = Index.read(path)
-            index.verify(path)
-            document.refuse_contradiction(index.tensors, path, complete=True)
-        else:
-            with storage_of(path).open() as file:
-                header = container.verify(file, size_of(file), path)
-            described = read_document(header.metadata, path)
-            if described is not None:  # it may have become a file of weights since its header was read
-                described.refuse_contradiction({entry.name: entry for entry in header.entries}, path)
-    return path
-
-
-def _read_whole(path: str) -> Checkpoint:
-    if path.endswith(SHARDED):
-        # The tensors are read when it is known which of them are needed.
-        index, document = Index.read(path)
-        index.verify(path)
-        document.refuse_contradiction(index.tensors, path, complete=True)
-        return read_checkpoint(path)
-    checkpoint = read_checkpoint(path)
-    if checkpoint.document is not None:
-        checkpoint.document.refuse_contradiction(checkpoint.tensors, path)
-    return checkpoint
-
-
-def refuse_file(folder: PathLike) -> None:
-    """
-    Raises:
-        ArgumentTypeError: it is no path.
-        ArgumentError: it is a file.
-    """
-    where = storage_of(folder)
-    if where.exists() and not where.is_folder():
-        raise ArgumentError(
-            f"{where.path} is a file: pass the folder that it is in; to start from this file, load_path=."
-        )

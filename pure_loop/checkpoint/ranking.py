@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pure_loop._internal.suggestions import nearest, teaching
-from pure_loop.checkpoint.files import Found, first_whole, found_in, refuse_file, verified
+from pure_loop.checkpoint.finding import Found, first_whole, found_in, refuse_file, verified
 from pure_loop.checkpoint.storage import PathLike
 from pure_loop.errors import ArgumentError
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from pure_loop.checkpoint.files import SHARDED, SUFFIX, found_at, found_in
+from pure_loop.checkpoint.files import SHARDED, SUFFIX
+from pure_loop.checkpoint.finding import found_at, found_in
 from pure_loop.checkpoint.index import INDEX, is_sharded_folder, remove
 from pure_loop.checkpoint.pointer import Pointer
 from pure_loop.checkpoint.retention import Names, Saved, expired, ranked
 from pure_loop.checkpoint.storage import join, leftover, same_place, storage_of, try_folder
-from pure_loop.errors import CheckpointError
+from pure_loop.errors import ArgumentError, CheckpointError
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -53,16 +54,27 @@ class RunFolder:
         self._stamps: dict[str, object] = {}
         self._seed = 0
 
-    def alike(self, other: RunFolder) -> bool:
-        """Whether both have files of the same names in one place."""
+    def refuse_same(self, other: RunFolder) -> None:
+        """
+        Raises:
+            ArgumentError: both would save to files of the same names, and remove each other's.
+        """
+        if self._is_like(other):
+            raise ArgumentError(
+                f"two CheckpointSavers save to {self.path} under the same names: give each a folder, or a filename "
+                f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
+            )
+        name = self._best_link
+        if name is not None and name == other._best_link and same_place(self.path, other.path):
+            raise ArgumentError(
+                f"two CheckpointSavers link to their best in {self.path} under one name: give each its own, "
+                'best="best-accuracy", or best=None for no link.'
+            )
+
+    def _is_like(self, other: RunFolder) -> bool:
         now = Timestamp()
         matches = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
         return matches and same_place(self.path, other.path)
-
-    def has_best_link_of(self, other: RunFolder) -> bool:
-        """Whether one link leads to the best of both."""
-        name = self._best_link
-        return name is not None and name == other._best_link and same_place(self.path, other.path)
 
     def name_of(self, state: State, *, parts: bool) -> str:
         """The name of a checkpoint of this State: of a file, or of a folder with the parts of each rank."""

@@ -37,7 +37,8 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any =
     if load_path is None and autoresume is None:
         return model_or_state, None
     # Not before: a plain fit doesn't need it.
-    from pure_loop.checkpoint.files import Found, newest, read_checkpoint
+    from pure_loop.checkpoint.files import read_checkpoint
+    from pure_loop.checkpoint.finding import Found, newest
 
     if load_path is not None and isinstance(model_or_state, State):
         raise ArgumentError(

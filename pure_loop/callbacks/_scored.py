@@ -1,0 +1,106 @@
+"""The metric by which a saver keeps the best: where it is measured, and what is noted of it in a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pure_loop.errors import ArgumentError
+from pure_loop.metrics import Metric
+from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.state import State
+
+if TYPE_CHECKING:
+    from pure_loop.algorithms._monitored import Mode
+
+__all__ = ["Scored"]
+
+
+class Scored:
+    """A metric of an evaluator, or none.
+
+    Args:
+        best: how many of the best stay; None: there is no metric.
+        metric: label of an evaluator and name, ``"val/accuracy"``.
+        mode: ``"max"`` or ``"min"``; None: known from the name.
+
+    Raises:
+        ArgumentError: one without the other, or no such text.
+    """
+
+    def __init__(self, best: int | None, metric: Any, mode: Any) -> None:
+        self.metric, self.mode = _read(best, metric, mode)
+        self._label, _, self._name = str(self.metric).partition("/")
+        # At which batch it was measured.
+        self._measured: int | None = None
+
+    @property
+    def largest(self) -> bool:
+        return self.mode == "max"
+
+    def begin(self) -> None:
+        """At FIT_START."""
+        self._measured = None
+
+    def evaluated(self, state: State) -> None:
+        """At EVAL_END.
+
+        Raises:
+            ArgumentError: its evaluator doesn't measure it; says what it does.
+        """
+        if self.metric is not None and state.evaluator == self._label:
+            self._measured = state.timestamp.batch
+            self._refuse_other([*state.metrics[self._label]])
+
+    def is_measured(self, state: State) -> bool:
+        """Whether it was measured at this batch."""
+        return self._measured == state.timestamp.batch
+
+    def notes(self, state: State) -> dict[str, Any]:
+        """What a checkpoint of this State, at which it was measured, says of it."""
+        score = float(state.metrics[self._label][self._name])
+        # NaN and infinity are never the best, and JSON doesn't have them.
+        return {"metric": self.metric, "mode": self.mode, "score": score if math.isfinite(score) else None}
+
+    def refuse_unmeasured(self, evaluators: Mapping[str, Sequence[Metric] | None]) -> None:
+        """Refuse a metric that is sure not to be measured.
+
+        Args:
+            evaluators: the metrics of each by its label; None: those that fit its outputs.
+
+        Raises:
+            ArgumentError: says which there are.
+        """
+        if self.metric is None:
+            return
+        if self._label not in evaluators:
+            raise ArgumentError(
+                f"metric={self.metric!r}: there is no evaluator {self._label!r} in evaluators=; there are "
+                f"{', '.join(evaluators) or 'none'}."
+            )
+        metrics = evaluators[self._label]
+        self._refuse_other(DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics])
+
+    def _refuse_other(self, names: Sequence[str]) -> None:
+        if self._name not in names:
+            measured = ", ".join(f"{self._label}/{name}" for name in names)
+            raise ArgumentError(f"metric={self.metric!r} is not measured; there are {measured}.")
+
+
+def _read(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:
+    if best is None:
+        if metric is not None or mode is not None:
+            raise ArgumentError(f"metric={metric!r} and mode={mode!r} say which are best: keep_best=1 keeps the best.")
+        return None, None
+    if not isinstance(metric, str) or not all(metric.partition("/")):
+        raise ArgumentError(
+            f'metric={metric!r}: for keep_best give the label of an evaluator and the name of a metric, "val/accuracy".'
+        )
+    if mode is None:
+        from pure_loop.algorithms._monitored import known_mode  # autoresume= saves without a metric
+
+        mode = known_mode(metric.partition("/")[2])
+    if mode not in ("min", "max"):
+        raise ArgumentError(f'mode={mode!r}: is the best {metric} the largest, mode="max", or the smallest, "min"?')
+    return metric, mode
