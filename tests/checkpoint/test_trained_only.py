@@ -18,6 +18,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
+from pure_loop.checkpoint import base
 from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.state import outside_batch
 from tests.conftest import THOROUGH
@@ -259,3 +260,20 @@ def test_two_ranks_resume_from_the_file_of_one(tmp_path: Path, kind: str) -> Non
     for last, _ in pool().run(program):
         for name, leaf in wanted.items():
             assert torch.allclose(torch.as_tensor(last[name]), torch.as_tensor(leaf), rtol=1e-9, atol=1e-12), name
+
+
+def test_a_base_is_read_once_for_all_saves_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[tuple[int, ...]] = []
+    bytes_of = base.bytes_of
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        digested.append(tuple(tensor.shape))
+        return bytes_of(tensor)
+
+    monkeypatch.setattr(base, "bytes_of", counted)
+    for donate in (True, False, "auto"):
+        digested.clear()
+        saver = CheckpointSaver(tmp_path / str(donate), interval="1ba", trained_only=True)
+        pl.run(fit(adapted(), callbacks=saver, donate=donate))
+        # Checkpoints of 8 batches, and of the end: two layers with their biases.
+        assert sorted(digested) == [(1,), (1, 500), (500,), (500, 2)]
