@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from pure_loop.checkpoint.files import latest
+from pure_loop.checkpoint.finding import latest
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError
 from pure_loop.precision import Precision
