@@ -7,8 +7,8 @@ release that moves a private name keeps ``import pure_loop`` or training from wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ __all__ = [
     "drop_groups_of_mesh",
     "dump_memory_snapshot",
     "dtensor_like",
+    "fake_ranks",
     "end_workers",
     "fill_buckets",
     "find_nonfinite",
@@ -493,6 +494,27 @@ def fill_buckets(reducer: Any) -> bool:
         return False
     push()
     return True
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Inside the ``with`` this process is the first of so many ranks, in a process group whose others answer nothing.
+
+    Raises:
+        RuntimeError: this torch has no such group; noted in :data:`missing`.
+    """
+    import torch.distributed as dist
+
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        missing["torch.testing._internal.distributed.fake_pg"] = "a rehearsal counts no collectives"
+        raise RuntimeError("this torch has no fake process group") from error
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def import_compiler() -> None:

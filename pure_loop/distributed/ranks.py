@@ -42,6 +42,7 @@ class Ranks:
 
     Attributes:
         group: the process group for tensors on the device; None before :meth:`connect` and after :meth:`close`.
+        fake: whether the other ranks are not there, and answer nothing.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
@@ -50,7 +51,7 @@ class Ranks:
         self._control: Any = None
         self._rendezvous: Rendezvous | None = None
         self._owns = False
-        self._fake = False
+        self.fake = False
         # Whether this stream has left the others, while a thread may still be making its process groups.
         self._left = False
 
@@ -65,8 +66,8 @@ class Ranks:
         if self.group is not None:  # a checkpoint was loaded, and they start again, from that
             self.exchange(Event.INIT, 0)
             return
-        self._fake = dist.is_initialized() and dist.get_backend() == "fake"
-        if self._fake:
+        self.fake = dist.is_initialized() and dist.get_backend() == "fake"
+        if self.fake:
             self._join(True)
             return
         rendezvous = Rendezvous(self.rank, self.size, self.timeout)
@@ -92,7 +93,7 @@ class Ranks:
                 self._owns = True
             group = self.new_group()
             # Numbers that Python has to read don't wait for a device.
-            apart = self.backend == "nccl" and not self._fake
+            apart = self.backend == "nccl" and not self.fake
             control = dist.new_group(timeout=patience, backend="gloo") if apart else group
         self.group, self._control = group, control
         if self._left:
@@ -105,7 +106,7 @@ class Ranks:
 
     def new_group(self) -> Any:
         """A process group of all ranks, with our timeout."""
-        backend = None if self._fake else self.backend
+        backend = None if self.fake else self.backend
         return dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
 
     def keep(self) -> None:
@@ -125,7 +126,7 @@ class Ranks:
     def ask(self, event: Event, batch: int, *numbers: float) -> Callable[[], list[tuple[float, ...]]]:
         """The same; the answer is waited for when what is given here is called."""
         mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
-        if self._fake:
+        if self.fake:
             return lambda: [mine[2:]] * self.size
         value = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
         value[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
@@ -151,7 +152,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Any value that can be pickled, of every rank."""
-        if self._fake:
+        if self.fake:
             return [value] * self.size
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
@@ -170,7 +171,7 @@ class Ranks:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
         """Copies that hold what they hold on rank ``source``."""
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        if copies and not self._fake:
+        if copies and not self.fake:
             broadcast_coalesced(self.group, copies, 250 << 20, source)
         return copies
 

@@ -148,7 +148,8 @@ def _rehearsed(
             _try_places([item for some in given if isinstance(some, list | tuple) for item in some], place)
             raise _error(place) from error
         parallel = read_parallel(arguments["parallel"])
-        return _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel).run()
+        phases = _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel, arguments)
+        return phases.run()
 
 
 def _try_places(items: Sequence[Any], place: Place) -> list[str]:
@@ -202,6 +203,7 @@ class _Phases:
         folder: a temporary one.
         sample, world_size, call_callbacks: the arguments.
         parallel: that of ``fit``.
+        arguments: those of ``fit``, by name.
         passed: the phases that were tried.
         checkpoint: the bytes of one.
         scheduled: whether all schedules passed.
@@ -214,6 +216,7 @@ class _Phases:
     world_size: int | None
     call_callbacks: bool
     parallel: Parallel | None
+    arguments: Mapping[str, Any]
     passed: list[Phase] = attrs.field(factory=list)
     checkpoint: int | None = None
     scheduled: bool = True
@@ -332,11 +335,12 @@ class _Phases:
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
         state = passes.kept if passes.kept is not None else self.assembly.state
         memory = memory_of(state, passes.batch, kept)
-        per_rank = None
+        per_rank, exchanged = None, None
         if self.world_size is not None:
             sharded = self.parallel is not None and self.parallel.kind == "shard"
             size = length.samples if passes.first is None else stages.task.samples(passes.first.microbatch)
             per_rank = memory_per_rank(memory, self.world_size, length.samples, size, sharded=sharded)
+            exchanged = self._exchanged(passes.batch, self.world_size)
         if self.assembly.settings.compile:
             self.place.skip("compile=: the steps ran eagerly.")
         return Rehearsal(
@@ -347,8 +351,25 @@ class _Phases:
             memory=memory,
             layers=layer_table(state, stages.task, parts_of(passes.batch)[0]),
             memory_per_rank=per_rank,
+            collectives=exchanged,
             checkpoint=self.checkpoint,
         )
+
+    def _exchanged(self, batch: Any, ranks: int) -> dict[str, tuple[int, int]] | None:
+        """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
+        if self.parallel is None or ranks == 1:
+            return None
+        from pure_loop.rehearsal.world import collectives, has_group  # with it comes torch.distributed
+
+        if self.place.fake or has_group():
+            why = "fake=True" if self.place.fake else "this process has a process group"
+            self.place.skip(f"collectives: {why}.")
+            return None
+        try:
+            return collectives(self.arguments, batch, ranks)
+        except Exception as error:  # such as an algorithm that needs what other ranks would have answered
+            self.place.skip(f"collectives: they could not be counted ({type(error).__name__}: {error}).")
+            return None
 
 
 _MISSING: Any = object()

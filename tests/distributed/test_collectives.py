@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
-import pure_loop.distributed.replicate as replicate
 from pure_loop import Event
 from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
@@ -78,24 +76,8 @@ def counted_steps(parallel, **options):
     return steps
 
 
-class _WithFutures(DistributedDataParallel):
-    """The fake group's work has no future, for which the default hook asks."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.register_comm_hook(options["process_group"], self._exchange)
-
-    @staticmethod
-    def _exchange(group, bucket):
-        dist.all_reduce(bucket.buffer(), group=group)
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-
 @pytest.mark.parametrize("microbatch_size", [None, 1])
-def test_replicated_ranks_exchange_one_bucket_at_a_time_once_a_batch(many_ranks, microbatch_size, monkeypatch):
-    monkeypatch.setattr(replicate, "DistributedDataParallel", _WithFutures)
+def test_replicated_ranks_exchange_one_bucket_at_a_time_once_a_batch(many_ranks, microbatch_size):
     size = 64 * 65 * 4 / 2**20
     # Of the loss, one exchange; of the gradients, one for each bucket, of which two layers fill one.
     parallel = Parallel(bucket_cap_mb=2 * size)
