@@ -75,7 +75,7 @@ class RangeTest:
         """The rate at which the smoothed loss falls fastest, by the logarithm of the rate.
 
         Raises:
-            ArgumentError: the loss falls nowhere, or there are too few losses.
+            ArgumentError: the loss does not fall by more than it fluctuates, or there are too few losses.
         """
         smoothed, lowest = self.smoothed, self._lowest()
         slopes = [_slope(self.learning_rates, smoothed, index) for index in range(lowest + 1)]
@@ -89,7 +89,7 @@ class RangeTest:
         """A tenth of the rate with the lowest smoothed loss: further from where training diverges.
 
         Raises:
-            ArgumentError: the loss falls nowhere, or there are too few losses.
+            ArgumentError: the loss does not fall by more than it fluctuates, or there are too few losses.
         """
         return self.learning_rates[self._lowest()] / 10
 
@@ -112,8 +112,8 @@ class RangeTest:
                 f"lr_find diverged after {tried}, so there is no suggestion: begin lower, lowest=1e-10."
             )
         return ArgumentError(
-            f"the loss falls at none of {tried} up to {self.learning_rates[-1]:g}, so there is no suggestion: look at "
-            ".plot(), and try a higher highest=, more steps=, or larger batches."
+            f"the loss does not fall by more than it fluctuates, over {tried} up to {self.learning_rates[-1]:g}, so "
+            "there is no suggestion: look at .plot(), and try a higher highest=, more steps=, or larger batches."
         )
 
     def plot(self, path: PathLike | None = None, *, axes: Any = None) -> Any:
