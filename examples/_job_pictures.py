@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from _pictures import COLORS, GRAY, INK, SHADE, Series
+from _pictures import COLORS, GRAY, INK, SHADE, Series, label_ends
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -295,4 +295,46 @@ def images(
             if row == 0 and column < 2:
                 color, title = ((COLORS[1], "image"), (GRAY, "as training sees it, in six batches"))[column]
                 tile.set_title(title, loc="left", color=color, fontsize=11)
+    figure.savefig(path, dpi=160)
+
+
+def lora(
+    path: str, base: Mapping[str, Series], adapters: Mapping[str, Series], changes: Sequence[tuple[str, float]]
+) -> None:
+    """Perplexities while a base and then its adapters are trained, and how large each adapter is beside its matrix.
+
+    Args:
+        path: of the picture.
+        base: by the name of a text, the perplexities by the batch.
+        adapters: the same, while adapters are trained.
+        changes: the name of a matrix, and the norm of its adapter divided by its own.
+    """
+    figure = Figure(figsize=(10.5, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(6, 4))
+    end = next(iter(base.values()))[-1][0]
+    last = end + next(iter(adapters.values()))[-1][0]
+    left.set_title("Perplexity of held-out texts", loc="left", fontweight="bold", fontsize=12)
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    left.yaxis.set_minor_locator(NullLocator())
+    left.axvspan(end, last, color=SHADE, lw=0, zorder=0)
+    for (name, series), color in zip(base.items(), COLORS, strict=False):
+        further = [series[-1], *((end + batch, value) for batch, value in adapters[name])]
+        left.plot(*zip(*series, strict=True), color=color, lw=2.2)
+        left.plot(*zip(*further, strict=True), color=color, lw=2.2, marker="o", ms=4)
+    ends = [(series[-1][1], f"{name} {series[-1][1]:.0f}") for name, series in adapters.items()]
+    left.set_xlim(0, last)
+    label_ends(left, last, ends, COLORS)
+    top = left.get_ylim()[1]
+    for x, text in ((end / 2, "the base learns prose"), ((end + last) / 2, "adapters\nlearn code")):
+        left.text(x, top, text, ha="center", va="top", color=GRAY, fontsize=11)
+    left.set_xlabel("Batch")
+    right.set_title("Adapter, of its matrix's norm (%)", loc="left", fontweight="bold", fontsize=12)
+    rows = range(len(changes))
+    for row, (_, change) in zip(rows, changes, strict=True):
+        right.barh(row, 100 * change, height=0.7, color=COLORS[1], alpha=0.85)
+    right.set_yticks(rows, [name for name, _ in changes])
+    right.tick_params(axis="y", length=0, labelsize=10)
+    right.invert_yaxis()
     figure.savefig(path, dpi=160)

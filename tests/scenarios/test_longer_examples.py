@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.support.example_scripts import assert_picture, percentages
+from tests.support.example_scripts import EXAMPLES, assert_picture, percentages
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -183,3 +187,26 @@ def test_augmentation_moves_every_image_in_its_own_way(load: Any) -> None:
     # Scaled, moved and erased, and nowhere brighter than before.
     assert 0 <= float(first.min()) <= float(first.max()) <= 1
     assert first.flatten(1).sum(dim=1).lt(25).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_finetune_lora(tmp_path: Path) -> None:
+    """In a process of its own: what transformers and peft import warns of what others have installed."""
+    if not (find_spec("transformers") and find_spec("peft")):
+        pytest.skip("the extra examples is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(EXAMPLES / "finetune_lora.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained, everything = re.findall(r"^([\d,]+) of ([\d,]+) parameters are trained", done.stdout, re.MULTILINE)[0]
+    # Of rank 8: in each of two layers four matrices of 64 x 64 and three of 64 x 160.
+    assert int(trained.replace(",", "")) == 2 * 8 * (4 * (64 + 64) + 3 * (64 + 160))
+    assert int(everything.replace(",", "")) > 8 * int(trained.replace(",", ""))
+    adapters, whole = map(int, re.findall(r": (\d+) KiB", done.stdout))
+    assert 2 * adapters < whole
+    (base, learned) = re.findall(r"^code +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)[0]
+    assert float(learned) < float(base)
+    assert "the base: 21 tensors, bitwise as they were" in done.stdout
+    assert "resumed from batch 6: bitwise the same" in done.stdout
+    assert_picture(tmp_path / "finetune_lora.png", width=1500, colors=10)
