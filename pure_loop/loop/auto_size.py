@@ -120,8 +120,6 @@ class AutoSize:
                 # Its frames, and those of an error that it was raised in the handling of, hold the tensors.
                 result = error.with_traceback(None)
                 result.__context__ = result.__cause__ = None
-        finally:
-            state.model.release()
         if result is not None:
             free_memory(state.device)
         return result

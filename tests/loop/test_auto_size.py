@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -151,17 +152,20 @@ def test_only_a_batch_that_is_larger_than_those_before_is_tried() -> None:
     assert calls == [4, 4, 4, 3]
 
 
+class Long(nn.Module):
+    """Fails for more than 12 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _refuse(x.shape[0] * x.shape[1], 12)
+        result: Tensor = self.layers(x[..., None]).mean((1, 2))
+        return result
+
+
 def test_a_longer_sequence_is_tried() -> None:
-    class Long(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            _refuse(x.numel(), 12)
-            result: Tensor = self.layer(x[..., None]).mean((1, 2))
-            return result
-
     data = [(torch.ones(4, length), torch.ones(4)) for length in (3, 2, 5, 4)]
     pairs = fit(Long(), data, microbatch_size="auto", max_duration="1ep", loss=functional.mse_loss)
     sizes = [s.algorithm_state.get("microbatch_size") for event, s in pairs if event is Event.BATCH_END]
@@ -215,8 +219,31 @@ def test_another_error_comes_after_the_events_before_it() -> None:
 
 
 def test_nothing_of_a_try_is_kept_alive() -> None:
-    """The step after it writes to the memory of the State before, as without it."""
+    """Not by the frames of its error, and not by the private module that it ran in."""
 
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(reference() is not None for reference in references))
+            self.last = x * 2
+            if len(x) > 2:
+                references.append(ref(self.last))
+            _refuse(len(x), 2)
+            result: Tensor = self.layer(x)
+            return result
+
+    references: list[Any] = []
+    alive: list[int] = []
+    train(Keeping(), batches(8, 4), microbatch_size="auto", max_duration="1ep", strict=False)
+    assert len(references) == 2
+    assert not any(alive)
+
+
+def test_the_step_after_a_try_writes_in_place() -> None:
     def places(size: Any) -> int:
         stream = fit(limited(4), batches(8, 8, 8), microbatch_size=size, max_duration="1ep", strict=False,
                      watch={Event.BATCH_END}, optimizer=pl.optim.adamw(lr=0.1))  # fmt: skip
@@ -243,10 +270,22 @@ def test_a_size_by_hand_is_taken_whatever_was_found_before() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_compiled_steps_are_tried_eagerly() -> None:
-    data = batches(8, 8, 3)
-    options: dict[str, Any] = {"compile": True, "watch": {Event.BATCH_END}, "strict": False, "max_duration": "1ep"}
-    auto, by_hand = (train(limited(3), data, microbatch_size=size, **options) for size in ("auto", 2))
-    equal(tensors(auto), tensors(by_hand))
+    # Batches of (4, 2) are split into one, two and four.
+    data = [(torch.ones(*shape), torch.ones(shape[0])) for shape in ((4, 2), (4, 5), (4, 2), (2, 10), (4, 2))]
+    options: dict[str, Any] = {"watch": {Event.BATCH_END}, "strict": False, "max_duration": "1ep"}
+    options["loss"] = functional.mse_loss
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Long()
+    eager, compiled = (
+        [
+            (state.algorithm_state.get("microbatch_size"), dict(state.params))
+            for _, state in fit(model, data, microbatch_size="auto", **options, **more)
+        ]
+        for more in ({}, {"compile": True})
+    )
+    assert [size for size, _ in eager] == [None, 2, 2, 1, 1]
+    torch.testing.assert_close(compiled, eager)
 
 
 def ranks(most: tuple[int, int], sizes: tuple[int, ...], size: Any, own: bool) -> Any:
@@ -342,3 +381,39 @@ def test_the_largest_size_is_that_which_fits_on_all_ranks(most: int) -> None:
     else:
         assert "rank 1 raised OutOfMemoryError after AFTER_DATALOADER of batch 0" in first
         assert second.startswith("OutOfMemoryError: CUDA out of memory")
+
+
+def test_what_algorithms_compute_is_tried_too() -> None:
+    """SAM runs the model a second time, at other weights, at AFTER_TRAIN_BATCH."""
+
+    def refuse(module: nn.Module, inputs: Any) -> None:
+        if not torch.equal(module.weight, first):
+            _refuse(len(inputs[0]), 2)
+
+    layer = nn.Linear(4, 3)
+    first = layer.weight.detach().clone()
+    layer.register_forward_pre_hook(refuse)
+    options: dict[str, Any] = {"microbatch_size": "auto", "max_duration": "1ba"}
+    assert "microbatch_size" not in train(layer, batches(8), **options).algorithm_state
+    assert train(layer, batches(8), [A.sam()], **options).algorithm_state["microbatch_size"] == 2
+
+
+@pytest.mark.slow
+def test_sharded_ranks_are_refused() -> None:
+    def program(rank: int) -> str:
+        with pytest.raises(ArgumentError) as raised:
+            fit(nn.Linear(4, 3), batches(8), microbatch_size="auto", parallel="shard")
+        return str(raised.value)
+
+    for message in pool().run(program):
+        assert 'microbatch_size="auto" with parallel="shard"' in message
+
+
+def test_explain_says_that_the_size_is_halved(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+    data = batches(8, 8)
+    pl.explain(limited(), data, microbatch_size="auto", max_duration="1ep", **options)
+    assert "the whole batch at once, halved where a batch runs out of memory" in capsys.readouterr().out
+    state = train(limited(3), data, microbatch_size="auto", max_duration="1ba")
+    pl.explain(state, data, microbatch_size="auto", max_duration="1ep", **options)
+    assert "of at most 2 samples, halved where a batch runs out of memory" in capsys.readouterr().out
