@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start
+from pure_loop.entry.fit import fit
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event
@@ -82,9 +84,9 @@ def largest_microbatch(
     """
     if isinstance(model_or_state, State):
         model_or_state = model_or_state.replace(stop=False)
-    settings = Settings(
-        model_or_state=model_or_state,
-        train_dataloader=train_dataloader,
+    arguments = inspect.signature(fit).bind(
+        model_or_state,
+        train_dataloader,
         loss=loss,
         optimizer=optimizer,
         task=task,
@@ -97,26 +99,11 @@ def largest_microbatch(
         parallel=parallel,
         microbatch_size="auto",
         max_duration="1000000000ba",  # which no State has reached
-        watch=frozenset({Event.BATCH_START}),
-        evaluators=None,
-        eval_interval="1ep",
-        train_metrics=None,
-        callbacks=(),
-        loggers=(),
-        run_name=None,
-        load_path=None,
-        autoresume=None,
-        batches_per_epoch=None,
-        batches_per_step=1,
-        iteration_length=None,
+        watch={Event.BATCH_START},
         donate=False,
-        compile=False,
-        steps_per_call=1,
-        strict=False,
-        order="current",
-        clock=float,
     )
-    assembly = assemble(settings)
+    arguments.apply_defaults()
+    assembly = assemble(Settings(**arguments.arguments))
     searching = attrs.evolve(assembly.fit, auto_size=LargestSize(assembly.fit.stages))
     with closing(start(attrs.evolve(assembly, fit=searching))) as stream:
         size = next((found_size(state) for _, state in stream), None)
