@@ -56,6 +56,7 @@ class Passes:
         first: the State at the BEFORE_FORWARD of the first batch; None before it.
         kept: the last State at a boundary from which training resumes.
         losses: of the steps.
+        checkpoint: the State that was loaded from the checkpoint at which the run starts.
     """
 
     assembly: Assembly
@@ -67,6 +68,7 @@ class Passes:
     first: State | None = None
     kept: State | None = None
     losses: list[Any] = attrs.field(factory=list)
+    checkpoint: State | None = None
 
     def start(self) -> State | None:
         """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
@@ -75,6 +77,7 @@ class Passes:
         with closing(pairs):
             for event, state in pairs:
                 if event is Event.FIT_START:
+                    self.length = attrs.evolve(self.length, start=state.timestamp)
                     return state
         return None
 
@@ -171,9 +174,17 @@ class Passes:
             evaluators=evaluators,
             iteration_length=iteration,
             compiled=None,
+            load=None if fit.load is None else self._loaded,
             boundary=loop.LastBoundary(),
         )
         return changed, handlers
+
+    def _loaded(self, state: State) -> State:
+        """The State of the checkpoint, which the call gives once."""
+        if self.checkpoint is None:
+            assert self.assembly.fit.load is not None
+            self.checkpoint = self.assembly.fit.load(state)
+        return self.checkpoint
 
     def _observers(
         self, fit: loop.Fit, *, called: bool

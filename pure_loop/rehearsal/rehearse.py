@@ -207,6 +207,7 @@ class _Phases:
         passed: the phases that were tried.
         checkpoint: the bytes of one.
         scheduled: whether all schedules passed.
+        missing: whether an evaluator has no batch.
     """
 
     assembly: Assembly
@@ -220,6 +221,7 @@ class _Phases:
     passed: list[Phase] = attrs.field(factory=list)
     checkpoint: int | None = None
     scheduled: bool = True
+    missing: bool = False
 
     def run(self) -> Rehearsal:
         """Try all of them.
@@ -235,16 +237,20 @@ class _Phases:
         if batch is not _MISSING:
             with self.place.collecting("data, counting samples and tokens"):
                 length = Length.of(self.assembly, task.samples(batch), task.tokens(batch))
+        passes = Passes(self.assembly, self.place, length, batch, self.folder, self.call_callbacks)
+        start = None
+        if batch is not _MISSING:
+            with self.place.collecting("start"):
+                start = passes.start()
         before = len(self.place.failures)
-        rates = try_schedules(self.assembly, length, self.place)
+        rates = try_schedules(self.assembly, passes.length, self.place)
         self.scheduled = len(self.place.failures) == before
         self.passed.append(Phase("schedules", rates))
-        passes = Passes(self.assembly, self.place, length, batch, self.folder, self.call_callbacks)
-        if batch is not _MISSING:
-            self._loop(passes, evaluators)
+        if start is not None:
+            self._loop(passes, start, evaluators)
         if self.place.failures:
             raise _error(self.place)
-        return self._report(passes, length)
+        return self._report(passes, passes.length)
 
     def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
@@ -273,16 +279,12 @@ class _Phases:
             with self.place.collecting(f"data, first batch of evaluator {label!r}"):
                 evaluators.append((evaluator, first_batch(evaluator.source)))
                 found.append(f"{label}: {describe(evaluators[-1][1])}")
+        self.missing = len(evaluators) < sum(not is_never(item) for item in self.assembly.fit.evaluators)
         self.passed.append(Phase("data", "; ".join(found)))
         return batch, evaluators
 
-    def _loop(self, passes: Passes, evaluators: list[tuple[BoundEvaluator, Any]]) -> None:
-        """The loop on these batches: each pass depends on the one before it."""
-        start = None
-        with self.place.collecting("start"):
-            start = passes.start()
-        if start is None:
-            return
+    def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Any]]) -> None:
+        """The loop on these batches, from the State at FIT_START: each pass depends on the one before it."""
         if not self.call_callbacks:
             self.place.skip(f"callbacks: {'fake=True' if self.place.fake else 'call_callbacks=False'}.")
         stops, found = self.place.stops, []
@@ -291,12 +293,14 @@ class _Phases:
                 after = passes.evaluate(start, evaluator, batch)
                 found.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
         self.passed.append(Phase("evaluators", "; ".join(found) or "none"))
-        whole = self.place.stops == stops
+        whole = self.place.stops == stops and not self.missing
         if not whole:
-            self.place.skip("callbacks, and what comes after the second step: an evaluator failed.")
+            self.place.skip("callbacks, and what comes after the second step: an evaluator was not tried to its end.")
         stops = self.place.stops
         with self.place.collecting("training"):
             passes.train(evaluators if whole else [], whole=whole)
+        if self.place.stops == stops and passes.kept is None:
+            self.place.skip("steps: training has ended at this State.")
         if self.place.stops > stops or passes.kept is None:
             return
         self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))

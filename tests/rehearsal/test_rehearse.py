@@ -194,6 +194,24 @@ def test_a_state_from_which_training_resumes(event: pl.Event) -> None:
         rehearse(state, DATA, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9))
 
 
+@pytest.mark.parametrize("how", ["load_path", "autoresume"])
+def test_a_checkpoint_from_which_training_resumes(how: str, tmp_path: Path) -> None:
+    plain = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1)}
+    options = {"algorithms": [pl.algorithms.ema(half_life="4ba")], "evaluators": {"val": DATA}}
+    pl.run(pl.fit(torch.nn.Linear(3, 2), DATA, **plain, **options, max_duration="1ep", autoresume=tmp_path))
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    seen = []
+    where = {"autoresume": tmp_path} if how == "autoresume" else {"load_path": pl.latest(tmp_path)}
+    report = rehearse(**options, **where, callbacks=[lambda event, state: seen.append(state.timestamp.batch)])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
+    assert report.batches == 12
+    assert (min(seen[3:]), max(seen)) == (4, 12)  # before AFTER_LOAD there is a fresh State
+    ended = rehearse(**options, **where, max_duration="1ep").skipped
+    assert ended == ("steps: training has ended at this State.",)
+    with pytest.raises(pl.RehearsalError, match="arguments of fit"):
+        rehearse(torch.nn.Linear(5, 2), DATA, **options, **where)
+
+
 def test_what_a_predicate_puts_later_is_tried_at_its_time() -> None:
     def broken(state: pl.State) -> pl.State:
         raise LookupError(state.timestamp.epoch)
@@ -213,6 +231,21 @@ def test_methods_of_the_loggers_can_be_called() -> None:
     report = rehearse(callbacks=[Speaking()], loggers=[Refusing()])
     assert report.skipped == ("logger Refusing: what it is given was kept in memory, and it was not called.",)
     assert phases(callbacks=[Speaking()], loggers=[pl.loggers.InMemoryLogger()]) == ["callback Speaking at BATCH_END"]
+
+
+def test_callbacks_of_the_library_write_to_a_temporary_folder(tmp_path: Path) -> None:
+    callbacks = [
+        pl.callbacks.CheckpointSaver(tmp_path / "checkpoints", interval="1ba", keep_last=1),
+        pl.callbacks.ExportForInferenceCallback(tmp_path / "model.pt"),
+        pl.callbacks.MLPerfCallback(tmp_path / "results", "linear", 0.9, "val/accuracy"),
+        *(pl.callbacks.GradMonitor(), pl.callbacks.SpeedMonitor(), pl.callbacks.TimeLeft()),
+    ]
+    report = rehearse(
+        evaluators={"val": DATA}, callbacks=callbacks, loggers=[pl.loggers.JSONLinesLogger(tmp_path / "l")]
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert report.skipped == ()
+    assert sum("can be written to" in text for text in report.phases[0].found.split("; ")) == 4
 
 
 def test_a_callback_that_fails_is_one_failure_and_the_others_are_called() -> None:
