@@ -40,7 +40,7 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "NaNMonitor TerminateOnNaN": 'fit raises NonFiniteError by itself; nonfinite="skip" leaves such batches out',
         "RuntimeEstimator Timer": "write TimeLeft(); pl.progress(pl.fit(...)) shows a bar with the time left",
         "ProgressBar TQDMProgressBar RichProgressBar": "pl.progress(pl.fit(...)) shows a bar with the time left",
-        "LoadCheckpoint": "write fit(..., load_path=path)",
+        "LoadCheckpoint": "write fit(..., load_path=path), or fit(pl.load(path, model=..., weights_only=True), ...)",
         "ModelCheckpoint Checkpoint": "write CheckpointSaver(folder)",
         "LearningRateMonitor": "write LRMonitor(); fit with loggers records the learning rate by itself",
         "ImageLogger LogImages": "write ImageVisualizer()",

@@ -148,6 +148,10 @@ _NAMES_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("stop_before", "autoresume", 'autoresume=pl.callbacks.CheckpointSaver("runs/1", stop_before="19h50m")'),
     ("trained_only", "autoresume", 'autoresume=pl.callbacks.CheckpointSaver("runs/1", trained_only=True)'),
     ("save_weights_only model_only", "weights_only", "weights_only=True"),
+    ("trainable_only adapters_only lora_only save_trainable_only", "trained_only", "trained_only=True"),
+    ("max_time time_limit walltime max_runtime job_timeout", "stop_before", 'stop_before="19h50m"'),
+    ("load_ignore_keys ignore_keys skip_keys exclude_keys load_exclude_algorithms", "exclude", 'exclude=["head.*"]'),
+    ("key_mapping rename_keys mapping prefix", "rename", 'rename={{"backbone.": "encoder."}}'),
     ("auto_insert_metric_name name_format", "filename", 'filename="ep{{epoch}}-ba{{batch}}.safetensors"'),
     (
         "every_n_steps every_n_train_steps every_n_batches log_every_n_steps save_steps save_freq logging_steps",

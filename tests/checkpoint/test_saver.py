@@ -232,6 +232,21 @@ def test_fit_says_where_arguments_of_a_saver_are_written(argument: str) -> None:
         stream(**{argument: 2})
 
 
+@pytest.mark.parametrize(
+    ("function", "argument", "match"),
+    [
+        (CheckpointSaver, "save_weights_only", "weights_only=True"),
+        (CheckpointSaver, "time_limit", 'stop_before="19h50m"'),
+        (pl.save, "trainable_only", "trained_only=True"),
+        (pl.load, "load_ignore_keys", r'exclude=\["head.\*"\]'),
+        (pl.load, "key_mapping", r'rename={"backbone.": "encoder."}'),
+    ],
+)
+def test_names_that_other_libraries_have(function: Any, argument: str, match: str) -> None:
+    with pytest.raises(pl.ArgumentTypeError, match=match):
+        function("x", **{argument: True})
+
+
 @pytest.mark.parametrize("written", [["USR1"], ["SIGUSR1"], ["usr1"], [signal.SIGUSR1], [int(signal.SIGUSR1)]])
 def test_a_signal_by_its_name(tmp_path: Path, written: Any) -> None:
     saver = CheckpointSaver(tmp_path, interval=0, signals=written)
