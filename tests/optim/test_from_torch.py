@@ -213,6 +213,27 @@ def test_from_torch_shows_its_rate() -> None:
         from_torch(NoRate, lr=schedules.constant(1.0))
 
 
+class RateIsATensor(torch.optim.SGD):
+    """As torchao's classes have it, it takes no number in its place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["lr"] = torch.tensor(lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert isinstance(self.param_groups[0]["lr"], Tensor)
+        super().step()
+
+
+def test_a_rate_that_is_a_tensor_stays_one() -> None:
+    start, steps = tensors(3, torch.float32), batches(3, torch.float32, 5)
+    lr = schedules.linear(0.5, 0.1, "3ba")
+    expected = theirs(lambda p: torch.optim.SGD(p, lr=0.1), start, steps, lr)
+    results = ours(from_torch(RateIsATensor, lr=lr), start, steps)
+    for (params, _), other in zip(results, expected, strict=True):
+        torch.testing.assert_close(list(params.values()), other)
+
+
 class NoRate(torch.optim.Optimizer):
     def __init__(self, params: Any, lr_: float = 1.0) -> None:
         super().__init__(params, {})

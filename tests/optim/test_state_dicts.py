@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -253,13 +254,14 @@ def test_both_sides_keep_their_tensors() -> None:
     for make, cls, _ in (RULES["adamw"], RULES["momentum"], RULES["RMSprop"]):
         data, optimizer = batches(), make()
         state = fitted(model(), optimizer, data[:4])
-        saved, expected = to_state_dict(state, optimizer), to_state_dict(state, optimizer)
+        saved = to_state_dict(state, optimizer)
+        expected = copy.deepcopy(saved)
         module = state.module()
         hand = cls(module.parameters())
         hand.load_state_dict(saved)
         by_hand(module, hand, data[4:])
         loaded = load_state_dict(pl.State.create(module), optimizer, hand.state_dict())
-        kept = to_state_dict(loaded, optimizer)
+        kept = copy.deepcopy(to_state_dict(loaded, optimizer))
         by_hand(module, hand, data[:3])
         for before, now in ((expected, to_state_dict(state, optimizer)), (kept, to_state_dict(loaded, optimizer))):
             torch.testing.assert_close(now["state"], before["state"], rtol=0, atol=0)
