@@ -29,6 +29,8 @@ def without_numbers(arguments: Mapping[str, Any], place: Place) -> dict[str, Any
         if Precision.parse(arguments["precision"]).dtype is not None:
             place.skip(f"precision={arguments['precision']!r}: the forward ran in the dtypes of the parameters.")
             changes["precision"] = "fp32"
+    if arguments["compile"]:
+        place.skip("compile=: the steps were not traced.")
     path, folder = arguments["load_path"], arguments["autoresume"]
     if path is not None:
         with place.collecting("load_path"):

@@ -312,6 +312,14 @@ class _Phases:
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
             self.place.note = ""
+        if self.assembly.settings.compile:
+            from pure_loop.rehearsal.bare import trace
+
+            with self.place.collecting("compile=, tracing of a step"):
+                watch, observed = self.assembly.settings.watch, self.assembly.observers
+                watch = None if watch is None else watch | {event for event, some in observed.items() if some}
+                trace({**self.arguments, "watch": watch}, passes.batch)
+                self.passed.append(Phase("compile", "a step can be traced"))
 
     def _saved(self, state: State) -> State:
         """The State, saved and loaded; itself where that fails, or the temporary folder has no room."""
@@ -345,8 +353,6 @@ class _Phases:
             size = length.samples if passes.first is None else stages.task.samples(passes.first.microbatch)
             per_rank = memory_per_rank(memory, self.world_size, length.samples, size, sharded=sharded)
             exchanged = self._exchanged(passes.batch, self.world_size)
-        if self.assembly.settings.compile:
-            self.place.skip("compile=: the steps ran eagerly.")
         return Rehearsal(
             phases=tuple(self.passed),
             skipped=tuple(self.place.skipped),

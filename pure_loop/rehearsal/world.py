@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -11,12 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from pure_loop._internal.torch_private import DispatchMode, fake_ranks
-from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.data.batch import tensors_in
-from pure_loop.data.group import parts_of
 from pure_loop.entry.fit import fit
 from pure_loop.event import Event
-from pure_loop.state import State
+from pure_loop.rehearsal.bare import bare
 
 __all__ = ["Counting", "collectives"]
 
@@ -66,44 +63,16 @@ def collectives(arguments: Mapping[str, Any], batch: Any, ranks: int) -> dict[st
     Raises:
         Exception: whatever the steps raise, or torch where it has no such group.
     """
-    model = arguments["model_or_state"]
-    changes: dict[str, Any] = {
-        "model_or_state": model.module() if isinstance(model, State) else model,
-        "train_dataloader": list(parts_of(batch)) * (_STEPS + 1),  # so that no epoch ends
-        "max_duration": f"{_STEPS}ba",
-        "algorithms": [_unbound(algorithm) for algorithm in flatten(arguments["algorithms"])],
-        "watch": {Event.BATCH_START, Event.BATCH_END},
-        "evaluators": None,
-        "callbacks": (),
-        "loggers": (),
-        "run_name": None,
-        "train_metrics": None,
-        "load_path": None,
-        "autoresume": None,
-        "batches_per_epoch": None,
-        "iteration_length": None,
-        "compile": False,
-        "steps_per_call": 1,
-        "strict": False,
-        "order": "current",
-        "donate": False,
-    }
+    changes = {"watch": {Event.BATCH_START, Event.BATCH_END}, "compile": False, "steps_per_call": 1, "donate": False}
     before: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     with fake_ranks(ranks), Counting() as counting:
-        stream = fit(**{**arguments, **changes})
+        stream = fit(**{**bare(arguments, batch, _STEPS), **changes})
         for event, _ in stream:
             if event is Event.BATCH_START:
                 before = counting.snapshot()
         after = counting.snapshot()
     counts, sizes = (now - then for now, then in zip(after, before, strict=True))
     return {name: (count, sizes[name]) for name, count in sorted(counts.items())}
-
-
-def _unbound(algorithm: Algorithm) -> Algorithm:
-    """The algorithm, which refuses no run: evaluators that it reads are not there."""
-    result = copy.copy(algorithm)
-    object.__setattr__(result, "bind", None)
-    return result
 
 
 def has_group() -> bool:
