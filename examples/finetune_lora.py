@@ -19,7 +19,6 @@ import argparse
 import inspect
 import json
 import math
-import os
 import sys
 import tempfile
 import typing
@@ -28,8 +27,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, TypeAlias
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import _compare
 import _job_pictures
@@ -161,7 +158,7 @@ def changes(state: pl.State) -> list[tuple[str, float]]:
             layer, *_, matrix = (
                 name.removeprefix(PREFIX + "model.layers.").removesuffix(".lora_A.default.weight").split(".")
             )
-            found.append((f"{layer} {matrix.removesuffix('_proj')}", float(scale * (b @ a).norm() / w.norm())))
+            found.append((f"layer {layer}, {matrix.removesuffix('_proj')}", float(scale * (b @ a).norm() / w.norm())))
     return found
 
 

@@ -210,3 +210,9 @@ def test_finetune_lora(tmp_path: Path) -> None:
     assert "the base: 21 tensors, bitwise as they were" in done.stdout
     assert "resumed from batch 6: bitwise the same" in done.stdout
     assert_picture(tmp_path / "finetune_lora.png", width=1500, colors=10)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["kfold", "distillation", "reinforce", "images", "sweep"])
+def test_the_whole_job_reaches_its_goal(name: str, load: Any, tmp_path: Path) -> None:
+    assert load(name).main(["--output", str(tmp_path / "picture.png")]) == 0
