@@ -205,7 +205,7 @@ def test_a_mistake_is_named_with_its_phase_and_ends_the_run(mistake: Mistake, tm
     assert trained(make([mistake], tmp_path)) is not None
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from(MISTAKES), unique_by=repr, max_size=3))
 def test_what_passes_does_not_fail_later_and_what_fails_fails(drawn: list[Mistake]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -216,7 +216,7 @@ def test_what_passes_does_not_fail_later_and_what_fails_fails(drawn: list[Mistak
         assert (trained(make(drawn, folder)) is not None) == bool(drawn)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from(MISTAKES), unique_by=lambda mistake: mistake.phase, min_size=2, max_size=3))
 def test_mistakes_of_evaluators_paths_and_schedules_are_found_together(drawn: list[Mistake]) -> None:
     with tempfile.TemporaryDirectory() as name:
