@@ -17,12 +17,10 @@ import contextlib
 import copy
 import inspect
 import math
-import sys
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import optree
@@ -36,6 +34,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._held import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
 from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
 from pure_loop.optim.kernels import check_state, gradients_of, match_layout, memory_of
 from pure_loop.optim.optimizer import (
@@ -73,12 +72,6 @@ _ELEMENTWISE = frozenset(
 # A gradient that is NaN or infinite makes their parameters so. (The sign of an infinite one is a number.)
 _SPREADING = _ELEMENTWISE - {"Rprop"}
 _KEYS = ("class", "memory", "started", "shared", "group", "attributes", "removed")
-
-# What a State, and so a checkpoint, can hold of an optimizer.
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
-_LISTS = frozenset({list, tuple, deque, set, frozenset})
-_MAPPINGS = frozenset({dict, OrderedDict, FrozenDict})
-_COMMON = _ATOMS | {Tensor}
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
@@ -209,7 +202,7 @@ class _Trial:
     new: torch.optim.Optimizer
     after: torch.optim.Optimizer
     copies: list[Tensor]
-    before: tuple[_Kept, _Kept]
+    before: tuple[Kept, Kept]
     spared: bool  # whether the steps have left the gradients as they were
 
     def memories(self) -> list[dict[str, Any]]:
@@ -282,7 +275,7 @@ class _FromTorch:
 
     def _stepped(
         self, params: Mapping[str, Tensor], steps: int, sparse: bool
-    ) -> tuple[torch.optim.Optimizer, list[Tensor], tuple[_Kept, _Kept], bool]:
+    ) -> tuple[torch.optim.Optimizer, list[Tensor], tuple[Kept, Kept], bool]:
         copies = clone_all(list(params.values()))
         optimizer = self.build(copies)
         before = self._kept(optimizer, copies)
@@ -433,9 +426,9 @@ class _FromTorch:
         }
         return group, attributes
 
-    def _kept(self, optimizer: torch.optim.Optimizer, params: list[Tensor]) -> tuple[_Kept, _Kept]:
+    def _kept(self, optimizer: torch.optim.Optimizer, params: list[Tensor]) -> tuple[Kept, Kept]:
         group, attributes = self.mappings(optimizer)
-        return _Kept.of(group, params), _Kept.of(attributes, params)
+        return Kept.of(group, params), Kept.of(attributes, params)
 
     # What can't be resumed.
 
@@ -455,15 +448,15 @@ class _FromTorch:
         memories, shared = tried.memories(), _shared(after)
         self._refuse_unholdable(copies, memories, shared, group, attributes, tried=True)
         kept = {"state": memories, "shared": shared, "group": group, "attributes": attributes}
-        places = [(where, tensor) for where, tensor in _tensors(kept) if tensor.numel() and not tensor.is_meta]
-        ranges = [(_range(param), "a parameter") for param in copies if param.numel()]
+        places = [(where, tensor) for where, tensor in tensors_in(kept) if tensor.numel() and not tensor.is_meta]
+        ranges = [(range_of(param), "a parameter") for param in copies if param.numel()]
         seen: set[int] = set()
         for where, tensor in places:
             if id(tensor) in seen:  # several references to one tensor stay so
                 continue
             seen.add(id(tensor))
-            mine = _range(tensor)
-            other = next((what for span, what in ranges if _overlap(mine, span)), None)
+            mine = range_of(tensor)
+            other = next((what for span, what in ranges if overlap(mine, span)), None)
             if other is not None:
                 self._refuse(
                     f"its tensor {where} shares memory with {other}, and in a State each tensor has memory of its own: "
@@ -482,7 +475,7 @@ class _FromTorch:
     ) -> None:
         for memory in memories:
             # Of tensors, what a trial has seen is enough for each step.
-            if tried or not _COMMON.issuperset(map(type, memory.values())):
+            if tried or not COMMON.issuperset(map(type, memory.values())):
                 self._refuse_values(memory, "state[param]", copies)
         self._refuse_values(shared, "state", copies)
         self._refuse_values(group, "param_groups[0]", copies)
@@ -491,7 +484,7 @@ class _FromTorch:
     def _refuse_values(self, values: Mapping[Any, Any], where: str, copies: list[Tensor]) -> None:
         if not values:
             return
-        result = next(_unholdable(values, where, {id(param) for param in copies}), None)
+        result = next(unholdable(values, where, {id(param) for param in copies}), None)
         if result is not None:
             place, what = result
             self._refuse(f"{place or 'it'} {what}")
@@ -543,7 +536,7 @@ class _FromTorch:
                     f"with {dict(self.options)} it needs {sorted(keys)}. Resume with the options that it was made "
                     f"with, or {afresh}"
                 )
-        tensors = [tensor for _, tensor in _tensors((opt_state, params))]
+        tensors = [tensor for _, tensor in tensors_in((opt_state, params))]
         if params and not any(is_sharded(tensor) or tensor.is_meta for tensor in tensors):
             self._try(opt_state, params)
 
@@ -685,159 +678,6 @@ def _has_default(cls: type, name: str) -> bool:
     return parameter is not None and parameter.default is not inspect.Parameter.empty
 
 
-# Values as they were before a step.
-
-
-@attrs.frozen(eq=False)
-class _Kept:
-    """What a mapping held before a step, to be compared with what it holds after it."""
-
-    values: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], params: Iterable[Tensor]) -> _Kept:
-        known = _numbered(params)
-        return cls({key: _snapshot(value, known) for key, value in values.items()})
-
-    def changed(self, after: Mapping[str, Any], params: Iterable[Tensor]) -> list[str]:
-        """The keys that are new, or have another value."""
-        known = _numbered(params)
-        before = self.values
-        return [
-            key
-            for key, value in after.items()
-            if key not in before
-            or not ((value is before[key] and _is_atom(value)) or _same(_snapshot(value, known), before[key]))
-        ]
-
-    def carried(self, after: Mapping[str, Any], earlier: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
-        """What differs from a newly built optimizer, and what did so before."""
-        new = [key for key in self.changed(after, params) if key not in earlier]
-        return {key: after[key] for key in (*(key for key in earlier if key in after), *new)}
-
-    def removed(self, after: Mapping[str, Any]) -> tuple[str, ...]:
-        """The keys of a newly built optimizer that are gone."""
-        return tuple(key for key in self.values if key not in after)
-
-
-def _is_atom(value: Any) -> bool:
-    """Whether a value never changes, which most options are."""
-    kind = type(value)
-    return kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value)))
-
-
-def _numbered(params: Iterable[Tensor]) -> dict[int, int]:
-    return {id(param): number for number, param in enumerate(params)}
-
-
-@attrs.frozen
-class _Parameter:
-    """Stands for a reference to a parameter, which a newly built optimizer has by itself."""
-
-    number: int
-
-
-def _snapshot(value: Any, params: Mapping[int, int], within: tuple[int, ...] = ()) -> Any:
-    """A value that compares by :func:`_same` and doesn't change with the original."""
-    kind = type(value)
-    if _is_atom(value):
-        return value
-    if isinstance(value, Tensor):
-        number = params.get(id(value))
-        return value.detach().clone() if number is None else _Parameter(number)
-    if id(value) in within or len(within) > 20:
-        return kind
-    inside = (*within, id(value))
-    if isinstance(value, Mapping):
-        return kind, [(_snapshot(k, params, inside), _snapshot(v, params, inside)) for k, v in value.items()]
-    if isinstance(value, set | frozenset):
-        return kind, copy.copy(value)
-    if isinstance(value, list | tuple | deque):
-        return kind, [_snapshot(item, params, inside) for item in value]
-    if isinstance(value, Iterator):
-        return object()  # nothing says how far it is, so it counts as changed
-    package = kind.__module__.partition(".")[0]
-    if package in ("torch", "random", "numpy"):  # generators of random numbers, and arrays
-        state = next((getattr(value, name) for name in ("get_state", "getstate") if hasattr(value, name)), None)
-        if state is not None:
-            return kind, _snapshot(state(), params, inside)
-    if package == "numpy":
-        return kind, copy.deepcopy(getattr(getattr(value, "bit_generator", value), "state", value))
-    if callable(value) or package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
-        return value
-    return kind, id(value), [(name, _snapshot(each, params, inside)) for name, each in vars(value).items()]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if type(a).__module__ == "numpy" and hasattr(a, "__array__"):
-        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
-    if isinstance(a, float):
-        return a == b or (a != a and b != b)
-    return a is b or bool(a == b)
-
-
-def _unholdable(value: Any, where: str, params: set[int]) -> Iterator[tuple[str, str]]:
-    """(place, what is wrong) for each value that no State can hold."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return
-    if isinstance(value, Tensor):
-        if id(value) in params:
-            yield where, "is a parameter of the model itself"
-        elif kind not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
-            yield where, f"is a {kind.__name__} of layout {value.layout}, where a State holds plain tensors"
-    elif kind in _MAPPINGS:
-        for key, item in value.items():
-            if isinstance(key, Tensor) or (type(key) is int and key in params):
-                yield where, "has parameters, or their id(), as keys"
-            else:
-                yield from _unholdable(key, where, params)
-                yield from _unholdable(item, f"{where}[{key!r}]" if where else f"self.{key}", params)
-    elif kind in _LISTS:
-        for index, item in enumerate(value):
-            yield from _unholdable(item, f"{where}[{index}]", params)
-    elif not (kind.__module__ == "numpy" and hasattr(value, "__array__")) and not _is_registered(kind):
-        yield where, f"is a {kind.__module__}.{kind.__qualname__}"
-
-
-def _is_registered(kind: type) -> bool:
-    from pure_loop._internal.registry import registered
-
-    return registered(kind) is not None
-
-
-def _tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor in lists and mappings, and where it is."""
-    if isinstance(value, Tensor):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple | deque):
-        for index, item in enumerate(value):
-            yield from _tensors(item, f"{where}[{index}]")
-
-
-Range: TypeAlias = tuple[torch.device, int, int]
-
-
-def _range(tensor: Tensor) -> Range:
-    """Where a tensor, which isn't empty, lies in memory."""
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.device, start, start + (last + 1) * tensor.element_size()
-
-
-def _overlap(a: Range, b: Range) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
-
-
 def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
@@ -870,10 +710,6 @@ def _copied(tree: Any) -> Any:
     copies = dict(zip(tensors, clone_all(list(tensors.values())), strict=True))
     traced = tracer.get() is not None  # with numbers of the step among the leaves
     return structure.unflatten(
-        copies[id(leaf)]
-        if isinstance(leaf, Tensor)
-        else leaf
-        if traced or type(leaf) in _ATOMS
-        else copy.deepcopy(leaf)
+        copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if traced or type(leaf) in ATOMS else copy.deepcopy(leaf)
         for leaf in leaves
     )
