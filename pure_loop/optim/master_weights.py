@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode
+from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import check_state, gradients_of
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, overwrite_private_of, stateless_overwrite
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
+from pure_loop.random.seeds import tracer
 from pure_loop.time import Timestamp
 
 __all__ = ["master_weights"]
@@ -138,7 +140,9 @@ class _MasterWeights:
         inplace: Any = self.optimizer.overwrite
         with GradMode(False):
             for name, param in half.items():
-                master[name].copy_(_following(master[name], param))
+                followed = _following(master[name], param)
+                if followed is not master[name]:
+                    master[name].copy_(followed)
             current = _merged(params, master)
             new, inner = inplace(_widened(grads, params), opt_state["inner"], current, timestamp, **options)
             if new is not current:
@@ -146,8 +150,8 @@ class _MasterWeights:
                 master = FrozenDict((name, new[name]) for name in half)
                 params = FrozenDict((name, new[name].to(param.dtype)) for name, param in params.items())
                 return params, FrozenDict(master=master, inner=inner)
-            for name, param in half.items():
-                param.copy_(master[name])
+            if half:
+                torch._foreach_copy_(list(half.values()), [master[name] for name in half])
         return params, FrozenDict(master=master, inner=inner)
 
     def _read(self, opt_state: OptState, params: Params) -> tuple[Params, Params]:
@@ -183,4 +187,8 @@ def _widened(grads: Grads, params: Params) -> FrozenDict[str, Tensor | None]:
 
 def _following(master: Tensor, param: Tensor) -> Tensor:
     """The copy, but where it no longer rounds to the parameter that: something else has changed it."""
-    return torch.where(master.to(param.dtype) == param, master, param.float())
+    rounded = master.to(param.dtype)
+    # On a CPU to look costs less than to choose; elsewhere it would wait for the device.
+    if param.is_cpu and not is_sharded(param) and tracer.get() is None and torch.equal(rounded, param):
+        return master
+    return torch.where(rounded == param, master, param.float())

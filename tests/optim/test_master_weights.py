@@ -171,6 +171,16 @@ def test_steps_in_place_are_the_same(name: str) -> None:
             assert [param.data_ptr() for param in mine.values()] == places
 
 
+@pytest.mark.parametrize("donate", [False, "auto"])
+def test_a_model_in_float32_trains_as_without_it(donate: Any) -> None:
+    module, data = nn.Linear(4, 3), batches()
+    settings: dict[str, Any] = {"loss": mse, "max_duration": "1ep", "donate": donate}
+    plain = pl.run(pl.fit(module, data, optimizer=adamw(LR), **settings))
+    wrapped = pl.run(pl.fit(module, data, optimizer=master_weights(adamw(LR)), **settings))
+    assert_same(wrapped.params, plain.params)
+    assert_same(wrapped.opt_state["inner"], plain.opt_state)
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_it_is_compiled() -> None:
     optimizer = master_weights(adamw(LR))
