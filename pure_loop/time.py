@@ -63,7 +63,9 @@ _EXAMPLES = {
 
 def _forms(units: Iterable[TimeUnit]) -> str:
     *others, last = (_EXAMPLES[unit] for unit in units)
-    return f"write {', '.join(others)}, or {last}; an int counts epochs"
+    forms = f"{', '.join(others)}, or {last}" if others else last
+    # An int counts epochs, also where those are refused.
+    return f"write {forms}" + ("; an int counts epochs" if others else "")
 
 
 _FORMS = _forms(TimeUnit)

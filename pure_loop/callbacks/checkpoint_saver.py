@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +19,7 @@ from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
 from pure_loop.checkpoint.plain import Weights, refuse_unwritable
 from pure_loop.checkpoint.retention import Names, Saved, check_links
 from pure_loop.checkpoint.run_folder import RunFolder
-from pure_loop.checkpoint.signal_names import SignalLike
+from pure_loop.checkpoint.signal_names import SignalLike, signal_name
 from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
@@ -252,7 +251,7 @@ class CheckpointSaver(Callback):
                 self._writer.finish()
         except Exception as error:
             if came is not None:
-                _log.error("%s: not saved: %s", signal.Signals(came).name, error)
+                _log.error("%s: not saved: %s", signal_name(came), error)
             # What ended training on this rank, or on another, ended what was being saved as well.
             if self._coordinator is None or why is None or isinstance(why, GeneratorExit):
                 raise
@@ -277,7 +276,7 @@ class CheckpointSaver(Callback):
         state = self._last_boundary()
         if why is None and came is not None and self._saved is not None:
             self._writer.wait()
-            self._say(signal.Signals(came).name, *self._saved)
+            self._say(signal_name(came), *self._saved)
         if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._coordinator is None):
             return
         if why is self._writer.failed:
@@ -287,7 +286,7 @@ class CheckpointSaver(Callback):
             isinstance(why, GeneratorExit) or self._coordinator is not None or state.timestamp.batch == self._began
         ):
             return
-        name = f"{type(why).__name__}: {why}" if came is None else signal.Signals(came).name
+        name = f"{type(why).__name__}: {why}" if came is None else signal_name(came)
         if isinstance(why, SystemExit) and why.code == REQUEUE:
             name = "stop_before"  # of another saver
         self._finish(state, name, measured=False)
@@ -295,7 +294,7 @@ class CheckpointSaver(Callback):
     def _stop(self, state: State, *, measured: bool) -> None:
         """Save the State, and let the signal act that asked for it."""
         assert self._held.caught is not None
-        self._finish(state, signal.Signals(self._held.caught).name, measured=measured)
+        self._finish(state, signal_name(self._held.caught), measured=measured)
         self._held.stop()
 
     def _requeue(self, state: State, limit: TimeLimit) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["SignalLike", "read_signals"]
+__all__ = ["SignalLike", "read_signals", "signal_name"]
 
 SignalLike: TypeAlias = "str | int"
 """``"USR1"``, ``"SIGUSR1"``, ``signal.SIGUSR1`` or its number."""
@@ -33,6 +33,18 @@ def read_signals(value: Iterable[SignalLike]) -> tuple[int, ...]:
     if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
         raise ArgumentTypeError(f"signals={items!r}: {wanted}.")
     return tuple(dict.fromkeys(map(_number, items)))
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; the number of one that has none, as most real-time signals.
+
+    >>> signal_name(15)
+    'SIGTERM'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _number(item: str | int) -> int:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from pure_loop.callback import Run
-from pure_loop.checkpoint.signal_names import SignalLike, read_signals
+from pure_loop.checkpoint.signal_names import SignalLike, read_signals, signal_name
 from pure_loop.data.source import ITERATOR_MADE, is_loading
 
 __all__ = ["HeldSignals", "any_came"]
@@ -142,7 +142,7 @@ class HeldSignals:
         if self.caught is None and not self._over:
             self.caught, self._since = number, time.monotonic()
             self.came = self.came or number
-            name = signal.Signals(number).name
+            name = signal_name(number)
             ending = self._ending(number) if self._is_loading(frame) else None
             if ending is not None:
                 raise ending

@@ -94,7 +94,9 @@ def read_batches_per_step(value: Any) -> int:
 def read_microbatch_size(value: Any) -> int | Literal["auto"] | None:
     if isinstance(value, str) and value == "auto":
         return "auto"
-    return positive_or_none("microbatch_size", value)
+    if value is None:
+        return None
+    return check_integer("microbatch_size", value, least=1, wanted='a whole number of at least 1, "auto", or None')
 
 
 def read_train_dataloader(value: Any) -> Any:

@@ -263,6 +263,23 @@ def test_a_signal_by_its_name(tmp_path: Path, written: Any) -> None:
     sameness.assert_same(pl.run(stream(autoresume=saver)), pl.run(stream()), "resumed")
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")
+def test_a_signal_without_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    number = signal.SIGRTMIN + 3
+    assert number not in [entry.value for entry in signal.Signals]
+    saver = CheckpointSaver(tmp_path, interval=0, signals=[number])
+
+    def raises(event: Event, state: pl.State) -> None:
+        if event is Event.BATCH_START and state.timestamp.batch == 5:
+            signal.raise_signal(number)
+
+    with pytest.raises(SystemExit) as caught:
+        pl.run(stream(raises, autoresume=saver))
+    assert caught.value.code == 128 + number
+    assert files(tmp_path) == ["ep1-ba6.safetensors"]
+    assert f"signal {number}: the State of batch 6 is saved" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

@@ -143,6 +143,13 @@ def test_what_is_no_time_limit_is_refused(tmp_path: Path, value: Any, error: typ
         CheckpointSaver(tmp_path, stop_before=value)
 
 
+@pytest.mark.parametrize("value", ["19h50", -5, 1.5, True])
+def test_the_refusal_offers_wall_clock_time_alone(tmp_path: Path, value: Any) -> None:
+    with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError)) as caught:
+        CheckpointSaver(tmp_path, stop_before=value)
+    assert str(caught.value).endswith('write wall-clock time: "90s", "1.5s", "30m", "1h30m", "1d2h"')
+
+
 def test_a_script_counts_no_seconds(tmp_path: Path) -> None:
     def script(state: pl.State) -> Any:
         return (yield Event.FIT_END, state)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.errors import ArgumentError, DistributedError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DistributedError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import Plan, expected
 from pure_loop.state import POSITIONS
@@ -349,6 +349,8 @@ def test_what_can_not_be_done_is_refused_at_the_call() -> None:
     with pytest.raises(ArgumentError, match='algorithm is called "microbatch_size"'):
         fit(limited(), batches(4), [pl.Algorithm("microbatch_size", {Event.BATCH_END: lambda state: state})],
             microbatch_size="auto")  # fmt: skip
+    with pytest.raises(ArgumentTypeError, match='microbatch_size=\'Auto\'.*"auto"'):
+        fit(limited(), batches(4), microbatch_size="Auto")
 
 
 @examples(15, 300)
