@@ -102,7 +102,7 @@ def refuse_other_options(where: str, options: Mapping[str, Any], given: Mapping[
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item()
+        value = value.tolist()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
@@ -197,6 +197,21 @@ def _like(value: Any, param: Tensor, name: str, key: str) -> Tensor | None:
     return torch.empty_like(param, requires_grad=False).copy_(value)
 
 
+def _count(value: Any, name: str) -> int:
+    """The number of steps that a state dict has for a parameter, a number or a tensor of one.
+
+    Raises:
+        ResumeError: it is no count.
+    """
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, int | float) or isinstance(number, bool) or not (number >= 0 and number % 1 == 0):
+        raise ResumeError(
+            f"the state dict holds {value!r:.80} as step of parameter {name!r}, which is no count of steps: it was not "
+            "written by the optimizer, or was damaged. Take its state_dict() again."
+        )
+    return int(number)
+
+
 def _zeros(values: Mapping[str, Tensor | None], params: Params) -> FrozenDict[str, Tensor]:
     return FrozenDict(
         (name, torch.zeros_like(params[name], requires_grad=False) if value is None else value)
@@ -235,7 +250,7 @@ class AdamInTorch(_OfRule):
         (group,) = groups
         self.refuse_other_options(group)
         kept = self.memory(group, params, self.memories, counts=True)
-        steps = {name: int(memory["step"]) if memory else 0 for name, memory in group.memory.items()}
+        steps = {name: _count(memory["step"], name) if memory else 0 for name, memory in group.memory.items()}
         most = max(steps.values(), default=0)
         device = next(iter(params.values())).device if params else None
         return FrozenDict(

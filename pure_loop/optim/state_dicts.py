@@ -186,9 +186,34 @@ def _loaded(optimizer: Optimizer, params: Params, every: list[str], state_dict: 
             f"a state dict of torch.optim has the keys 'state' and 'param_groups'{labels}, and this one has "
             f"{list(map(str, state_dict))[:8]}"
         )
+    _refuse_malformed(state_dict["state"], state_dict["param_groups"])
     form.cls()
     groups = _groups(optimizer, form, params, every, state_dict)
     return form.read(groups, params)
+
+
+def _refuse_malformed(state: Any, groups: Any) -> None:
+    """
+    Raises:
+        ArgumentTypeError: they are not what ``torch.optim.Optimizer.state_dict`` gives.
+    """
+    wrong = None
+    if not isinstance(state, Mapping):
+        wrong = f"state is a {type(state).__name__}, not a dict"
+    elif not isinstance(groups, list | tuple):
+        wrong = f"param_groups is a {type(groups).__name__}, not a list"
+    else:
+        for place, group in enumerate(groups):
+            numbers = group.get("params") if isinstance(group, Mapping) else None
+            if not isinstance(numbers, list | tuple):
+                wrong = f"param_groups[{place}] is no dict with a list 'params'"
+                break
+            odd = [number for number in numbers if not isinstance(state.get(number, {}), Mapping)]
+            if odd:
+                wrong = f"state[{odd[0]!r}] is a {type(state[odd[0]]).__name__}, not a dict"
+                break
+    if wrong is not None:
+        raise ArgumentTypeError(f"load_state_dict needs a dict such as torch_optimizer.state_dict(), and here {wrong}.")
 
 
 def _groups(

@@ -364,3 +364,36 @@ def test_what_does_not_fit_is_refused() -> None:
     half = pl.State.create(model().bfloat16())
     with pytest.raises(ResumeError, match=r"holds \(5, 4\) torch\.float32 as exp_avg .*torch\.bfloat16"):
         load_state_dict(half, adamw, made(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize(
+    ("state", "param_groups", "match"),
+    [
+        (None, [], "state is a NoneType, not a dict"),
+        ({}, None, "param_groups is a NoneType, not a list"),
+        ({}, [{}], r"param_groups\[0\] is no dict with a list 'params'"),
+        ({}, ["lr"], r"param_groups\[0\] is no dict"),
+        ({}, [{"params": 3}], r"param_groups\[0\] is no dict with a list"),
+        ({0: [1]}, [{"params": [0]}], r"state\[0\] is a list, not a dict"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(state: Any, param_groups: Any, match: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"torch_optimizer\.state_dict\(\), and here {match}"):
+        load_state_dict(pl.State.create(model()), pl.optim.adamw(), {"state": state, "param_groups": param_groups})
+
+
+@pytest.mark.parametrize("step", [-3.0, 1.5, float("nan"), float("inf"), [1.0, 2.0], "3", None])
+def test_a_step_that_is_no_count_is_refused(step: Any) -> None:
+    module, optimizer = model(), pl.optim.adamw()
+    state_dict = to_state_dict(fitted(module, optimizer, batches()[:1]), optimizer)
+    state_dict["state"][0]["step"] = step if step is None or isinstance(step, str) else torch.tensor(step)
+    with pytest.raises(ResumeError, match=r"as step of parameter 'first\.weight', which is no count of steps"):
+        load_state_dict(pl.State.create(module), optimizer, state_dict)
+
+
+def test_betas_in_one_tensor_are_compared() -> None:
+    module, optimizer = model(), pl.optim.adamw()
+    state_dict = to_state_dict(fitted(module, optimizer, batches()[:1]), optimizer)
+    state_dict["param_groups"][0]["betas"] = torch.tensor([0.5, 0.9])
+    with pytest.raises(ArgumentError, match=r"and pl\.optim\.adamw has betas=\(0\.9, 0\.999\)"):
+        load_state_dict(pl.State.create(module), optimizer, state_dict)
