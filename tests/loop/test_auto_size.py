@@ -349,7 +349,7 @@ def test_what_can_not_be_done_is_refused_at_the_call() -> None:
     with pytest.raises(ArgumentError, match='algorithm is called "microbatch_size"'):
         fit(limited(), batches(4), [pl.Algorithm("microbatch_size", {Event.BATCH_END: lambda state: state})],
             microbatch_size="auto")  # fmt: skip
-    with pytest.raises(ArgumentTypeError, match='microbatch_size=\'Auto\'.*"auto"'):
+    with pytest.raises(ArgumentTypeError, match=r"microbatch_size='Auto'.*\"auto\""):
         fit(limited(), batches(4), microbatch_size="Auto")
 
 
