@@ -15,6 +15,7 @@ from pure_loop.event import EventName
 from pure_loop.loop.training import LoopStages
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.precision import PrecisionName
+from pure_loop.rehearsal.report import Rehearsal
 from pure_loop.state import Loss, MetricValue, StateFields
 from pure_loop.time import TimestampFields
 from pure_loop.tools.profile_report import Profile
@@ -35,6 +36,7 @@ __all__ = [
     "PrecisionName",
     "Profile",
     "RangeTest",
+    "Rehearsal",
     "Run",
     "StateFields",
     "TimestampFields",

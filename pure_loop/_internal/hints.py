@@ -31,6 +31,23 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "logging": "loggers are in pl.loggers: fit(..., loggers=[pl.loggers.ConsoleLogger()])",
         "EMA ema SAM sam": 'methods are in pl.algorithms: pl.algorithms.ema(half_life="100ba")',
         "EarlyStopping EarlyStopper early_stopping": _STOPPING,
+        "Tuner tune LearningRateFinder LRFinder FastaiLRFinder lr_range_test find_lr lr_finder": (
+            "write pl.lr_find(model, dataloader, loss=..., optimizer=...)"
+        ),
+        "BatchSizeFinder BatchSizeScaling find_batch_size auto_scale_batch_size find_executable_batch_size "
+        "largest_batch_size auto_microbatch": (
+            'write fit(..., microbatch_size="auto"), or pl.largest_microbatch(model, dataloader, ...)'
+        ),
+        "fast_dev_run sanity_check dry_run check": "write pl.rehearse(...), with the arguments of fit",
+        "summary summarize ModelSummary RichModelSummary": "pl.explain(...) prints the layers, given the arguments of fit",
+        "Profiler profiler SimpleProfiler AdvancedProfiler PyTorchProfiler": "write pl.profile(pl.fit(...))",
+        "export_onnx to_onnx to_torchscript export_for_inference save_pretrained": (
+            'write pl.export(state, path, format), "onnx" or "torch.export" with sample=inputs'
+        ),
+        "accumulate_grad_batches gradient_accumulation accumulate GradientAccumulationScheduler": (
+            "write fit(..., batches_per_step=4)"
+        ),
+        "Rehearsal RangeTest Profile": "the types of what tools return are in pl.typing",
         "ModelCheckpoint CheckpointSaver": "write callbacks=[pl.callbacks.CheckpointSaver(folder)]",
     },
     "pure_loop.callbacks": {
@@ -50,6 +67,9 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "FreeOutputs": "outputs lose their graph at AFTER_BACKWARD; microbatch_size= makes them smaller",
         "SystemMetricsMonitor DeviceStatsMonitor": "write SystemMonitor() for the machine, MemoryMonitor() for memory",
         "EvalOutputLogging": "write a callback with eval_batch_end, which records rows with logger.log_table",
+        "LearningRateFinder LRFinder": "write pl.lr_find(model, dataloader, loss=..., optimizer=...)",
+        "BatchSizeFinder": 'write fit(..., microbatch_size="auto"), or pl.largest_microbatch(...)',
+        "ModelSummary RichModelSummary": "pl.explain(...), with the arguments of fit, prints the layers",
         "OOMObserver": "write MemorySnapshot(folder, on_oom=True)",
         "ThroughputMonitor": "write SpeedMonitor()",
         "GradientAccumulationScheduler": "write fit(..., batches_per_step=...)",

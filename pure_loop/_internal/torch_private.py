@@ -7,6 +7,7 @@ release that moves a private name keeps ``import pure_loop`` or training from wo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
@@ -25,6 +26,7 @@ __all__ = [
     "any_global_hook",
     "backward_runs_in_threads",
     "broadcast_coalesced",
+    "config_of_compiler",
     "default_collate_functions",
     "default_store",
     "drop_groups_of_fsdp",
@@ -62,6 +64,7 @@ __all__ = [
     "tensor_uses",
     "transforms",
     "wait_tensor",
+    "without_compiler",
 ]
 
 missing: dict[str, str] = {}
@@ -171,6 +174,26 @@ def _dispatch_mode() -> type[Any]:
 
 # The base of classes that see every operation of a thread inside a ``with``.
 DispatchMode: type[Any] = _dispatch_mode()
+
+
+def without_compiler(mode: type[Any]) -> type[Any]:
+    """The same class of modes, whose first operation does not import torch's compiler, which takes seconds.
+
+    torch hides the code of a mode from its compiler by a wrapper that imports it. Where no other code has imported it,
+    nothing is compiled, and there is nothing to hide from.
+    """
+    hidden = getattr(mode, "__torch_dispatch__", None)
+    plain = getattr(hidden, "__wrapped__", None)
+    if hidden is None or plain is None:
+        return mode
+
+    def dispatch(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (hidden if "torch._dynamo" in sys.modules else plain)(self, function, types, args, kwargs)
+
+    mode.__torch_dispatch__ = dispatch
+    return mode
+
+
 # A context in which dispatch modes see no operation.
 no_dispatch: Callable[[], Any] = (
     _find(torch, "_C._DisableTorchDispatch", "strict's look for other threads") or nullcontext
@@ -515,6 +538,11 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def config_of_compiler() -> Any:
+    """The settings of torch's compiler; None where no code has imported it."""
+    return sys.modules.get("torch._inductor.config")
 
 
 def import_compiler() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pure_loop._internal.torch_private import config_of_compiler
 from pure_loop.donation.consumer import look_through
 from pure_loop.errors import ArgumentError, NondeterministicError
 
@@ -34,8 +34,8 @@ def _switched() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn: Any = torch.backends.cudnn
     of_cudnn = cudnn.deterministic, cudnn.benchmark
-    # Which the switch sets, too, and which may have been set alone.
-    compiler: Any = sys.modules.get("torch._inductor.config")
+    # The switch sets that of the compiler, too, which may have been set alone.
+    compiler = config_of_compiler()
     of_compiler = compiler and compiler.deterministic
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False

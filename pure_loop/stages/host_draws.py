@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.torch_private import DispatchMode, no_dispatch
+from pure_loop._internal.torch_private import DispatchMode, no_dispatch, without_compiler
 from pure_loop.errors import ImpurityError
 from pure_loop.model.structure import children
 from pure_loop.random.seeds import Device, movements, seeded, seeded_all, state_of
@@ -214,6 +214,7 @@ class Checked:
 _MOVES = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
 
 
+@without_compiler
 class _OwnDraws(DispatchMode):  # type: ignore[misc]
     """Follows the states of torch's global generators from one operation of this thread to the next.
 

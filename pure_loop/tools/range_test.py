@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
@@ -167,7 +168,8 @@ class RangeTest:
         ]
         suggested = {name: self._or_none(name) for name, _ in suggestions}
         if None in suggested.values():
-            return "\n".join([*lines, f"  {self._no_fall()}"])
+            why_not = textwrap.wrap(str(self._no_fall()), 78, break_on_hyphens=False)
+            return "\n".join([*lines, *(f"  {line}" for line in why_not)])
         written = {name: f"{rate:.2g}" for name, rate in suggested.items()}
         width = max(map(len, written.values()))
         return "\n".join([*lines, *(f"  {name:<16}  {written[name]:<{width}}  {text}" for name, text in suggestions)])

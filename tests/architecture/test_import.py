@@ -80,6 +80,17 @@ def test_what_a_plain_fit_does_not_use_is_not_imported(fitted: Any, name: str) -
     assert [each for each in fitted["all"] if each == name or each.startswith(f"{name}.")] == []
 
 
+STRICT = FIT.replace(
+    "max_duration", "strict=True, evaluators=[(torch.randn(4, 64), torch.zeros(4).long())], max_duration"
+)
+
+
+@pytest.mark.slow
+def test_a_strict_evaluation_does_not_import_the_compiler() -> None:
+    assert "strict=True" in STRICT
+    assert "torch._dynamo" not in measured(STRICT)["all"]
+
+
 def test_torch_brings_what_is_called_heavy_by_itself_or_later() -> None:
     """Each name is a module: one that is misspelled would pass above for ever."""
     for name in (*HEAVY, *(f"pure_loop.{each}" for each in LATER if each != "compile")):

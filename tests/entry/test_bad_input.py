@@ -110,6 +110,11 @@ CALLS = [
     ),
     (lambda: fit(val_loader=DATA), ["no argument 'val_loader'", 'write evaluators={"val": dataloader}']),
     (lambda: fit(microbatchsize=4), ["no argument 'microbatchsize'", "did you mean microbatch_size=?"]),
+    (lambda: fit(fast_dev_run=True), ["no argument 'fast_dev_run'", "write pl.rehearse(...)"]),
+    (lambda: fit(auto_lr_find=True), ["no argument 'auto_lr_find'", "pl.lr_find(...)"]),
+    (lambda: fit(profiler="simple"), ["no argument 'profiler'", "write pl.profile(pl.fit(...))"]),
+    (lambda: fit(max_time="20h"), ["no argument 'max_time'", 'stop_before="19h50m"']),
+    (lambda: fit(fp8=True), ["no argument 'fp8'", 'write precision="amp_fp8"']),
     (lambda: fit(zork=4), ["no argument 'zork'", "it has model_or_state, train_dataloader, loss,"]),
     (lambda: fit(train_dataloader=DATA), ["given train_dataloader twice", "leave one of them out"]),
     (

@@ -164,6 +164,14 @@ def test_names_of_other_libraries_are_answered() -> None:
                 assert str(caught.value) == f"module {package!r} has no attribute {name!r}: {text}"
 
 
+TOOLS_ELSEWHERE = "Tuner lr_finder BatchSizeFinder auto_scale_batch_size fast_dev_run ModelSummary Profiler to_onnx"
+
+
+@pytest.mark.parametrize("name", TOOLS_ELSEWHERE.split())
+def test_a_tool_of_another_library_is_answered(name: str) -> None:
+    assert hints.hint("pure_loop", name) is not None
+
+
 OF_COMPOSER = """ActivationMonitor CheckpointSaver EarlyStopper EvalOutputLogging FreeOutputs LoadCheckpoint LRMonitor
     MemoryMonitor MemorySnapshot NaNMonitor OOMObserver OptimizerMonitor RuntimeEstimator SpeedMonitor
     SystemMetricsMonitor ThresholdStopper"""

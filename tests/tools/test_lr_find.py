@@ -227,6 +227,7 @@ def test_without_a_fall_there_is_no_suggestion(tmp_path: Path) -> None:
     words = "does not fall by more than it fluctuates"
     for losses in (flickering, [1 + rate for rate in rates]):
         found = RangeTest(rates, losses, 1.0, diverged=False)
+        assert all(len(line) <= 80 for line in repr(found).splitlines())
         for name in ("suggestion", "tenth_of_minimum"):
             with pytest.raises(pl.ArgumentError, match=words):
                 getattr(found, name)
