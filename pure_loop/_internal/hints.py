@@ -39,7 +39,7 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
             'write fit(..., microbatch_size="auto"), or pl.largest_microbatch(model, dataloader, ...)'
         ),
         "fast_dev_run sanity_check dry_run check": "write pl.rehearse(...), with the arguments of fit",
-        "summary summarize ModelSummary RichModelSummary": "pl.explain(...) prints the layers, given the arguments of fit",
+        "summary ModelSummary RichModelSummary": "pl.explain(...) prints the layers, given the arguments of fit",
         "Profiler profiler SimpleProfiler AdvancedProfiler PyTorchProfiler": "write pl.profile(pl.fit(...))",
         "export_onnx to_onnx to_torchscript export_for_inference save_pretrained": (
             'write pl.export(state, path, format), "onnx" or "torch.export" with sample=inputs'
