@@ -3,9 +3,9 @@
     python examples/distillation.py          # one teacher, students of six seeds; draws distillation.png
 
 The teacher is trained on all ten handwritten digits. The students are trained on 300 images without a single 3: once
-with their labels alone, and once with what the teacher says of them as well: in how far this 8 looks like a 3 (the
-experiment of https://arxiv.org/abs/1503.02531, section 3). The soft targets are an algorithm of ten lines, which adds a
-term to the loss at AFTER_LOSS; the rest of the call is the same.
+with their labels alone, and once with the teacher's probabilities as well, which tell how much this 8 looks like a 3
+(the experiment of https://arxiv.org/abs/1503.02531, section 3). The soft targets are an algorithm of ten lines, which
+adds a term to the loss at AFTER_LOSS; the rest of the call is the same.
 
 Each seed draws its own images and its own student. Printed are, for each, the accuracies on held-out digits, and on the
 held-out 3s among them. Exit code 0 means: distilled students are better for each seed, and recognise 3s.

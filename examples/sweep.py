@@ -8,8 +8,8 @@ nine is trained to the first rung, the better third of it from there to the seco
 Optuna suggests the next generation by what it has seen.
 
 A trial that waits is a State in a dict, and so is one that was pruned: nothing is trained twice, and nothing is lost.
-So the last part asks whether pruning was right: the best trial that was pruned at the first rung is trained to the end,
-as if it had never been pruned. What is compared, bit for bit: the winner, which waited at each rung, with the same
+So the last part tests whether pruning was right: the best trial that was pruned at the first rung is trained to the
+end, as if it had never been pruned. What is compared, bit for bit: the winner, which waited at each rung, with the same
 settings trained from the fork to the end at once.
 """
 

@@ -225,7 +225,7 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         self._at(state, Event.BATCH_END, logger)
-        # Asked on all ranks, and at each batch.
+        # Called on all ranks, and at each batch.
         if self._limit is not None and self._limit.is_near(state) and not state.has_ended():
             logger.flush()
             self._requeue(state, self._limit)

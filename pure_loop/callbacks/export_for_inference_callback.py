@@ -11,7 +11,7 @@ from pure_loop._internal.dtensor import is_sharded
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.checkpoint.storage import PathLike, storage_of
 from pure_loop.exporting.export import module_of
-from pure_loop.exporting.files import export_module, refuse_sample, try_to_export, try_to_write
+from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_export, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -39,7 +39,8 @@ class ExportForInferenceCallback(Callback):
         verify: compare the weights in the file, and with a sample its outputs, with the model's.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a setting of another type, or a graph without a sample; at FIT_START: no
+        ArgumentError, ArgumentTypeError: a setting of another type, a graph without a sample, or a
+            path with the suffix of another format; at FIT_START: no
             average of this name, or a path that is a folder.
         MissingExtraError: ``"onnx"`` without its packages.
         ExportError: at FIT_START: the model can't be exported; at FIT_END: what was read back differs.
@@ -70,6 +71,7 @@ class ExportForInferenceCallback(Callback):
     ) -> None:
         storage_of(path)
         self.path = os.fspath(path)
+        refuse_suffix(path, format, where="ExportForInferenceCallback")
         refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
         self._format = format
         self._sample = sample

@@ -108,7 +108,7 @@ def latest(folder: PathLike) -> str | None:
     """The path of the newest checkpoint in a folder that is whole; None if there is none.
 
     Newest is the State that is furthest on: by its counts of batches, epochs and iterations, and where these are equal
-    by its boundary; of equal States the last by name. No clock is asked, neither the one by which files are dated nor
+    by its boundary; of equal States the last by name. No clock is read, neither the one by which files are dated nor
     the one at saving. Each file is read through and compared with its digest; one that is damaged, cut off or
     contradicts itself is passed over, with a message to the log ``pure_loop.checkpoint``.
 

@@ -12,7 +12,7 @@ _log = logging.getLogger("pure_loop.checkpoint")
 
 
 def tell(text: str) -> None:
-    """Log a line as a warning, and print it on stderr where logging shows it to nobody there."""
+    """Log a line as a warning, and print it on stderr where logging does not show it there."""
     _log.warning(text)
     handlers = list(_handlers(_log))
     # Without any handler logging itself prints warnings.

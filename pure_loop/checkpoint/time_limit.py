@@ -79,7 +79,7 @@ class TimeLimit:
         self._saving = sum(leaf.numel() * leaf.element_size() for leaf in leaves) / shares / _BYTES_A_SECOND
 
     def is_near(self, state: State) -> bool:
-        """Whether to stop at this boundary; asked once for each batch."""
+        """Whether to stop at this boundary; called once for each batch."""
         now, before = state.timestamp.total_seconds, state.previous_timestamp.total_seconds
         self._longest = now - before if self._batches < 2 else max(self._longest, now - before)
         self._batches += 1

@@ -53,7 +53,7 @@ class LayerTable:
     """The modules of a model, in the order in which they are registered; a notebook or a terminal shows a table.
 
     Attributes:
-        layers: the modules down to the depth that was asked for, the model itself first: its numbers are the totals.
+        layers: the modules down to the depth that was passed, the model itself first: its numbers are the totals.
         why_not: why outputs and operations are not known; "" where they are.
     """
 

@@ -11,7 +11,7 @@ from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.storage import PathLike, storage_of
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.exporting.files import export_module, refuse_sample, try_to_write
+from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -63,7 +63,7 @@ def export(
 
     Raises:
         ArgumentError, ArgumentTypeError: no State, an unknown format, a graph without a sample, no average of this
-            name, a path that is a folder.
+            name, a path that is a folder or has the suffix of another format.
         MissingExtraError: ``"onnx"`` without its packages.
         CheckpointWriteError: (an OSError) the path can't be written to.
         ExportError: the model can't be traced, translated or pickled; or what was read back differs.
@@ -79,6 +79,7 @@ def export(
     """
     _refuse_no_state(state)
     storage_of(path)
+    refuse_suffix(path, format, where="export")
     refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
     sharded = any(map(is_sharded, state.params.values()))
     module = module_of(state, average)  # first, because ranks that hold shards gather them together

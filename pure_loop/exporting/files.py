@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -20,7 +21,7 @@ from pure_loop.exporting.comparison import differing, weights_of
 from pure_loop.exporting.graphs import onnx_file, refuse_missing_onnx, traced
 from pure_loop.model.model import ModelDef
 
-__all__ = ["Format", "export_module", "refuse_sample", "try_to_export", "try_to_write"]
+__all__ = ["Format", "export_module", "refuse_sample", "refuse_suffix", "try_to_export", "try_to_write"]
 
 Format: TypeAlias = Literal["module", "torch.export", "safetensors", "onnx"]
 """What is written: the module itself, by pickle (``torch.load(path, weights_only=False)``); its graph
@@ -50,6 +51,24 @@ def refuse_sample(format: Format, sample: Any, *, dynamic_batch: bool, where: st
         raise ArgumentError(
             f"{where}: the sample is {describe(sample)}, and a graph for batches of any size is traced on 2 samples or "
             "more: give more, or write dynamic_batch=False for batches of this size."
+        )
+
+
+# What these files are to every program that opens them.
+_SUFFIXES: dict[str, Format] = {".onnx": "onnx", ".safetensors": "safetensors", ".pt2": "torch.export"}
+
+
+def refuse_suffix(path: PathLike, format: Format, *, where: str) -> None:
+    """
+    Raises:
+        ArgumentError: the path has the suffix of another format.
+    """
+    suffix = PurePath(str(path)).suffix
+    usual = _SUFFIXES.get(suffix, format)
+    if usual != format:
+        raise ArgumentError(
+            f'{where}: format="{format}" for the path {str(path)!r}, and {suffix} is the suffix of format="{usual}": '
+            "write that, or another suffix."
         )
 
 

@@ -3,7 +3,7 @@
 A batch is tried before its BATCH_START: everything between that event and AFTER_TRAIN_BATCH is computed on a branch of
 the State, with the algorithms, and the result is dropped. If that runs out of memory, it is tried with half the size.
 Then the batch is run with the size that was found, so that each of its events comes once, and its State is that of a
-run with this size. Algorithms are pure, which is why they can be called for a result that nobody sees.
+run with this size. Algorithms are pure, which is why they can be called for a result that is dropped.
 
 A batch that is no larger than one that was tried, in any dimension of its tensors, is not tried.
 """
@@ -42,7 +42,7 @@ def _batch(state: State, stages: LoopStages) -> Script:
 
 @attrs.define
 class AutoSize:
-    """What a call of ``fit`` knows of sizes.
+    """The sizes that one call of ``fit`` has tried.
 
     Attributes:
         stages: those of the loop; their ``found`` is written to.

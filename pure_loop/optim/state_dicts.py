@@ -96,7 +96,7 @@ def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any
             module.named_parameters())``). For a ``partition`` it has one group for each part, in their order; or a
             mapping has a state dict by the label of each part.
 
-    The learning rate is that of ``optimizer``: a schedule is asked at the timestamp of the State, which begins at 0
+    The learning rate is that of ``optimizer``: a schedule is evaluated at the timestamp of the State, which begins at 0
     unless it is replaced: ``state.replace(timestamp=state.timestamp.replace(batch=1000))``. The result has copies of
     all tensors.
 

@@ -73,7 +73,7 @@ def rehearse(
     call_callbacks: bool = True,
     **kwargs: Any,
 ) -> Rehearsal:
-    """Try all arguments of a call of ``fit`` on one batch of each dataloader, so that no mistake waits for its hour.
+    """Try all arguments of a call of ``fit`` on one batch of each dataloader, so that mistakes show before it starts.
 
     In this order: the arguments; whether the places of checkpoints and loggers can be written to; every schedule at
     the start, a quarter, the middle and the end of the run; the first batch of each dataloader; INIT and loading; each
@@ -274,7 +274,9 @@ class _Phases:
             if is_never(evaluator):
                 continue
             if evaluator.source.reads_once:
-                self.place.skip(f"evaluator {label!r}: its dataloader gives each batch once.")
+                self.place.skip(
+                    f"evaluator {label!r}: its dataloader gives each batch once: pass a DataLoader or a list."
+                )
                 continue
             with self.place.collecting(f"data, first batch of evaluator {label!r}"):
                 evaluators.append((evaluator, first_batch(evaluator.source)))

@@ -90,7 +90,7 @@ def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
     """Train for some steps at growing learning rates, on a fork, and report the losses with a suggestion.
 
     The rate of step ``i`` is ``lowest * (highest / lowest) ** (i / (steps - 1))``; a schedule in the optimizer is not
-    asked. In :func:`pl.optim.partition <pure_loop.optim.partition>` it is that of the first optimizer, and the others
+    used. In :func:`pl.optim.partition <pure_loop.optim.partition>` it is that of the first optimizer, and the others
     keep their ratio to it. The loss of a rate is that of the batch after its step. The test stops where the loss is not
     finite, or its running mean is above the first one and above four times the lowest one.
 

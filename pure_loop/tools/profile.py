@@ -1,7 +1,7 @@
 """``pl.profile``: where the time of a training run goes.
 
 The parts of a stream of ``fit`` are replaced by timed ones while it is profiled: the class of its stages, the handlers
-of algorithms, what callbacks and loggers are called by, and the batches of its sources. Nothing in the loop knows of
+of algorithms, what callbacks and loggers are called by, and the batches of its sources. Nothing in the loop depends on
 that, and a stream that is not profiled has nothing of it.
 """
 

@@ -164,6 +164,7 @@ def test_a_path_that_cannot_be_written_to_is_refused_before_training(tmp_path: P
     [
         ((3,), "3 is no path"),
         (("model.onxx", "onxx"), "format"),
+        (("model.onnx",), 'suffix of format="onnx"'),
         (("model.pt2", "torch.export"), "give sample=inputs"),
         (("model.pt2", "torch.export", INPUTS[:1]), r"tensor \(1, 4\).*give more, or write dynamic_batch=False"),
     ],

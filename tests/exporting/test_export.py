@@ -216,6 +216,8 @@ STATE = pl.State.create(mlp())
         ((STATE, "model.onnx", "onnx"), {}, pl.ArgumentError, r'format="onnx" traces .*give sample=inputs'),
         ((STATE, "model.pt2", "torch.export"), {"sample": INPUTS[:1]}, pl.ArgumentError, "give more"),
         ((STATE, "model.pt"), {"average": "ema"}, pl.ArgumentError, "no average named 'ema'"),
+        ((STATE, "model.onnx"), {}, pl.ArgumentError, '.onnx is the suffix of format="onnx"'),
+        ((STATE, Path("a.safetensors"), "module"), {}, pl.ArgumentError, 'suffix of format="safetensors"'),
         ((STATE, "."), {}, pl.ArgumentError, "is a folder"),
         ((STATE, "model.pt"), {"smaple": INPUTS}, pl.ArgumentTypeError, "did you mean sample="),
         ((STATE, "model.pt"), {"verify": 1}, pl.ArgumentTypeError, "verify"),

@@ -115,7 +115,7 @@ def test_an_iterator_is_not_read() -> None:
         rehearse(torch.nn.Linear(3, 2), iterator)
     report = rehearse(torch.nn.Linear(3, 2), iterator, evaluators={"val": iterator}, sample=DATA[0], max_duration="9ba")
     assert len(list(iterator)) == len(DATA)
-    assert "evaluator 'val': its dataloader gives each batch once." in report.skipped
+    assert "evaluator 'val': its dataloader gives each batch once: pass a DataLoader or a list." in report.skipped
 
 
 def test_an_object_that_has_an_iterator_is_not_read() -> None:
