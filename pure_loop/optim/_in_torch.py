@@ -20,7 +20,16 @@ from pure_loop.optim.optimizer import Optimizer, OptState, Params, RateFunction,
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
 
-__all__ = ["AdamInTorch", "InTorch", "MuonInTorch", "SGDInTorch", "TorchGroup", "part_in_torch", "refuse_other_options"]
+__all__ = [
+    "AdamInTorch",
+    "InTorch",
+    "MuonInTorch",
+    "SGDInTorch",
+    "TorchGroup",
+    "no_class",
+    "part_in_torch",
+    "refuse_other_options",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -69,11 +78,16 @@ def part_in_torch(optimizer: Optimizer) -> InTorch:
         ArgumentError: no class of torch has the state of this optimizer.
     """
     if optimizer.in_torch is None:
-        raise ArgumentError(
-            f"no class of torch.optim has the state of {optimizer.name}, so it has no state dict of torch's. Its state "
-            "is in state.opt_state, which pl.save writes."
-        )
+        raise no_class(optimizer.name)
     return optimizer.in_torch
+
+
+def no_class(name: str) -> ArgumentError:
+    """The refusal of an optimizer whose state no class of torch has."""
+    return ArgumentError(
+        f"no class of torch.optim has the state of {name}, so it has no state dict of torch's. Its state is in "
+        "state.opt_state, which pl.save writes."
+    )
 
 
 # Options of a group that don't change what is computed, or that each step sets anew.

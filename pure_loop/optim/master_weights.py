@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -13,6 +13,7 @@ from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._in_torch import TorchGroup, no_class
 from pure_loop.optim.kernels import check_state, gradients_of
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, overwrite_private_of, stateless_overwrite
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
@@ -80,6 +81,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         draws=optimizer.draws,
         check=rule.check,
         seeing=None if optimizer.seeing is None else rule.seeing,
+        in_torch=None if getattr(optimizer.in_torch, "evaluated", None) is None else _Modes(rule),
     )
 
 
@@ -164,6 +166,35 @@ class _MasterWeights:
                 f"{sorted(half)[:5]}: begin again with optimizer.init(params)"
             )
         return half, master
+
+
+@attrs.frozen
+class _Modes:
+    """The parameters for evaluation of an optimizer that has them. No class of torch has the state with the copies."""
+
+    rule: _MasterWeights
+
+    def cls(self) -> NoReturn:
+        raise no_class(f"master_weights({self.rule.optimizer.name})")
+
+    def names(self, params: Params) -> NoReturn:
+        self.cls()
+
+    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> NoReturn:
+        self.cls()
+
+    def read(self, groups: Sequence[TorchGroup], params: Params) -> NoReturn:
+        self.cls()
+
+    def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
+        """As :func:`pure_loop.optim.evaluation_params` has them, rounded; None: the optimizer has no modes."""
+        rule: Any = self.rule.optimizer.in_torch
+        half, master = self.rule._read(opt_state, params)
+        current = FrozenDict((name, _following(master[name], param)) for name, param in half.items())
+        result = rule.evaluated(opt_state["inner"], _merged(params, current))
+        if result is None:
+            return None
+        return FrozenDict((name, value.to(params[name].dtype)) for name, value in result.items())
 
 
 def _half(params: Params) -> Params:

@@ -129,7 +129,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
     Args:
         state: of a run whose parameters are those for training.
         optimizer: what ``fit`` was given: :func:`from_torch` of a class with ``train()`` and ``eval()``, or a
-            ``partition`` with one.
+            ``partition`` with one, or ``master_weights`` of it.
 
     Returns:
         All parameters of the State, copies of those that differ: for ``state.replace(params=...)`` at EVAL_START.

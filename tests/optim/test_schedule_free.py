@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.errors import ArgumentError, ResumeError
-from pure_loop.optim import evaluation_params, from_torch, partition
+from pure_loop.optim import evaluation_params, from_torch, master_weights, partition, to_state_dict
 
 schedulefree: Any = pytest.importorskip("schedulefree")
 mse = nn.functional.mse_loss
@@ -132,3 +132,22 @@ class Quantized(torch.optim.SGD):
 def test_states_of_other_classes_of_tensors_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"Quantized can't be used, .* tensors of classes of its own"):
         from_torch(Quantized)
+
+
+def test_on_float32_copies_the_average_is_that_of_the_copies() -> None:
+    inner = from_torch(schedulefree.AdamWScheduleFree, lr=0.05)
+    optimizer = master_weights(inner)
+    halves = [(inputs.bfloat16(), targets.bfloat16()) for inputs, targets in batches()]
+    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=optimizer, max_duration="1ep"))
+    copies = pl.State.create(model()).replace(params=state.opt_state["master"], opt_state=state.opt_state["inner"])
+    expected = evaluation_params(copies, inner)
+    params = evaluation_params(state, optimizer)
+    assert {name: param.dtype for name, param in params.items()} == dict.fromkeys(params, torch.bfloat16)
+    assert all(torch.equal(params[name], expected[name].bfloat16()) for name in params)
+    assert any(not torch.equal(params[name], state.params[name]) for name in params)
+    with pytest.raises(ArgumentError, match=r"no class of torch\.optim has the state of master_weights"):
+        to_state_dict(state, optimizer)
+    plain = master_weights(partition({"all": pl.optim.adamw()}, label=lambda name, tensor: "all"))
+    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=plain, max_duration="1ba"))
+    with pytest.raises(ArgumentError, match="has one set of parameters"):
+        evaluation_params(state, plain)
