@@ -267,7 +267,9 @@ class _Phases:
             with self.place.collecting("data, first batch of train_dataloader"):
                 batch = first_batch(source)
         if batch is not _MISSING:
-            found.append(f"train: {describe(batch)}")
+            parts = parts_of(batch)
+            several = f"{len(parts)} batches a step, the first of them " if len(parts) > 1 else ""
+            found.append(f"train: {several}{describe(parts[0])}")
         evaluators = []
         for evaluator in self.assembly.fit.evaluators:
             label = evaluator.label

@@ -295,6 +295,8 @@ def test_metrics_are_there_when_they_are_in_the_run() -> None:
 
 def test_a_step_of_several_batches() -> None:
     report = rehearse(batches_per_step=2)
+    found = next(phase.found for phase in report.phases if phase.name == "data")
+    assert found.startswith("train: 2 batches a step, the first of them (tensor (")
     assert (report.batches, report.batches_per_epoch) == (6, 2)
     report = rehearse(torch.nn.Linear(3, 2), iter(DATA), batches_per_step=2, sample=DATA[0], max_duration="4ba")
     assert report.memory["batch"] == 2 * (4 * 3 * 4 + 4 * 8)
