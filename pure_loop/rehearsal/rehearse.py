@@ -296,7 +296,7 @@ class _Phases:
             with self.place.collecting(f"evaluator {evaluator.label!r}"):
                 after = passes.evaluate(start, evaluator, batch)
                 found.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
-        self.passed.append(Phase("evaluators", "; ".join(found) or "none"))
+        self.passed.append(Phase("evaluators", "; ".join(found) or ("none tried" if self.missing else "none")))
         whole = self.place.stops == stops and not self.missing
         if not whole:
             self.place.skip("callbacks, and what comes after the second step: an evaluator was not tried to its end.")

@@ -116,6 +116,7 @@ def test_an_iterator_is_not_read() -> None:
     report = rehearse(torch.nn.Linear(3, 2), iterator, evaluators={"val": iterator}, sample=DATA[0], max_duration="9ba")
     assert len(list(iterator)) == len(DATA)
     assert "evaluator 'val': its dataloader gives each batch once: pass a DataLoader or a list." in report.skipped
+    assert "none tried" in repr(report)
 
 
 def test_an_object_that_has_an_iterator_is_not_read() -> None:
