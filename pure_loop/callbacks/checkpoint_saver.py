@@ -182,6 +182,12 @@ class CheckpointSaver(Callback):
         others.remove(self)  # once: the same saver may stand in the list twice
         for other in others:
             self._folder.refuse_same(other._folder)
+        if self._limit is not None and self._weights_only and all(other._weights_only for other in others):
+            raise ArgumentError(
+                f"CheckpointSaver(weights_only=True, stop_before={self._limit.text!r}): the run would ask to be run "
+                "again, and can't resume from weights alone. Write stop_before in a CheckpointSaver of whole States, "
+                "autoresume=CheckpointSaver(folder, stop_before=...)."
+            )
         run.at_end.append(self._closed)
 
     def saves_to(self, folder: PathLike) -> bool:

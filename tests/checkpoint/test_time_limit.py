@@ -150,6 +150,14 @@ def test_the_refusal_offers_wall_clock_time_alone(tmp_path: Path, value: Any) ->
     assert str(caught.value).endswith('write wall-clock time: "90s", "1.5s", "30m", "1h30m", "1d2h"')
 
 
+def test_weights_alone_are_nothing_to_resume_from(tmp_path: Path) -> None:
+    weights = CheckpointSaver(tmp_path / "weights", weights_only=True, stop_before="1h")
+    with pytest.raises(pl.ArgumentError, match=r"weights_only=True, stop_before='1h'.*autoresume=CheckpointSaver"):
+        fit(small(), callbacks=[weights])
+    fit(small(), callbacks=[weights, CheckpointSaver(tmp_path / "whole")])
+    fit(small(), callbacks=[weights], autoresume=tmp_path / "resumed")
+
+
 def test_a_script_counts_no_seconds(tmp_path: Path) -> None:
     def script(state: pl.State) -> Any:
         return (yield Event.FIT_END, state)
