@@ -114,6 +114,7 @@ def rehearse(
         ...
     pure_loop.errors.RehearsalError: 1 phase failed, which would end the run:
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
+      not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
     refuse_misfit(fit, args, kwargs)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
