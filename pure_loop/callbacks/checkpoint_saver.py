@@ -23,7 +23,7 @@ from pure_loop.checkpoint.signal_names import SignalLike, signal_name
 from pure_loop.checkpoint.signals import HeldSignals, any_came
 from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
-from pure_loop.checkpoint.telling import tell
+from pure_loop.checkpoint.terminal import warn_on_terminal
 from pure_loop.checkpoint.time_limit import REQUEUE, TimeLimit, read_limit
 from pure_loop.donation.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
@@ -341,9 +341,9 @@ class CheckpointSaver(Callback):
         self._said = path
         how = "the same command resumes from it" if self._is_resumed else "resume it with fit(..., load_path=...)"
         if self._weights_only:
-            tell(f"{why}: the weights of batch {batch} are saved in {path}")
+            warn_on_terminal(f"{why}: the weights of batch {batch} are saved in {path}")
             return
-        tell(f"{why}: the State of batch {batch} is saved in {path}: {how}")
+        warn_on_terminal(f"{why}: the State of batch {batch} is saved in {path}: {how}")
 
     def _note(self, state: State) -> None:
         """Remember the State of a boundary until the next batch is loaded."""

@@ -28,17 +28,17 @@ import torch
 from torch import Tensor
 
 from pure_loop.checkpoint.base import Base, read_base, take_out_base
-from pure_loop.checkpoint.nonsense import (
-    LARGEST_COUNT,
-    OF_PROGRESS,
-    kind_of,
-    refuse_no_time,
-    refuse_nonsense,
-    refuse_other_kinds,
-)
 from pure_loop.checkpoint.parsing import parse
 from pure_loop.checkpoint.registry import named, registered
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
+from pure_loop.checkpoint.validation import (
+    LARGEST_COUNT,
+    OF_PROGRESS,
+    kind_of,
+    refuse_invalid,
+    refuse_no_time,
+    refuse_other_kinds,
+)
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -221,7 +221,7 @@ class Document:
             raise CheckpointError(f"{path} can't be read: it says that {kind.name} is the class of a State.")
         reader = Reader(tensors, device, path)
         values = {name: reader.read(value) for name, value in self.fields.items()}
-        refuse_nonsense(values, path)
+        refuse_invalid(values, path)
         known = {field.name: field for field in attrs.fields(kind.cls)}
         unknown = [name for name in values if name not in known or name in _NOT_SAVED]
         lacking = [

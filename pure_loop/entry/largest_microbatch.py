@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.announcing import announced
@@ -47,6 +47,7 @@ def largest_microbatch(
     nonfinite: Literal["error", "skip"] = "error",
     device: torch.device | str | None = None,
     parallel: Literal["replicate"] | Parallel | None = None,
+    **others: Any,
 ) -> int:
     """The largest ``microbatch_size`` with which the first batch of the data fits into memory.
 
@@ -62,6 +63,8 @@ def largest_microbatch(
         loss, optimizer, task, precision, seed, algorithms, clip_grad, nonfinite, device: those of
             :func:`pure_loop.fit`.
         parallel: with several ranks, ``"replicate"``: the size that fits on all of them. Every rank calls this.
+        **others: the other arguments of :func:`pure_loop.fit`, so that one dict of settings serves both. They change
+            no forward or backward, and have no effect.
 
     Returns:
         The size, from 1 to the number of samples of the batch.
@@ -82,6 +85,8 @@ def largest_microbatch(
     ... )
     5
     """
+    needed = {"optimizer": optimizer, "max_duration": 1}
+    refuse_misfit(fit, (model_or_state, train_dataloader), {**needed, **others})
     if isinstance(model_or_state, State):
         model_or_state = model_or_state.replace(stop=False)
     arguments = inspect.signature(fit).bind(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 @attrs.frozen(kw_only=True)
-class _OfRule:
+class _OfRule(ABC):
     """What the rules of this library have in common.
 
     Attributes:
@@ -136,8 +137,8 @@ class _OfRule:
     options: Mapping[str, Any]
     independent_decay: bool = False
 
-    def cls(self) -> type[torch.optim.Optimizer]:
-        raise NotImplementedError
+    @abstractmethod
+    def cls(self) -> type[torch.optim.Optimizer]: ...
 
     def names(self, params: Params) -> list[list[str]]:
         return [list(params)]

@@ -219,8 +219,8 @@ def _widened(grads: Grads, params: Params) -> FrozenDict[str, Tensor | None]:
 def _following(master: Tensor, param: Tensor) -> Tensor:
     """The copy, but where it no longer rounds to the parameter that: something else has changed it."""
     rounded = master.to(param.dtype)
-    # On a CPU to look costs less than to choose, and less of integers; elsewhere it would wait for the device.
-    looks = param.is_cpu and not is_sharded(param) and tracer.get() is None
-    if looks and torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
+    # On a CPU comparing costs less than choosing, and of integers least; elsewhere it would wait for the device.
+    compared_here = param.is_cpu and not is_sharded(param) and tracer.get() is None
+    if compared_here and torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
         return master
     return torch.where(rounded == param, master, param.float())

@@ -165,7 +165,7 @@ class _Parts:
             ArgumentTypeError: it is no stream of ``fit``.
             ArgumentError: it has begun.
         """
-        pairs = stream._pairs if isinstance(stream, Stream) else None
+        pairs = iter(stream) if isinstance(stream, Stream) else None
         if not isinstance(pairs, Generator):
             raise ArgumentTypeError(
                 f"profile({type(stream).__name__}): give the stream of fit itself, pl.profile(pl.fit(...))."

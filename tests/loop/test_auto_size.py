@@ -379,6 +379,14 @@ def test_the_largest_size_of_a_state_is_that_of_its_next_batch() -> None:
         pl.largest_microbatch(limited(), batches(6), loss=functional.cross_entropy)  # type: ignore[call-arg]
 
 
+def test_the_settings_of_fit_serve_the_largest_size_too() -> None:
+    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+    more = {"max_duration": "2ep", "microbatch_size": 2, "evaluators": batches(3), "donate": True, "compile": True}
+    assert pl.largest_microbatch(limited(4), batches(9), **settings, **more) == 4
+    with pytest.raises(TypeError, match="max_durations"):
+        pl.largest_microbatch(limited(4), batches(9), **settings, max_durations="2ep")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [5, 0])
 def test_the_largest_size_is_that_which_fits_on_all_ranks(most: int) -> None:

@@ -1,4 +1,4 @@
-"""What a file says that no State is, refused before something far away stumbles over it."""
+"""Checks of the values that a file has for a State, before one is made of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["LARGEST_COUNT", "OF_PROGRESS", "kind_of", "refuse_no_time", "refuse_nonsense", "refuse_other_kinds"]
+__all__ = ["LARGEST_COUNT", "OF_PROGRESS", "kind_of", "refuse_no_time", "refuse_invalid", "refuse_other_kinds"]
 
 
-def refuse_nonsense(values: Mapping[str, Any], path: object) -> None:
-    """Refuse values that no State has, before something far away stumbles over them."""
+def refuse_invalid(values: Mapping[str, Any], path: object) -> None:
+    """
+    Raises:
+        CheckpointError: a value that no State has; names the field.
+    """
     refuse_other_kinds(values, _KINDS, path)
     for name in ("params", "buffers"):
         for key, tensor in values[name].items():

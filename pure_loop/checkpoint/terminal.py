@@ -1,4 +1,4 @@
-"""One line for the person at the terminal: which file holds the State of a run that has ended early."""
+"""One line on the terminal: which file holds the State of a run that has ended early."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import sys
 from collections.abc import Iterator
 
-__all__ = ["tell"]
+__all__ = ["warn_on_terminal"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
 
-def tell(text: str) -> None:
+def warn_on_terminal(text: str) -> None:
     """Log a line as a warning, and print it on stderr where logging does not show it there."""
     _log.warning(text)
     handlers = list(_handlers(_log))
