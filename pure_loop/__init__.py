@@ -30,6 +30,7 @@ from pure_loop.errors import __all__ as _errors
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.lens import Lens
 from pure_loop.loop.stream import Stream, run
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
@@ -61,6 +62,7 @@ __all__ = [
     "Evaluator",
     "Event",
     "FrozenDict",
+    "Lens",
     "Logger",
     "Metric",
     "Optimizer",

@@ -9,17 +9,15 @@ https://arxiv.org/abs/1512.00567, section 7.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
+from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.ranges import Between, Index, Number, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
@@ -105,7 +103,7 @@ def _smoothed(outputs: Tensor, targets: Tensor, smoothing: float, ignore_index: 
 def label_smoothing(
     smoothing: Annotated[Strength, Between(0, 1, typical=(0.0, 0.5))] = 0.1,
     *,
-    target_key: Annotated[int | str, Index()] = 1,
+    target_key: Annotated[BatchKey, Index()] = 1,
     ignore_index: Annotated[int, Number(typical=())] = IGNORED,
     name: str = "label_smoothing",
 ) -> Algorithm:
@@ -119,7 +117,7 @@ def label_smoothing(
 
     Args:
         smoothing: the part of the probability that is spread over all classes, in [0, 1); a number, or a schedule.
-        target_key: where in a batch its targets are: an index, or a key where batches are mappings.
+        target_key: where in a batch its targets are: an index, a key or a :class:`pure_loop.Lens`.
         ignore_index: the class index of positions without a target, which stay without (:func:`smooth_labels`).
         name: another one, if there are several.
 
@@ -140,37 +138,13 @@ def label_smoothing(
     """
 
     def smooth(state: State) -> State:
-        targets = _get(state.microbatch, target_key)
+        targets = part_of(state.microbatch, target_key, "label_smoothing", "target_key")
         spread = strength_at(smoothing, state.timestamp)
         smoothed = _smoothed(state.outputs, targets, spread, ignore_index)
-        return state.replace(microbatch=_put(state.microbatch, target_key, smoothed)).remember(name, targets)
+        return state.replace(microbatch=with_part(state.microbatch, target_key, smoothed)).remember(name, targets)
 
     def put_back(state: State) -> State:
         targets = state.algorithm_state[name]
-        return state.replace(microbatch=_put(state.microbatch, target_key, targets)).remember(name, None)
+        return state.replace(microbatch=with_part(state.microbatch, target_key, targets)).remember(name, None)
 
     return Algorithm(name, {Event.BEFORE_LOSS: smooth, Event.AFTER_LOSS: put_back}, init=lambda state: None)
-
-
-def _get(batch: Any, key: int | str) -> Any:
-    try:
-        return batch[key]
-    except (LookupError, TypeError):
-        kind = f"mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise DataError(
-            f"label_smoothing: a batch is a {kind} and has no batch[{key!r}]. Say where its targets are: "
-            "label_smoothing(0.1, target_key='labels'); or write an algorithm of your own over smooth_labels."
-        ) from None
-
-
-def _put(batch: Any, key: Any, value: Any) -> Any:
-    """The batch with another value at ``key``, of the same kind."""
-    if isinstance(batch, FrozenDict):
-        return batch | {key: value}
-    if isinstance(batch, tuple):
-        items = list(batch)
-        items[key] = value
-        return batch._make(items) if hasattr(batch, "_make") else tuple(items)
-    new = copy.copy(batch)
-    new[key] = value
-    return new

@@ -14,7 +14,8 @@ from pure_loop._internal.arguments import check_number
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.data.batch import describe
-from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.lens import BatchKey, part_of
 from pure_loop.ranges import AtLeast, Index, checked
 from pure_loop.state import State
 
@@ -54,7 +55,7 @@ class ImageVisualizer(Callback):
     Args:
         interval: how often images of training are recorded: ``"1ep"``, ``"100ba"``, a predicate of the State; 0: never.
         images: how many of a batch.
-        input_key: where in a batch the images are: an index, or a key where batches are mappings. A batch that is a
+        input_key: where in a batch the images are: an index, a key or a :class:`pure_loop.Lens`. A batch that is a
             tensor alone is the images.
         target_key: where its targets are.
         outputs: what to show of the outputs: a function of them that gives scores, classes or images, such as
@@ -89,8 +90,8 @@ class ImageVisualizer(Callback):
         interval: CadenceLike = "1ep",
         *,
         images: Annotated[int, AtLeast(1)] = 8,
-        input_key: Annotated[int | str, Index()] = 0,
-        target_key: Annotated[int | str, Index()] = 1,
+        input_key: Annotated[BatchKey, Index()] = 0,
+        target_key: Annotated[BatchKey, Index()] = 1,
         outputs: Callable[[Any], Any] | None = None,
         mean: Channels = None,
         std: Channels = None,
@@ -138,8 +139,8 @@ class ImageVisualizer(Callback):
     def _record(self, place: str, state: State, logger: LoggerGroup) -> None:
         batch = state.microbatch
         alone = isinstance(batch, Tensor)
-        inputs = batch if alone else _part(batch, self._input_key, "input_key")
-        targets = None if alone else _part(batch, self._target_key, "target_key")
+        inputs = batch if alone else part_of(batch, self._input_key, "ImageVisualizer", "input_key")
+        targets = None if alone else part_of(batch, self._target_key, "ImageVisualizer", "target_key")
         if not isinstance(inputs, Tensor) or inputs.ndim not in (3, 4):
             raise ArgumentError(
                 f"ImageVisualizer: the inputs are {describe(inputs)}, and images are (n, channels, height, width), or "
@@ -258,20 +259,6 @@ def _mask(classes: Tensor, pixels: Tensor) -> Tensor:
 def _cells(column: Tensor) -> Iterable[Any]:
     """The cells of a table, which stay on an accelerator until a logger reads them."""
     return column.unbind() if column.device.type != "cpu" else column.tolist()
-
-
-def _part(batch: Any, key: int | str, argument: str) -> Any:
-    """
-    Raises:
-        DataError: the batch has no such part.
-    """
-    try:
-        return batch[key]
-    except (LookupError, TypeError):
-        raise DataError(
-            f"ImageVisualizer: a batch is {describe(batch)} and has no batch[{key!r}]: say where its images and its "
-            f'targets are, ImageVisualizer(input_key="image", target_key="label"); got {argument}={key!r}.'
-        ) from None
 
 
 def _numbers(value: Channels, name: str) -> list[float] | None:

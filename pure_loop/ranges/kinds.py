@@ -21,6 +21,7 @@ from pure_loop._internal.arguments import (
 )
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.lens import BatchKey, Lens
 from pure_loop.ranges.strengths import Scheduled
 from pure_loop.time import Time, TimeUnit
 
@@ -218,17 +219,17 @@ class Name(Range):
 
 @attrs.frozen
 class Index(Range):
-    """An index or a key of a batch."""
+    """A part of a batch: an index, a key or a Lens."""
 
     typical: tuple[Any, ...] | None = ()
 
-    def read(self, setting: Setting, value: Any) -> int | str:
-        if is_integer(value) or isinstance(value, str):
+    def read(self, setting: Setting, value: Any) -> BatchKey:
+        if is_integer(value) or isinstance(value, str | Lens):
             return value
-        raise refusal(setting.name, value, "an index or a key, such as 1 or 'labels'", setting.where)
+        raise refusal(setting.name, value, "an index or a key, such as 1 or 'labels', or a pl.Lens", setting.where)
 
     def in_words(self, setting: Setting) -> str:
-        return "index or key"
+        return "index, key or Lens"
 
     def outside(self, setting: Setting) -> tuple[Any, ...]:
         return True, 1.0, None

@@ -18,6 +18,7 @@ FLOORS = (
     {"errors", "event"},
     {"_internal"},
     {"frozendict", "precision", "random", "time"},
+    {"lens"},
     {"data", "gradients", "model", "order", "ranges"},
     {"schedules", "state", "task"},
     {"cadence", "metrics", "optim"},

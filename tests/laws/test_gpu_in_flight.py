@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.callbacks import CheckpointSaver, checkpoint_saver
+from pure_loop.callbacks import CheckpointSaver, _scored
 from pure_loop.compile import interpreted
 from pure_loop.donation import donation, references
 from pure_loop.donation.references import held_once
@@ -184,7 +184,7 @@ def test_a_score_is_read_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_on.append(torch.cuda.current_stream())
         return math.isfinite(score)
 
-    monkeypatch.setattr(checkpoint_saver, "math", SimpleNamespace(isfinite=isfinite))
+    monkeypatch.setattr(_scored, "math", SimpleNamespace(isfinite=isfinite))
     saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/loss", mode="min")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

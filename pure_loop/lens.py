@@ -1,0 +1,103 @@
+"""Lenses: where in a batch its inputs, or its targets, are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from pure_loop.errors import ArgumentTypeError, DataError
+from pure_loop.frozendict import FrozenDict
+
+__all__ = ["BatchKey", "Lens", "part_of", "with_part"]
+
+
+def _function(lens: Lens, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not callable(value):
+        example = "pl.Lens(lambda batch: batch.x, lambda batch, x: attrs.evolve(batch, x=x))"
+        raise ArgumentTypeError(f"Lens: {attribute.name}={value!r} is not a function: {example}.")
+
+
+@attrs.frozen
+class Lens:
+    """A part of a batch, as two pure functions: for a batch where an index or a key does not reach it.
+
+    Args:
+        get: ``batch -> part``.
+        put: ``(batch, part) -> batch``, another batch with that part; the one that was passed stays as it was.
+
+    Raises:
+        ArgumentTypeError: not two functions.
+
+    >>> first_image = Lens(lambda batch: batch[0][0], lambda batch, image: ((image, *batch[0][1:]), *batch[1:]))
+    >>> first_image.put((("image", "mask"), 3), "other")
+    (('other', 'mask'), 3)
+    """
+
+    get: Callable[[Any], Any] = attrs.field(validator=_function)
+    put: Callable[[Any, Any], Any] = attrs.field(validator=_function)
+
+
+BatchKey: TypeAlias = int | str | Lens
+"""An index, a key or the name of an attribute of a batch, or a :class:`Lens`."""
+
+
+def part_of(batch: Any, key: BatchKey, where: str, argument: str) -> Any:
+    """The part of a batch at ``key``.
+
+    Args:
+        batch: a sequence, a mapping, an object with attributes, or anything that a lens reads.
+        key: where the part is.
+        where, argument: the function and its argument that name the key, for the error.
+
+    Raises:
+        DataError: the batch has no such part.
+
+    >>> part_of({"pixels": 1, "labels": 2}, "labels", "label_smoothing", "target_key")
+    2
+    """
+    if isinstance(key, Lens):
+        return key.get(batch)
+    try:
+        return batch[key]
+    except (LookupError, TypeError):
+        if isinstance(key, str) and hasattr(batch, key):
+            return getattr(batch, key)
+        kind = f"mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(
+            f"{where}: a batch is a {kind} and has no batch[{key!r}]. Say where the part is: {argument}= an index, a "
+            f'key or an attribute, such as {where}({argument}="labels"), or pl.Lens(get, put), two functions.'
+        ) from None
+
+
+def with_part(batch: Any, key: BatchKey, value: Any) -> Any:
+    """Another batch, of the same kind, with ``value`` at ``key``, where :func:`part_of` found a part.
+
+    >>> with_part((1, 2), 1, 3)
+    (1, 3)
+    """
+    if isinstance(key, Lens):
+        return key.put(batch, value)
+    if isinstance(batch, FrozenDict):
+        return batch | {key: value}
+    if isinstance(batch, tuple) and isinstance(key, int):
+        items = list(batch)
+        items[key] = value
+        return batch._make(items) if hasattr(batch, "_make") else tuple(items)
+    if isinstance(batch, tuple):
+        return batch._replace(**{str(key): value})  # type: ignore[attr-defined]
+    if isinstance(batch, list | Mapping) or hasattr(batch, "__setitem__"):
+        new = copy.copy(batch)
+        new[key] = value
+        return new
+    name = str(key)
+    if attrs.has(type(batch)):
+        return attrs.evolve(batch, **{name.lstrip("_"): value})
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{name: value})
+    new = copy.copy(batch)
+    setattr(new, name, value)
+    return new
