@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.callbacks import CheckpointSaver, _scored
+from pure_loop.callbacks import CheckpointSaver, _scored, checkpoint_saver
 from pure_loop.compile import interpreted
 from pure_loop.donation import donation, references
 from pure_loop.donation.references import held_once
