@@ -18,12 +18,15 @@ from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.algorithms.blurpool import apply_blurpool, blurpool
+    from pure_loop.algorithms.cutmix import cutmix, paste
+    from pure_loop.algorithms.cutout import cutout, fill
     from pure_loop.algorithms.early_stopping import early_stopping, restored
     from pure_loop.algorithms.ema import averaged, ema, moving_average
     from pure_loop.algorithms.gradient_clipping import gradient_clipping
     from pure_loop.algorithms.gradient_noise import gradient_noise
     from pure_loop.algorithms.label_smoothing import label_smoothing, smooth_labels
     from pure_loop.algorithms.lookahead import lookahead, step_towards
+    from pure_loop.algorithms.mixup import mix, mixup
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
     from pure_loop.algorithms.sam import perturb, sam
     from pure_loop.algorithms.threshold_stopping import threshold_stopping
@@ -32,13 +35,19 @@ __all__ = [
     "apply_blurpool",
     "averaged",
     "blurpool",
+    "cutmix",
+    "cutout",
     "early_stopping",
     "ema",
+    "fill",
     "gradient_clipping",
     "gradient_noise",
     "label_smoothing",
     "lookahead",
+    "mix",
+    "mixup",
     "moving_average",
+    "paste",
     "perturb",
     "reduce_on_plateau",
     "restored",
@@ -55,13 +64,19 @@ if not TYPE_CHECKING:
             "apply_blurpool": "pure_loop.algorithms.blurpool",
             "averaged": "pure_loop.algorithms.ema",
             "blurpool": "pure_loop.algorithms.blurpool",
+            "cutmix": "pure_loop.algorithms.cutmix",
+            "cutout": "pure_loop.algorithms.cutout",
             "early_stopping": "pure_loop.algorithms.early_stopping",
             "ema": "pure_loop.algorithms.ema",
+            "fill": "pure_loop.algorithms.cutout",
             "gradient_clipping": "pure_loop.algorithms.gradient_clipping",
             "gradient_noise": "pure_loop.algorithms.gradient_noise",
             "label_smoothing": "pure_loop.algorithms.label_smoothing",
             "lookahead": "pure_loop.algorithms.lookahead",
+            "mix": "pure_loop.algorithms.mixup",
+            "mixup": "pure_loop.algorithms.mixup",
             "moving_average": "pure_loop.algorithms.ema",
+            "paste": "pure_loop.algorithms.cutmix",
             "perturb": "pure_loop.algorithms.sam",
             "reduce_on_plateau": "pure_loop.algorithms.reduce_on_plateau",
             "restored": "pure_loop.algorithms.early_stopping",

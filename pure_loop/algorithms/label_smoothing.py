@@ -3,18 +3,22 @@
 With C classes and the one-hot (or any other) distribution ``y`` of a sample's target::
 
     y' = (1 - smoothing) y + smoothing / C
+    y' = (1 - smoothing) y + smoothing u         with a prior u over the classes
 
 https://arxiv.org/abs/1512.00567, section 7.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_number
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._mixed import Mixed
+from pure_loop.algorithms._soft_targets import IGNORED, soft_targets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
@@ -26,8 +30,6 @@ __all__ = ["label_smoothing", "smooth_labels"]
 
 SERVES = "classes"
 
-IGNORED = -100
-
 
 @checked
 def smooth_labels(
@@ -36,6 +38,7 @@ def smooth_labels(
     smoothing: Annotated[float, Between(0, 1, example="smooth_labels(outputs, targets, 0.1)")] = 0.1,
     *,
     ignore_index: int = IGNORED,
+    prior: Sequence[float] | None = None,
 ) -> Tensor:
     """Targets as smoothed probabilities, as ``torch.nn.functional.cross_entropy`` takes them.
 
@@ -46,57 +49,26 @@ def smooth_labels(
         ignore_index: the class index of positions without a target. Their probabilities are all 0, and the others
             are scaled up so that a mean over all positions is the mean over those that have a target, as it is
             for indices. (``cross_entropy`` itself ignores nothing where it is given probabilities.)
+        prior: the probability of each class over which ``smoothing`` is spread, C numbers whose sum is 1; None: all
+            classes alike.
 
     Returns:
         Probabilities of the shape of ``outputs``; float32, or float64 for float64 outputs. Targets that are
         probabilities keep their dtype.
 
     Raises:
-        ArgumentError: targets whose shape or dtype is neither, a single class, or smoothing out of range.
+        ArgumentError: targets whose shape or dtype is neither, a single class, smoothing out of range, or a prior that
+            is none of C classes.
         ArgumentTypeError: outputs or targets that are no tensor.
 
+    >>> import torch
     >>> smooth_labels(torch.zeros(2, 4), torch.tensor([1, 3]), 0.2)
     tensor([[0.0500, 0.8500, 0.0500, 0.0500],
             [0.0500, 0.0500, 0.0500, 0.8500]])
     """
-    return _smoothed(outputs, targets, smoothing, ignore_index)
-
-
-def _smoothed(outputs: Tensor, targets: Tensor, smoothing: float, ignore_index: int) -> Tensor:
-    """:func:`smooth_labels`, for a smoothing in range, which may be the stand-in for a number of a compiled step."""
-    for name, value in (("outputs", outputs), ("targets", targets)):
-        if not isinstance(value, Tensor):
-            raise ArgumentTypeError(
-                f"smooth_labels: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
-                "that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
-            )
-    axis = 1 if outputs.ndim > 1 else 0
-    classes = outputs.shape[axis] if outputs.ndim else 1
-    if classes < 2:
-        raise ArgumentError(
-            f"smooth_labels: outputs of shape {tuple(outputs.shape)} score {classes} class; (n, C, ...) is needed, "
-            "with C of two or more."
-        )
-    if targets.is_floating_point() and targets.shape == outputs.shape:
-        return targets * (1.0 - smoothing) + smoothing / classes
-    indices = not (targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool)
-    if not indices or targets.shape != outputs.shape[:axis] + outputs.shape[axis + 1 :]:
-        raise ArgumentError(
-            f"smooth_labels: targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, and outputs have "
-            f"shape {tuple(outputs.shape)}, which is read as (n, classes, ...). Give class indices, integers of shape "
-            f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of "
-            "outputs. Where classes come last, move them: outputs.movedim(-1, 1)."
-        )
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    present = targets != ignore_index
-    # Without a branch on the data, so that a GPU is not waited for. The scale is exactly 1 if nothing is ignored.
-    scale = present.numel() / present.sum(dtype=dtype)
-    # As tensors, which the stand-in for a number becomes beside one.
-    zero = torch.zeros((), dtype=dtype, device=outputs.device)
-    spread, target = zero + smoothing / classes, zero + (1.0 - smoothing + smoothing / classes)
-    index = targets.long().masked_fill(~present, 0).unsqueeze(axis)
-    smoothed = spread.expand(outputs.shape).scatter(axis, index, target.expand(index.shape))
-    return smoothed * (present * scale).unsqueeze(axis)
+    return soft_targets(
+        outputs, targets, smoothing, ignore_index, _prior(prior, "smooth_labels"), where="smooth_labels"
+    )
 
 
 @checked
@@ -105,6 +77,7 @@ def label_smoothing(
     *,
     target_key: Annotated[BatchKey, Index()] = 1,
     ignore_index: Annotated[int, Number(typical=())] = IGNORED,
+    prior: Sequence[float] | None = None,
     name: str = "label_smoothing",
 ) -> Algorithm:
     """Label smoothing: the loss sees smoothed targets; nothing else does, and evaluation does not.
@@ -119,6 +92,8 @@ def label_smoothing(
         smoothing: the part of the probability that is spread over all classes, in [0, 1); a number, or a schedule.
         target_key: where in a batch its targets are: an index, a key or a :class:`pure_loop.Lens`.
         ignore_index: the class index of positions without a target, which stay without (:func:`smooth_labels`).
+        prior: the probability of each class over which ``smoothing`` is spread, such as their frequencies: as many
+            numbers as there are classes, whose sum is 1; None: all classes alike.
         name: another one, if there are several.
 
     Raises:
@@ -137,10 +112,20 @@ def label_smoothing(
     tensor(0)
     """
 
+    probabilities = _prior(prior, "label_smoothing")
+
     def smooth(state: State) -> State:
         targets = part_of(state.microbatch, target_key, "label_smoothing", "target_key")
         spread = strength_at(smoothing, state.timestamp)
-        smoothed = _smoothed(state.outputs, targets, spread, ignore_index)
+
+        def smoothed_of(targets: Any) -> Tensor:
+            return soft_targets(state.outputs, targets, spread, ignore_index, probabilities, where="label_smoothing")
+
+        if isinstance(targets, Mixed):
+            # Smoothing is affine, so that the mean of both is smoothed as well.
+            smoothed: Any = Mixed(smoothed_of(targets.first), smoothed_of(targets.second), targets.weight)
+        else:
+            smoothed = smoothed_of(targets)
         return state.replace(microbatch=with_part(state.microbatch, target_key, smoothed)).remember(name, targets)
 
     def put_back(state: State) -> State:
@@ -148,3 +133,25 @@ def label_smoothing(
         return state.replace(microbatch=with_part(state.microbatch, target_key, targets)).remember(name, None)
 
     return Algorithm(name, {Event.BEFORE_LOSS: smooth, Event.AFTER_LOSS: put_back}, init=lambda state: None)
+
+
+def _prior(prior: Any, where: str) -> tuple[float, ...] | None:
+    """
+    Raises:
+        ArgumentError, ArgumentTypeError: it is no probabilities of two classes or more.
+    """
+    if prior is None:
+        return None
+    numbers = prior.tolist() if isinstance(prior, Tensor) else prior
+    if not isinstance(numbers, list | tuple):
+        raise ArgumentTypeError(f"{where}: prior={prior!r} is not one number for each class: prior=[0.9, 0.1].")
+    checked_numbers = tuple(
+        check_number("prior", number, where=where, least=0.0, example=f"{where}(0.1, prior=[0.9, 0.1])")
+        for number in numbers
+    )
+    if len(checked_numbers) < 2 or abs(sum(checked_numbers) - 1) > 1e-4:
+        raise ArgumentError(
+            f"{where}: prior={numbers!r} are no probabilities of two classes or more: their sum is "
+            f"{sum(checked_numbers):g}, and has to be 1."
+        )
+    return checked_numbers

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         OneOf,
         Range,
         Setting,
+        Within,
     )
     from pure_loop.ranges.strengths import Scheduled, Strength, strength_at
 
@@ -50,6 +51,7 @@ __all__ = [
     "Scheduled",
     "Setting",
     "Strength",
+    "Within",
     "alternatives_in",
     "checked",
     "settings_of",
@@ -73,6 +75,7 @@ if not TYPE_CHECKING:
             "Scheduled": "pure_loop.ranges.strengths",
             "Setting": "pure_loop.ranges.kinds",
             "Strength": "pure_loop.ranges.strengths",
+            "Within": "pure_loop.ranges.kinds",
             "alternatives_in": "pure_loop.ranges.checked",
             "checked": "pure_loop.ranges.checked",
             "settings_of": "pure_loop.ranges.checked",

@@ -37,6 +37,7 @@ __all__ = [
     "OneOf",
     "Range",
     "Setting",
+    "Within",
 ]
 
 _NO_NUMBERS = ("1", True, [1])
@@ -162,6 +163,26 @@ class Between(Number):
         one_of: str = "",
     ) -> None:
         super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of)
+
+
+class Within(Number):
+    """A number in ``[least, most]``."""
+
+    def __init__(
+        self,
+        least: float,
+        most: float,
+        *,
+        typical: tuple[float, float] | tuple[()] | None = None,
+        example: str = "",
+        one_of: str = "",
+    ) -> None:
+        wanted = f"a number from {least:g} to {most:g}"
+        below = math.nextafter(most, math.inf)
+        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of, wanted=wanted)
+
+    def in_words(self, setting: Setting) -> str:
+        return self.wanted.removeprefix("a ")
 
 
 @attrs.frozen(init=False)

@@ -1,0 +1,192 @@
+"""Targets of samples that are mixed with others: a record in the batch, which the loss sees as one target.
+
+A mixer puts a :class:`Mixed` in the place of the targets at BEFORE_TRAIN_BATCH, so that it is cut with the batch into
+microbatches and reaches each forward that algorithms such as SAM repeat. At BEFORE_LOSS it becomes what the loss
+takes, and at AFTER_LOSS the targets of the samples themselves, which metrics of training read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop._internal import pytree
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._soft_targets import soft_targets
+from pure_loop.errors import ArgumentError, DataError
+from pure_loop.event import Event
+from pure_loop.lens import BatchKey, part_of, with_part
+from pure_loop.random import derive, generator, seeded
+from pure_loop.ranges.strengths import Strength, strength_at
+from pure_loop.state import State
+
+if TYPE_CHECKING:
+    from pure_loop.loop.training import LoopStages
+
+__all__ = ["CLAIMS", "Interpolation", "Mixed", "by_sample", "image_of", "mixing", "partners", "share"]
+
+Interpolation: TypeAlias = Literal["targets", "loss"]
+
+CLAIMS = frozenset({"mixes targets"})
+
+
+@attrs.frozen(eq=False)
+class Mixed:
+    """The targets of mixed samples, in the place of the targets of a batch.
+
+    Attributes:
+        first: targets of the samples themselves, (n, ...).
+        second: those of their partners, (n, ...).
+        weight: the share of ``second``, from 0 to 1: 0-d, or (n,) where each sample has its own.
+    """
+
+    first: Any
+    second: Any
+    weight: Any
+
+
+pytree.register(
+    Mixed,
+    lambda mixed: ((mixed.first, mixed.second, mixed.weight), None, ("first", "second", "weight")),
+    lambda _, children: Mixed(*children),
+    attributes=True,
+)
+
+
+def share(alpha: Strength, probability: Strength, name: str, state: State, count: int | None, rank: int) -> Tensor:
+    """A draw of Beta(alpha, alpha) with the probability that there is one, else 0.
+
+    Args:
+        alpha, probability: numbers, or schedules.
+        name: the name of the algorithm, which is part of the path of the seed.
+        count: draws for samples, which differ by rank; None: one for the batch, the same on all ranks.
+        rank: of this process.
+
+    Returns:
+        (count,) or 0-d, float64 on a CPU and else float32.
+    """
+    place = () if count is None else (rank,)
+    shape = () if count is None else (count,)
+    dtype = torch.float64 if state.device.type == "cpu" else torch.float32
+    with seeded(derive(state.seed, name, "share", state.timestamp.batch, *place), state.device):
+        zero = torch.zeros(shape, dtype=dtype, device=state.device)
+        concentration = zero + strength_at(alpha, state.timestamp)
+        # Above 0, where the distribution is defined; what is drawn for 0 is not used.
+        positive = concentration.clamp(min=torch.finfo(dtype).tiny)
+        # Without validation, which would wait for a GPU.
+        drawn = torch.distributions.Beta(positive, positive, validate_args=False).sample()
+        mixes = torch.rand(shape, dtype=dtype, device=state.device) < zero + strength_at(probability, state.timestamp)
+    return torch.where(mixes & (concentration > 0), drawn, zero)
+
+
+def partners(name: str, state: State, count: int, rank: int) -> Tensor:
+    """A permutation of the samples of this rank, (count,), int64."""
+    random = generator(state.seed, name, "partners", state.timestamp.batch, rank, device=state.device)
+    return torch.randperm(count, generator=random, device=state.device)
+
+
+def by_sample(weight: Tensor, tensor: Tensor) -> Tensor:
+    """A weight for the batch, or (n,) for its samples, in the shape in which it weighs ``tensor``, (n, ...)."""
+    return weight.view(-1, *(1,) * (tensor.ndim - 1)) if weight.ndim else weight
+
+
+def image_of(batch: Any, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
+    """The inputs of a batch.
+
+    Raises:
+        DataError: they are no tensor, or no images, (n, channels, height, width).
+    """
+    inputs = part_of(batch, key, where, "input_key")
+    if not isinstance(inputs, Tensor):
+        raise DataError(
+            f"{where}: the inputs are {type(inputs).__name__}, not a tensor. Say where in a batch they are: "
+            f'{where}(input_key="pixel_values"), or a pl.Lens(get, put).'
+        )
+    if dims is not None and inputs.ndim != dims:
+        raise DataError(
+            f"{where}: the inputs have shape {tuple(inputs.shape)}, and images are (n, channels, height, width). Say "
+            f'where in a batch they are: {where}(input_key="pixel_values").'
+        )
+    return inputs
+
+
+def mixing(
+    name: str,
+    factory: str,
+    mix: Callable[[State], State],
+    *,
+    interpolate: Interpolation,
+    per_sample: bool,
+    target_key: BatchKey,
+    ignore_index: int,
+) -> Algorithm:
+    """An algorithm that mixes samples, whose targets are mixed for the loss.
+
+    Args:
+        name: the name of the algorithm.
+        factory: the function that an error names.
+        mix: at BEFORE_TRAIN_BATCH; puts a :class:`Mixed` in the place of the targets, or leaves them.
+        interpolate: ``"targets"``: the loss takes the mean of both as probabilities; ``"loss"``: it is taken for both.
+        per_sample: whether each sample has a weight of its own.
+        target_key: where the targets are.
+        ignore_index: the class index of positions without a target.
+
+    Raises:
+        ArgumentError: weights of samples for the loss of a batch.
+    """
+    if per_sample and interpolate == "loss":
+        raise ArgumentError(
+            f'{factory}: per_sample=True with interpolate="loss": a loss is one number for a batch, which weights of '
+            'samples can\'t weigh. Write interpolate="targets", or leave per_sample out.'
+        )
+
+    def with_targets(state: State, targets: Any) -> State:
+        return state.replace(microbatch=with_part(state.microbatch, target_key, targets))
+
+    def expose(state: State) -> State:
+        record = part_of(state.microbatch, target_key, factory, "target_key")
+        if not isinstance(record, Mixed):
+            return state
+        targets = record.first if interpolate == "loss" else _mean(record, state.outputs, ignore_index, factory)
+        return with_targets(state, targets).remember(name, record)
+
+    def put_back(state: State, stages: LoopStages) -> State:
+        record = state.algorithm_state[name]
+        if record is None:
+            return state
+        if interpolate == "loss":
+            second = stages.loss(with_targets(state, record.second)).loss
+            state = state.replace(loss=_mean_loss(state.loss, second, record.weight))
+        # Metrics of training read the microbatch after the backward, and know targets only.
+        return with_targets(state, record.first).remember(name, None)
+
+    return Algorithm(
+        name,
+        {
+            Event.BEFORE_TRAIN_BATCH: mix,
+            Event.BEFORE_LOSS: expose,
+            Event.AFTER_LOSS: put_back,
+        },
+        init=lambda state: None,
+        claims=CLAIMS,
+    )
+
+
+def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tensor:
+    """The mean of both targets, as probabilities where they are not floats of the shape of the outputs already."""
+    first = soft_targets(outputs, record.first, 0.0, ignore_index, where=factory)
+    second = soft_targets(outputs, record.second, 0.0, ignore_index, where=factory)
+    weight = by_sample(record.weight, first)
+    mixed: Tensor = (1 - weight) * first + weight * second
+    return mixed
+
+
+def _mean_loss(first: Any, second: Any, weight: Tensor) -> Any:
+    """The mean of two losses: tensors, or mappings of the same names to tensors."""
+    if isinstance(first, Mapping):
+        return {name: _mean_loss(loss, second[name], weight) for name, loss in first.items()}
+    return (1 - weight) * first + weight * second
