@@ -18,72 +18,122 @@ from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.algorithms.blurpool import apply_blurpool, blurpool
+    from pure_loop.algorithms.channels_last import apply_channels_last, channels_last, in_channels_last
     from pure_loop.algorithms.cutmix import cutmix, paste
     from pure_loop.algorithms.cutout import cutout, fill
     from pure_loop.algorithms.early_stopping import early_stopping, restored
     from pure_loop.algorithms.ema import averaged, ema, moving_average
+    from pure_loop.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm
     from pure_loop.algorithms.gradient_clipping import gradient_clipping
     from pure_loop.algorithms.gradient_noise import gradient_noise
     from pure_loop.algorithms.label_smoothing import label_smoothing, smooth_labels
     from pure_loop.algorithms.lookahead import lookahead, step_towards
+    from pure_loop.algorithms.low_precision_groupnorm import apply_low_precision_groupnorm, low_precision_groupnorm
+    from pure_loop.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm
     from pure_loop.algorithms.mixup import mix, mixup
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
     from pure_loop.algorithms.sam import perturb, sam
+    from pure_loop.algorithms.squeeze_excite import SqueezeExcite, apply_squeeze_excite, squeeze_excite
+    from pure_loop.algorithms.stochastic_depth import apply_stochastic_depth, rates, stochastic_depth
     from pure_loop.algorithms.threshold_stopping import threshold_stopping
+    from pure_loop.algorithms.weight_standardization import (
+        apply_weight_standardization,
+        bake,
+        standardized,
+        weight_standardization,
+    )
 
 __all__ = [
+    "SqueezeExcite",
     "apply_blurpool",
+    "apply_channels_last",
+    "apply_ghost_batchnorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+    "apply_squeeze_excite",
+    "apply_stochastic_depth",
+    "apply_weight_standardization",
     "averaged",
+    "bake",
     "blurpool",
+    "channels_last",
     "cutmix",
     "cutout",
     "early_stopping",
     "ema",
     "fill",
+    "ghost_batchnorm",
     "gradient_clipping",
     "gradient_noise",
+    "in_channels_last",
     "label_smoothing",
     "lookahead",
+    "low_precision_groupnorm",
+    "low_precision_layernorm",
     "mix",
     "mixup",
     "moving_average",
     "paste",
     "perturb",
+    "rates",
     "reduce_on_plateau",
     "restored",
     "sam",
     "smooth_labels",
+    "squeeze_excite",
+    "standardized",
     "step_towards",
+    "stochastic_depth",
     "threshold_stopping",
+    "weight_standardization",
 ]
 
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
+            "SqueezeExcite": "pure_loop.algorithms.squeeze_excite",
             "apply_blurpool": "pure_loop.algorithms.blurpool",
+            "apply_channels_last": "pure_loop.algorithms.channels_last",
+            "apply_ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
+            "apply_low_precision_groupnorm": "pure_loop.algorithms.low_precision_groupnorm",
+            "apply_low_precision_layernorm": "pure_loop.algorithms.low_precision_layernorm",
+            "apply_squeeze_excite": "pure_loop.algorithms.squeeze_excite",
+            "apply_stochastic_depth": "pure_loop.algorithms.stochastic_depth",
+            "apply_weight_standardization": "pure_loop.algorithms.weight_standardization",
             "averaged": "pure_loop.algorithms.ema",
+            "bake": "pure_loop.algorithms.weight_standardization",
             "blurpool": "pure_loop.algorithms.blurpool",
+            "channels_last": "pure_loop.algorithms.channels_last",
             "cutmix": "pure_loop.algorithms.cutmix",
             "cutout": "pure_loop.algorithms.cutout",
             "early_stopping": "pure_loop.algorithms.early_stopping",
             "ema": "pure_loop.algorithms.ema",
             "fill": "pure_loop.algorithms.cutout",
+            "ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
             "gradient_clipping": "pure_loop.algorithms.gradient_clipping",
             "gradient_noise": "pure_loop.algorithms.gradient_noise",
+            "in_channels_last": "pure_loop.algorithms.channels_last",
             "label_smoothing": "pure_loop.algorithms.label_smoothing",
             "lookahead": "pure_loop.algorithms.lookahead",
+            "low_precision_groupnorm": "pure_loop.algorithms.low_precision_groupnorm",
+            "low_precision_layernorm": "pure_loop.algorithms.low_precision_layernorm",
             "mix": "pure_loop.algorithms.mixup",
             "mixup": "pure_loop.algorithms.mixup",
             "moving_average": "pure_loop.algorithms.ema",
             "paste": "pure_loop.algorithms.cutmix",
             "perturb": "pure_loop.algorithms.sam",
+            "rates": "pure_loop.algorithms.stochastic_depth",
             "reduce_on_plateau": "pure_loop.algorithms.reduce_on_plateau",
             "restored": "pure_loop.algorithms.early_stopping",
             "sam": "pure_loop.algorithms.sam",
             "smooth_labels": "pure_loop.algorithms.label_smoothing",
+            "squeeze_excite": "pure_loop.algorithms.squeeze_excite",
+            "standardized": "pure_loop.algorithms.weight_standardization",
             "step_towards": "pure_loop.algorithms.lookahead",
+            "stochastic_depth": "pure_loop.algorithms.stochastic_depth",
             "threshold_stopping": "pure_loop.algorithms.threshold_stopping",
+            "weight_standardization": "pure_loop.algorithms.weight_standardization",
         },
     )
 

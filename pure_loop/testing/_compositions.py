@@ -28,7 +28,7 @@ def _factories() -> dict[str, Callable[..., Algorithm]]:
 
 
 def _needs(name: str) -> str | None:
-    """What an algorithm needs of a problem, as its module says: classes or images; None: nothing."""
+    """What an algorithm needs of a problem, as its module says: classes, images or tokens; None: nothing."""
     needed: str | None = getattr(sys.modules[f"{library.__name__}.{name}"], "SERVES", None)
     return needed
 
@@ -37,7 +37,7 @@ ALGORITHMS = _factories()
 """The library's algorithms by their names, those that serve any problem first."""
 
 # Those that make another model of it are drawn only where they are named: twice there would be nothing to change.
-_ONLY_NAMED = frozenset(name for name in ALGORITHMS if _needs(name) == "images")
+_ONLY_NAMED = frozenset(name for name in ALGORITHMS if _needs(name) not in (None, "classes"))
 
 
 def algorithms(
@@ -53,8 +53,8 @@ def algorithms(
 
     Args:
         problem: what they are to train: label smoothing comes in where targets are classes. None: any problem.
-        among: their names, such as ``["ema", "sam"]``. None: all that serve the problem, but those that make another
-            model of it (BlurPool), which are drawn only where they are named.
+        among: their names, such as ``["ema", "sam"]``. None: all that serve the problem, but those that need images or
+            tokens, most of which make another model of it (BlurPool): these are drawn only where they are named.
         min_size, max_size: how many; no two that claim the same.
 
     Raises:
@@ -94,8 +94,9 @@ def _serving(problem: Problem | None) -> tuple[str, ...]:
     (batch,) = problem.batches([2], seed=0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = model.eval()(batch[0])
-    has = {None: True, "classes": 1 in class_axes(outputs, batch), "images": problem.images}
-    return tuple(name for name in ALGORITHMS if has[_needs(name)])
+    has: dict[str | None, bool] = {None: True, "classes": 1 in class_axes(outputs, batch), "images": problem.images}
+    has["tokens"] = isinstance(batch[0], torch.Tensor) and not batch[0].is_floating_point()
+    return tuple(name for name in ALGORITHMS if has.get(_needs(name), False))
 
 
 # Strategies are kept: making them takes much longer than drawing from them.

@@ -31,6 +31,7 @@ from pure_loop.testing import cases, check_algorithm, check_callback, laws, plan
 from pure_loop.testing._compositions import ALGORITHMS
 from pure_loop.testing._settings import built, values
 from pure_loop.testing.laws._streams import same_stream
+from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
 from tests.conftest import THOROUGH
 from tests.support.samples import sample, simplest
 
@@ -47,7 +48,20 @@ NEEDED: dict[str, Any] = {
     "url": "memory://uploaded",
     "benchmark": "linear",
     "prompts": ["a"],
+    "blocks": nn.ReLU,
     "generate": lambda module, prompt: f"{prompt} {torch.rand(())}",
+}
+
+# A problem for each thing that an algorithm may need, as ``SERVES`` of its module says.
+SERVED: dict[str | None, Problem | str] = {
+    "images": "convolution",
+    "tokens": "transformer",
+    "group norms": Problem(
+        name="group norms",
+        make_model=lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2)),
+        make_batch=PROBLEMS["linear"].make_batch,
+        loss=functional.cross_entropy,
+    ),
 }
 
 # Variables that keep the packages of trackers from any network.
@@ -140,14 +154,18 @@ def test_algorithms_keep_every_law(name: str) -> None:
     factory = ALGORITHMS[name]
     module = module_of(factory)
     options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
-    images = getattr(module, "SERVES", None) == "images"
-    if images:
-        options["problems"] = "convolution"
-    for made in [simplest(built(factory)), *(sample(built(factory), 4) if THOROUGH else [])]:
+    problem = SERVED.get(getattr(module, "SERVES", None))
+    if problem is not None:
+        options["problems"] = problem
+    separable = problem is None or as_problem(problem).separable
+    ranged = settings_of(factory)
+    needed = {name: st.just(value) for name, value in required(factory).items() if name not in ranged}
+    drawn = built(factory, **needed)
+    for made in [simplest(drawn), *(sample(drawn, 4) if THOROUGH else [])]:
         report = check_algorithm(made, max_examples=20 if THOROUGH else 2, **options)
         skipped = {outcome.law: outcome.reason for outcome in report.outcomes if outcome.result == "skipped"}
-        # Models of images have BatchNorm, whose statistics are of another batch on each rank.
-        assert skipped.keys() == {*laws.UNAVAILABLE, *(["microbatch_invariance", "world_size"] if images else [])}
+        # Models with BatchNorm or dropout train otherwise on parts of a batch.
+        assert skipped.keys() == {*laws.UNAVAILABLE, *(() if separable else ("microbatch_invariance", "world_size"))}
         assert all(skipped.values())
 
 
