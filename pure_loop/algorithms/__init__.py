@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.sam import perturb, sam
     from pure_loop.algorithms.squeeze_excite import SqueezeExcite, apply_squeeze_excite, squeeze_excite
     from pure_loop.algorithms.stochastic_depth import apply_stochastic_depth, rates, stochastic_depth
+    from pure_loop.algorithms.swa import running_mean, swa, update_batchnorm
     from pure_loop.algorithms.threshold_stopping import threshold_stopping
     from pure_loop.algorithms.weight_standardization import (
         apply_weight_standardization,
@@ -78,13 +79,16 @@ __all__ = [
     "rates",
     "reduce_on_plateau",
     "restored",
+    "running_mean",
     "sam",
     "smooth_labels",
     "squeeze_excite",
     "standardized",
     "step_towards",
     "stochastic_depth",
+    "swa",
     "threshold_stopping",
+    "update_batchnorm",
     "weight_standardization",
 ]
 
@@ -126,13 +130,16 @@ if not TYPE_CHECKING:
             "rates": "pure_loop.algorithms.stochastic_depth",
             "reduce_on_plateau": "pure_loop.algorithms.reduce_on_plateau",
             "restored": "pure_loop.algorithms.early_stopping",
+            "running_mean": "pure_loop.algorithms.swa",
             "sam": "pure_loop.algorithms.sam",
             "smooth_labels": "pure_loop.algorithms.label_smoothing",
             "squeeze_excite": "pure_loop.algorithms.squeeze_excite",
             "standardized": "pure_loop.algorithms.weight_standardization",
             "step_towards": "pure_loop.algorithms.lookahead",
             "stochastic_depth": "pure_loop.algorithms.stochastic_depth",
+            "swa": "pure_loop.algorithms.swa",
             "threshold_stopping": "pure_loop.algorithms.threshold_stopping",
+            "update_batchnorm": "pure_loop.algorithms.swa",
             "weight_standardization": "pure_loop.algorithms.weight_standardization",
         },
     )

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._averages import averageable, averaged, begun, widened
 from pure_loop.cadence import every
-from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import Between, Duration, checked
@@ -62,78 +63,11 @@ def moving_average(
         return FrozenDict(average)
 
     def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_lerp(list(map(_wide, before)), list(map(_wide, now)), 1.0 - smoothing))
+        return list(torch._foreach_lerp(list(map(widened, before)), list(map(widened, now)), 1.0 - smoothing))
 
     results = map_local(lerp, [average[name] for name in names], [tensors[name] for name in names])
     changed = dict(zip(names, results, strict=True))
     return FrozenDict((name, changed.get(name, old)) for name, old in average.items())
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex64) if tensor.dtype.itemsize < 8 else tensor
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-def _begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The average of those buffers that are there now: a new one, or one of another shape or dtype, begins as it is."""
-    if average.keys() == tensors.keys() and all(_is_of(old, tensors[name]) for name, old in average.items()):
-        return average
-    return {
-        name: average[name] if name in average and _is_of(average[name], tensor) else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _is_of(average: Tensor, tensor: Tensor) -> bool:
-    """Whether an average is of tensors of this shape and dtype."""
-    widened = (torch.float16, torch.bfloat16)
-    dtypes = [torch.float32 if item.dtype in widened else item.dtype for item in (average, tensor)]
-    return average.shape == tensor.shape and dtypes[0] is dtypes[1]
-
-
-def averaged(state: State, name: str = "ema") -> State:
-    """The State with the average of :func:`ema` as its parameters and buffers: ``averaged(state).module()``.
-
-    Integers (BatchNorm's count of batches, weights that are quantised) are not averaged: they are the State's own.
-
-    Raises:
-        ArgumentError: the State has no average of this name.
-        ResumeError: the average of a parameter has another shape than the parameter.
-
-    >>> import torch, pure_loop as pl
-    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
-    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss,
-    ...     optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", algorithms=[ema(half_life="4ba")]))
-    >>> averaged(state).module()
-    Linear(in_features=2, out_features=1, bias=True)
-    """
-    memory = state.algorithm_state.get(name)
-    if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
-        raise ArgumentError(
-            f"this State has no average named {name!r}: it has algorithm state of {sorted(state.algorithm_state)}. "
-            f"Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)]; a module, or a State from "
-            "before FIT_START, has no average yet."
-        )
-    # Ahead of a forward, which broadcasts.
-    for name, tensor in memory["params"].items():
-        if name in state.params and tensor.shape != state.params[name].shape:
-            raise ResumeError(
-                f"the average of params[{name!r}] has shape {tuple(tensor.shape)}, and the parameter "
-                f"{tuple(state.params[name].shape)}: it is of another model, or was altered."
-            )
-    return state.replace(params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"]))
-
-
-def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
-    return FrozenDict(
-        (
-            name,
-            # A buffer may have taken another shape or dtype since the last update.
-            average[name].to(tensor.dtype) if name in average and _is_of(average[name], tensor) else tensor,
-        )
-        for name, tensor in tensors.items()
-    )
 
 
 @checked
@@ -194,7 +128,7 @@ def ema(
         if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
             _refuse_inside(life, unit, period, period_unit)
         return FrozenDict(
-            params=_averaged(state.params), buffers=_averaged(state.buffers), updated=_counts(state.timestamp)
+            params=averageable(state.params), buffers=averageable(state.buffers), updated=_counts(state.timestamp)
         )
 
     def update(state: State) -> State:
@@ -206,7 +140,7 @@ def ema(
         assert decay is not None
         params = moving_average(memory["params"], state.params, decay)
         # Buffers may come, go and change their shapes.
-        buffers = moving_average(_begun(memory["buffers"], _averaged(state.buffers)), state.buffers, decay)
+        buffers = moving_average(begun(memory["buffers"], averageable(state.buffers)), state.buffers, decay)
         return state.remember(name, FrozenDict(params=params, buffers=buffers, updated=_counts(now)))
 
     def show(state: State) -> State:
@@ -241,13 +175,6 @@ def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_uni
             f"interval={str(interval)!r} updates inside them. Write half_life in batches or samples, or "
             f'interval="1{unit.value}".'
         )
-
-
-def _averaged(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
-    """Those that can be averaged."""
-    return FrozenDict(
-        (name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()
-    )
 
 
 def _counts(timestamp: Timestamp) -> FrozenDict[str, Any]:

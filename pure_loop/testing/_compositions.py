@@ -33,11 +33,20 @@ def _needs(name: str) -> str | None:
     return needed
 
 
+def _expected_failures(name: str) -> dict[str, str]:
+    """The laws that an algorithm can't keep, as its module says, with the reasons."""
+    failures: dict[str, str] = getattr(sys.modules[f"{library.__name__}.{name}"], "EXPECTED_FAILURES", {})
+    return failures
+
+
 ALGORITHMS = _factories()
 """The library's algorithms by their names, those that serve any problem first."""
 
-# Those that make another model of it are drawn only where they are named: twice there would be nothing to change.
-_ONLY_NAMED = frozenset(name for name in ALGORITHMS if _needs(name) not in (None, "classes"))
+# Drawn only where they are named: those that make another model of it, as twice there would be nothing to change, and
+# those that can't keep each law.
+_ONLY_NAMED = frozenset(
+    name for name in ALGORITHMS if _needs(name) not in (None, "classes") or _expected_failures(name)
+)
 
 
 def algorithms(
@@ -54,7 +63,8 @@ def algorithms(
     Args:
         problem: what they are to train: label smoothing comes in where targets are classes. None: any problem.
         among: their names, such as ``["ema", "sam"]``. None: all that serve the problem, but those that need images or
-            tokens, most of which make another model of it (BlurPool): these are drawn only where they are named.
+            tokens, most of which make another model of it (BlurPool), and those that can't keep each law (mixup): these
+            are drawn only where they are named.
         min_size, max_size: how many; no two that claim the same.
 
     Raises:

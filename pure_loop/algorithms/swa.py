@@ -1,0 +1,198 @@
+"""Stochastic weight averaging: evaluation uses the mean of the weights of the last part of training.
+
+With the weights ``w`` at the update with the number ``n``, counted from 0::
+
+    a' = a + (w - a) / (n + 1)                       https://arxiv.org/abs/1803.05407
+
+The paper averages weights of a learning rate that is constant or cyclic, which is a schedule of the optimizer::
+
+    lr = pl.schedules.chain(pl.schedules.cosine("0.75dur", peak=0.1), ("0.75dur", pl.schedules.constant(0.05)))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.dtensor import map_local
+from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._averages import averageable, averaged, begun, widened
+from pure_loop.algorithms._spans import as_span, is_past, part_of_span
+from pure_loop.cadence import every
+from pure_loop.data.batch import to_device
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
+from pure_loop.random import derive, seeded
+from pure_loop.ranges import Duration, checked
+from pure_loop.state import State
+from pure_loop.task import Task
+from pure_loop.time import Time, TimeUnit
+
+__all__ = ["running_mean", "swa", "update_batchnorm"]
+
+_UPDATED_AT = {TimeUnit.EPOCH: (Event.EPOCH_END,), TimeUnit.ITERATION: (Event.ITERATION_END,)}
+_ANY_END = (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END)
+_NORMALIZATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@torch.no_grad()
+def running_mean(mean: Mapping[str, Tensor], tensors: Mapping[str, Tensor], count: Tensor) -> FrozenDict[str, Tensor]:
+    """``mean + (tensors - mean) / (count + 1)``, name by name.
+
+    Args:
+        mean: names to the mean of ``count`` tensors, floating point or complex; those in half precision or less are
+            averaged in float32 (complex64), in which the result is.
+        tensors: what joins the mean.
+        count: 0-d, int64: how many the mean is of; with 0 the result is ``tensors``.
+
+    >>> running_mean({"w": torch.tensor([1.5])}, {"w": torch.tensor([3.0])}, torch.tensor(2))["w"]
+    tensor([2.])
+    """
+
+    def moved(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
+        pairs = ((widened(old), widened(new)) for old, new in zip(before, now, strict=True))
+        return [torch.where(count == 0, new, old + (new - old) / (count + 1)) for old, new in pairs]
+
+    names = list(mean)
+    results: list[Any] = map_local(moved, [mean[name] for name in names], [tensors[name] for name in names])
+    return FrozenDict(zip(names, results, strict=True))
+
+
+def update_batchnorm(
+    state: State, dataloader: Iterable[Any], batches: int | None = None, *, task: Task | None = None
+) -> State:
+    """The State with BatchNorm's running statistics of its own parameters: the mean over the data.
+
+    Statistics of a mean of weights are not the mean of their statistics. The forwards are those of training, with its
+    dropout, on a copy of the module; random numbers are of the State's seed, and the global generators stay as they
+    were.
+
+    Args:
+        state: such as ``averaged(state, "swa")``.
+        dataloader: batches, as ``fit`` takes them.
+        batches: how many of them; None: all.
+        task: whose ``forward(module, batch)`` is called; None: the module is called with the inputs of a batch.
+
+    Raises:
+        ModelError: the model has no BatchNorm that keeps running statistics.
+        ArgumentError: there is no batch.
+        ArgumentTypeError: the first argument is no State.
+
+    >>> state = State.create(nn.Sequential(nn.BatchNorm1d(1)))
+    >>> data = [(torch.tensor([[0.0], [2.0]]), None), (torch.tensor([[4.0], [6.0]]), None)]
+    >>> update_batchnorm(state, data).buffers["0.running_mean"]
+    tensor([3.])
+    """
+    if not isinstance(state, State):
+        raise ArgumentTypeError(
+            f'update_batchnorm: {type(state).__name__} is not a State: update_batchnorm(averaged(state, "swa"), data).'
+        )
+    module = state.module()
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS)]
+    layers = [layer for layer in layers if layer.running_mean is not None]
+    if not layers:
+        raise ModelError(
+            f"update_batchnorm: {type(module).__name__} has no BatchNorm that keeps running statistics, so that there "
+            "is nothing to update: leave it out."
+        )
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # the mean over all forwards
+    forward, count = (task or Task()).forward, 0
+    with torch.no_grad(), seeded(derive(state.seed, "update_batchnorm"), state.device):
+        for batch in itertools.islice(dataloader, batches):
+            forward(module, to_device(batch, state.device))
+            count += 1
+    if not count:
+        raise ArgumentError("update_batchnorm: the dataloader gave no batch, so that there are no statistics.")
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    kept = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    changed = {name: buffer for name, buffer in module.named_buffers() if id(buffer) in kept}
+    return state.replace(buffers={**state.buffers, **changed})
+
+
+@checked
+def swa(
+    start: Any = "0.75dur",
+    end: Any = None,
+    *,
+    interval: Annotated[Time | str, Duration(typical=("1ba", "2ba", "1ep"))] = "1ep",
+    replace: bool = False,
+    evaluate: bool = True,
+    name: str = "swa",
+) -> Algorithm:
+    """Stochastic weight averaging: evaluation and prediction use the mean of weights, training the weights.
+
+    From ``start`` on the mean is updated at BATCH_END, or at EPOCH_END for an interval in epochs. Parameters and
+    buffers are averaged, and not those of integers. :func:`averaged` gives a State with the mean in place of the
+    weights, and :func:`update_batchnorm` one with BatchNorm's statistics of it; the mean of the statistics, which
+    evaluations during training use, is an approximation. Nothing in training reads the mean, unless ``replace``.
+
+    Args:
+        start: when the first weights join the mean: ``"0.75dur"``, ``"10ep"``.
+        end: when the last ones do; None: at the end of training.
+        interval: how often: ``"1ep"``, ``"100ba"``.
+        replace: train on from the mean when ``end`` is reached. The state of the optimizer stays.
+        evaluate: evaluation and prediction use the mean, as soon as there is one.
+        name: another one, if there are several; with several, evaluation uses the last one in the list.
+
+    Raises:
+        ArgumentError: a time by the clock, an end before the start, or ``replace`` without an end.
+        ArgumentTypeError: a setting of another type.
+
+    >>> import pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> state = pl.run(pl.fit(nn.Linear(2, 1), data, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
+    ...                       max_duration="4ep", algorithms=[swa("0.5dur")]))
+    >>> int(state.algorithm_state["swa"]["count"])
+    3
+    >>> averaged(state, "swa").module()
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+    first = as_span(start, "start", "swa")
+    last = None if end is None else as_span(end, "end", "swa")
+    if last is not None and last.unit is first.unit and last < first:
+        raise ArgumentError(f"swa: end={str(last)!r} comes before start={str(first)!r}, so that nothing is averaged.")
+    if replace and last is None:
+        raise ArgumentError(
+            'swa: replace=True needs an end, when the weights become their mean: end="1dur" for the last batch.'
+        )
+    period = Time.parse(interval)
+    cadence = every(period)
+
+    def begin(state: State) -> FrozenDict[str, Any]:
+        count = torch.zeros((), dtype=torch.int64, device=state.device)
+        memory = {"params": averageable(state.params), "buffers": averageable(state.buffers), "count": count}
+        return FrozenDict({**memory, "replaced": False} if replace else memory)
+
+    def update(state: State) -> State:
+        assert state.event is not None
+        memory, now = state.algorithm_state[name], state.timestamp
+        joins = part_of_span(first, now) >= 1 and not (last is not None and is_past(last, now))
+        if joins and cadence.at(state, state.event):
+            count = memory["count"]
+            params = running_mean(memory["params"], state.params, count)
+            # Buffers may come, go and change their shapes.
+            buffers = running_mean(begun(memory["buffers"], averageable(state.buffers)), state.buffers, count)
+            memory = FrozenDict({**memory, "params": params, "buffers": buffers, "count": count + 1})
+            state = state.remember(name, memory)
+        if not replace or memory["replaced"] or (last is not None and part_of_span(last, now) < 1):
+            return state
+        return show(state).remember(name, FrozenDict({**memory, "replaced": True}))
+
+    def show(state: State) -> State:
+        # Until the first update it is no mean, but the weights at the start. An evaluation may wait for the device.
+        return averaged(state, name) if int(state.algorithm_state[name]["count"]) else state
+
+    events = _ANY_END if period.unit is TimeUnit.DURATION else _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
+    handlers: dict[Any, Any] = {events: update}
+    if evaluate:
+        handlers[Event.EVAL_START, Event.PREDICT_START] = show
+    return Algorithm(name, handlers, init=begin)
