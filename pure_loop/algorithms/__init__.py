@@ -19,6 +19,7 @@ from pure_loop._internal.lazy import lazily as _lazily
 if TYPE_CHECKING:
     from pure_loop.algorithms.blurpool import apply_blurpool, blurpool
     from pure_loop.algorithms.channels_last import apply_channels_last, channels_last, in_channels_last
+    from pure_loop.algorithms.colout import colout, with_lines
     from pure_loop.algorithms.cutmix import cutmix, paste
     from pure_loop.algorithms.cutout import cutout, fill
     from pure_loop.algorithms.early_stopping import early_stopping, restored
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.low_precision_groupnorm import apply_low_precision_groupnorm, low_precision_groupnorm
     from pure_loop.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm
     from pure_loop.algorithms.mixup import mix, mixup
+    from pure_loop.algorithms.progressive_resizing import progressive_resizing, resized, side_of
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
     from pure_loop.algorithms.sam import perturb, sam
+    from pure_loop.algorithms.selective_backprop import hardest, probabilities, selective_backprop
+    from pure_loop.algorithms.sequence_length_warmup import sequence_length_warmup, with_length
     from pure_loop.algorithms.squeeze_excite import SqueezeExcite, apply_squeeze_excite, squeeze_excite
     from pure_loop.algorithms.stochastic_depth import apply_stochastic_depth, rates, stochastic_depth
     from pure_loop.algorithms.swa import running_mean, swa, update_batchnorm
     from pure_loop.algorithms.threshold_stopping import threshold_stopping
+    from pure_loop.algorithms.transform import transform
     from pure_loop.algorithms.weight_standardization import (
         apply_weight_standardization,
         bake,
@@ -58,6 +63,7 @@ __all__ = [
     "bake",
     "blurpool",
     "channels_last",
+    "colout",
     "cutmix",
     "cutout",
     "early_stopping",
@@ -66,6 +72,7 @@ __all__ = [
     "ghost_batchnorm",
     "gradient_clipping",
     "gradient_noise",
+    "hardest",
     "in_channels_last",
     "label_smoothing",
     "lookahead",
@@ -76,11 +83,17 @@ __all__ = [
     "moving_average",
     "paste",
     "perturb",
+    "probabilities",
+    "progressive_resizing",
     "rates",
     "reduce_on_plateau",
+    "resized",
     "restored",
     "running_mean",
     "sam",
+    "selective_backprop",
+    "sequence_length_warmup",
+    "side_of",
     "smooth_labels",
     "squeeze_excite",
     "standardized",
@@ -88,8 +101,11 @@ __all__ = [
     "stochastic_depth",
     "swa",
     "threshold_stopping",
+    "transform",
     "update_batchnorm",
     "weight_standardization",
+    "with_length",
+    "with_lines",
 ]
 
 if not TYPE_CHECKING:
@@ -109,6 +125,7 @@ if not TYPE_CHECKING:
             "bake": "pure_loop.algorithms.weight_standardization",
             "blurpool": "pure_loop.algorithms.blurpool",
             "channels_last": "pure_loop.algorithms.channels_last",
+            "colout": "pure_loop.algorithms.colout",
             "cutmix": "pure_loop.algorithms.cutmix",
             "cutout": "pure_loop.algorithms.cutout",
             "early_stopping": "pure_loop.algorithms.early_stopping",
@@ -117,6 +134,7 @@ if not TYPE_CHECKING:
             "ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
             "gradient_clipping": "pure_loop.algorithms.gradient_clipping",
             "gradient_noise": "pure_loop.algorithms.gradient_noise",
+            "hardest": "pure_loop.algorithms.selective_backprop",
             "in_channels_last": "pure_loop.algorithms.channels_last",
             "label_smoothing": "pure_loop.algorithms.label_smoothing",
             "lookahead": "pure_loop.algorithms.lookahead",
@@ -127,11 +145,17 @@ if not TYPE_CHECKING:
             "moving_average": "pure_loop.algorithms.ema",
             "paste": "pure_loop.algorithms.cutmix",
             "perturb": "pure_loop.algorithms.sam",
+            "probabilities": "pure_loop.algorithms.selective_backprop",
+            "progressive_resizing": "pure_loop.algorithms.progressive_resizing",
             "rates": "pure_loop.algorithms.stochastic_depth",
             "reduce_on_plateau": "pure_loop.algorithms.reduce_on_plateau",
+            "resized": "pure_loop.algorithms.progressive_resizing",
             "restored": "pure_loop.algorithms.early_stopping",
             "running_mean": "pure_loop.algorithms.swa",
             "sam": "pure_loop.algorithms.sam",
+            "selective_backprop": "pure_loop.algorithms.selective_backprop",
+            "sequence_length_warmup": "pure_loop.algorithms.sequence_length_warmup",
+            "side_of": "pure_loop.algorithms.progressive_resizing",
             "smooth_labels": "pure_loop.algorithms.label_smoothing",
             "squeeze_excite": "pure_loop.algorithms.squeeze_excite",
             "standardized": "pure_loop.algorithms.weight_standardization",
@@ -139,8 +163,11 @@ if not TYPE_CHECKING:
             "stochastic_depth": "pure_loop.algorithms.stochastic_depth",
             "swa": "pure_loop.algorithms.swa",
             "threshold_stopping": "pure_loop.algorithms.threshold_stopping",
+            "transform": "pure_loop.algorithms.transform",
             "update_batchnorm": "pure_loop.algorithms.swa",
             "weight_standardization": "pure_loop.algorithms.weight_standardization",
+            "with_length": "pure_loop.algorithms.sequence_length_warmup",
+            "with_lines": "pure_loop.algorithms.colout",
         },
     )
 

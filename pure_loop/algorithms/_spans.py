@@ -8,7 +8,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.schedules import linear
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["as_span", "is_past", "part_of_span"]
+__all__ = ["as_span", "is_past", "part_of_span", "part_of_training"]
 
 
 def as_span(value: Any, name: str, where: str) -> Time:
@@ -41,3 +41,24 @@ def is_past(time: Time, timestamp: Timestamp) -> bool:
     (False, True)
     """
     return linear(0.0, 1.0, time * 2)(timestamp) > 0.5 if time else True
+
+
+def part_of_training(time: Time, timestamp: Timestamp, where: str) -> float:
+    """A time as a part of all of training.
+
+    Raises:
+        ArgumentError: it is in another unit than ``max_duration``.
+
+    >>> part_of_training(Time("5ba"), Timestamp(max_duration=Time("20ba")), "f")
+    0.25
+    """
+    if not time or time.unit is TimeUnit.DURATION:
+        return float(time.value)
+    duration = timestamp.max_duration
+    if duration is None or duration.unit is not time.unit:
+        raise ArgumentError(
+            f"{where}: {str(time)!r} is no part of max_duration={str(duration)!r}, which counts otherwise: write a "
+            "part "
+            'of the duration, such as "0.2dur".'
+        )
+    return float(time.exact / duration.exact)

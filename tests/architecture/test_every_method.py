@@ -52,9 +52,18 @@ NEEDED: dict[str, Any] = {
     "generate": lambda module, prompt: f"{prompt} {torch.rand(())}",
 }
 
+# The same of one method alone.
+NEEDED_OF: dict[str, dict[str, Any]] = {"transform": {"function": lambda sample: sample + torch.rand(())}}
+
 # A problem for each thing that an algorithm may need, as ``SERVES`` of its module says.
 SERVED: dict[str | None, Problem | str] = {
     "images": "convolution",
+    "images of any size": Problem(
+        name="images of any size",
+        make_model=lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)),
+        make_batch=PROBLEMS["convolution"].make_batch,
+        loss=functional.cross_entropy,
+    ),
     "tokens": "transformer",
     "group norms": Problem(
         name="group norms",
@@ -97,6 +106,7 @@ def test_nothing_is_left_out() -> None:
 def required(method: Any, folder: Path | None = None) -> dict[str, Any]:
     """The arguments that a method needs: the simplest that its ranges allow."""
     settings = settings_of(method)
+    needed = {**NEEDED, **NEEDED_OF.get(method.__name__, {})}
     chosen = {way[0].name for way in alternatives_in(settings)}
     given = {}
     for name, parameter in inspect.signature(method).parameters.items():
@@ -107,7 +117,7 @@ def required(method: Any, folder: Path | None = None) -> dict[str, Any]:
                 given[name] = "record" if folder is None else folder / "record"
             else:
                 typical = name in settings and settings[name].range.typical
-                given[name] = NEEDED[name] if name in NEEDED and not typical else simplest(values(settings[name]))
+                given[name] = needed[name] if name in needed and not typical else simplest(values(settings[name]))
     return given
 
 
