@@ -64,6 +64,7 @@ SERVED: dict[str | None, Problem | str] = {
         make_batch=PROBLEMS["convolution"].make_batch,
         loss=functional.cross_entropy,
     ),
+    "dropout": "mlp",
     "tokens": "transformer",
     "group norms": Problem(
         name="group norms",

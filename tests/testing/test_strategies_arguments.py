@@ -88,7 +88,7 @@ from tests.support.samples import SIMPLEST
         (lambda: batches(nested="yes"), "nested must be True or False, got 'yes'"),
         (lambda: algorithms(problem="lin"), "'lin' is not known"),
         (lambda: algorithms(problem=3), "give a name such as 'linear'"),
-        (lambda: algorithms(among=["swa"]), "among holds 'swa', which is none of 'early_stopping', 'ema'"),
+        (lambda: algorithms(among=["swaa"]), "among holds 'swaa', which is none of 'early_stopping', 'ema'"),
         (lambda: algorithms(among="ema"), "give a list of some of"),
         (
             lambda: algorithms(problem="exact", among=["label_smoothing"]),
