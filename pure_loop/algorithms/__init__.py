@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
+    from pure_loop.algorithms.alibi import alibi, alibi_bias, alibi_slopes, apply_alibi
     from pure_loop.algorithms.blurpool import apply_blurpool, blurpool
     from pure_loop.algorithms.channels_last import apply_channels_last, channels_last, in_channels_last
     from pure_loop.algorithms.colout import colout, with_lines
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.early_stopping import early_stopping, restored
     from pure_loop.algorithms.ema import averaged, ema, moving_average
     from pure_loop.algorithms.factorize import apply_factorize, break_even, factorize, factors
+    from pure_loop.algorithms.gated_linear_units import FeedForward, apply_gated_linear_units, gated, gated_linear_units
     from pure_loop.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm
     from pure_loop.algorithms.gradient_clipping import gradient_clipping
     from pure_loop.algorithms.gradient_noise import gradient_noise
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.low_precision_groupnorm import apply_low_precision_groupnorm, low_precision_groupnorm
     from pure_loop.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm
     from pure_loop.algorithms.mixup import mix, mixup
+    from pure_loop.algorithms.no_op_model import NoOp, apply_no_op_model, no_op_model
     from pure_loop.algorithms.progressive_resizing import progressive_resizing, resized, side_of
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
     from pure_loop.algorithms.sam import perturb, sam
@@ -52,14 +55,22 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "FeedForward",
+    "NoOp",
     "SqueezeExcite",
+    "alibi",
+    "alibi_bias",
+    "alibi_slopes",
+    "apply_alibi",
     "apply_blurpool",
     "apply_channels_last",
     "apply_factorize",
+    "apply_gated_linear_units",
     "apply_ghost_batchnorm",
     "apply_gyro_dropout",
     "apply_low_precision_groupnorm",
     "apply_low_precision_layernorm",
+    "apply_no_op_model",
     "apply_squeeze_excite",
     "apply_stochastic_depth",
     "apply_weight_standardization",
@@ -76,6 +87,8 @@ __all__ = [
     "factorize",
     "factors",
     "fill",
+    "gated",
+    "gated_linear_units",
     "ghost_batchnorm",
     "gradient_clipping",
     "gradient_noise",
@@ -90,6 +103,7 @@ __all__ = [
     "mix",
     "mixup",
     "moving_average",
+    "no_op_model",
     "paste",
     "perturb",
     "probabilities",
@@ -121,14 +135,22 @@ if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
+            "FeedForward": "pure_loop.algorithms.gated_linear_units",
+            "NoOp": "pure_loop.algorithms.no_op_model",
             "SqueezeExcite": "pure_loop.algorithms.squeeze_excite",
+            "alibi": "pure_loop.algorithms.alibi",
+            "alibi_bias": "pure_loop.algorithms.alibi",
+            "alibi_slopes": "pure_loop.algorithms.alibi",
+            "apply_alibi": "pure_loop.algorithms.alibi",
             "apply_blurpool": "pure_loop.algorithms.blurpool",
             "apply_channels_last": "pure_loop.algorithms.channels_last",
             "apply_factorize": "pure_loop.algorithms.factorize",
+            "apply_gated_linear_units": "pure_loop.algorithms.gated_linear_units",
             "apply_ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
             "apply_gyro_dropout": "pure_loop.algorithms.gyro_dropout",
             "apply_low_precision_groupnorm": "pure_loop.algorithms.low_precision_groupnorm",
             "apply_low_precision_layernorm": "pure_loop.algorithms.low_precision_layernorm",
+            "apply_no_op_model": "pure_loop.algorithms.no_op_model",
             "apply_squeeze_excite": "pure_loop.algorithms.squeeze_excite",
             "apply_stochastic_depth": "pure_loop.algorithms.stochastic_depth",
             "apply_weight_standardization": "pure_loop.algorithms.weight_standardization",
@@ -145,6 +167,8 @@ if not TYPE_CHECKING:
             "factorize": "pure_loop.algorithms.factorize",
             "factors": "pure_loop.algorithms.factorize",
             "fill": "pure_loop.algorithms.cutout",
+            "gated": "pure_loop.algorithms.gated_linear_units",
+            "gated_linear_units": "pure_loop.algorithms.gated_linear_units",
             "ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
             "gradient_clipping": "pure_loop.algorithms.gradient_clipping",
             "gradient_noise": "pure_loop.algorithms.gradient_noise",
@@ -159,6 +183,7 @@ if not TYPE_CHECKING:
             "mix": "pure_loop.algorithms.mixup",
             "mixup": "pure_loop.algorithms.mixup",
             "moving_average": "pure_loop.algorithms.ema",
+            "no_op_model": "pure_loop.algorithms.no_op_model",
             "paste": "pure_loop.algorithms.cutmix",
             "perturb": "pure_loop.algorithms.sam",
             "probabilities": "pure_loop.algorithms.selective_backprop",

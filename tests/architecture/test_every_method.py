@@ -65,6 +65,19 @@ SERVED: dict[str | None, Problem | str] = {
         loss=functional.cross_entropy,
     ),
     "dropout": "mlp",
+    "feed-forward blocks": "mlp",
+    "no model": "mlp",
+    "attention": Problem(
+        name="attention",
+        make_model=lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(16, 2)
+        ),
+        make_batch=lambda samples, random: (
+            torch.randn(samples, 4, 4, generator=random),
+            torch.randint(2, (samples,), generator=random),
+        ),
+        loss=functional.cross_entropy,
+    ),
     "tokens": "transformer",
     "group norms": Problem(
         name="group norms",
