@@ -17,7 +17,8 @@ from torch import Tensor
 from pure_loop._internal import pytree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._soft_targets import soft_targets
-from pure_loop.errors import ArgumentError, DataError
+from pure_loop.data.batch import describe, map_tensors, tensors_in
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.random import derive, generator, seeded
@@ -27,7 +28,18 @@ from pure_loop.state import State
 if TYPE_CHECKING:
     from pure_loop.loop.training import LoopStages
 
-__all__ = ["CLAIMS", "Interpolation", "Mixed", "by_sample", "image_of", "mixing", "partners", "share"]
+__all__ = [
+    "CLAIMS",
+    "Interpolation",
+    "Mixed",
+    "by_sample",
+    "image_of",
+    "is_off",
+    "mixing",
+    "partners",
+    "share",
+    "with_partners",
+]
 
 Interpolation: TypeAlias = Literal["targets", "loss"]
 
@@ -55,6 +67,11 @@ pytree.register(
     lambda _, children: Mixed(*children),
     attributes=True,
 )
+
+
+def is_off(*strengths: Strength) -> bool:
+    """Whether one of these is the number 0, so that batches stay as they are, bit for bit."""
+    return any(isinstance(strength, float | int) and not strength for strength in strengths)
 
 
 def share(alpha: Strength, probability: Strength, name: str, state: State, count: int | None, rank: int) -> Tensor:
@@ -87,6 +104,27 @@ def partners(name: str, state: State, count: int, rank: int) -> Tensor:
     """A permutation of the samples of this rank, (count,), int64."""
     random = generator(state.seed, name, "partners", state.timestamp.batch, rank, device=state.device)
     return torch.randperm(count, generator=random, device=state.device)
+
+
+def with_partners(targets: Any, partner: Tensor, weight: Tensor, where: str) -> Mixed:
+    """The targets of samples and of their partners.
+
+    Args:
+        targets: a tensor, (n, ...), or a nesting of such tensors.
+        partner: the index of each sample's partner, (n,).
+        weight: the share of the partner, 0-d or (n,).
+        where: the function that an error names.
+
+    Raises:
+        DataError: there is no tensor, or one that has not one row for each sample.
+    """
+    tensors = tensors_in(targets)
+    if not tensors or any(tensor.ndim == 0 or len(tensor) != len(partner) for tensor in tensors):
+        raise DataError(
+            f"{where}: the targets are {describe(targets)}, and of {len(partner)} samples they are tensors with a row "
+            f'for each. Say where in a batch they are: {where}(target_key="label"), or a pl.Lens(get, put).'
+        )
+    return Mixed(targets, map_tensors(lambda tensor: tensor[partner], targets), weight)
 
 
 def by_sample(weight: Tensor, tensor: Tensor) -> Tensor:
@@ -178,9 +216,16 @@ def mixing(
 
 def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tensor:
     """The mean of both targets, as probabilities where they are not floats of the shape of the outputs already."""
+    for name, value in (("outputs", outputs), ("targets", record.first)):
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(
+                f"{factory}: {name} is {type(value).__name__}, not a tensor, so that there are no probabilities of "
+                f'classes to mix. Write {factory}(interpolate="loss"), which takes the loss for both targets.'
+            )
     first = soft_targets(outputs, record.first, 0.0, ignore_index, where=factory)
     second = soft_targets(outputs, record.second, 0.0, ignore_index, where=factory)
-    weight = by_sample(record.weight, first)
+    # Not in half precision, where the two shares may have another sum than 1.
+    weight = by_sample(record.weight.to(first.dtype), first)
     mixed: Tensor = (1 - weight) * first + weight * second
     return mixed
 
@@ -189,4 +234,5 @@ def _mean_loss(first: Any, second: Any, weight: Tensor) -> Any:
     """The mean of two losses: tensors, or mappings of the same names to tensors."""
     if isinstance(first, Mapping):
         return {name: _mean_loss(loss, second[name], weight) for name, loss in first.items()}
+    weight = weight.to(first.dtype)
     return (1 - weight) * first + weight * second

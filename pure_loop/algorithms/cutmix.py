@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._boxes import box_mask, centres
-from pure_loop.algorithms._mixed import Interpolation, Mixed, image_of, mixing, partners, share
+from pure_loop.algorithms._mixed import Interpolation, image_of, is_off, mixing, partners, share, with_partners
 from pure_loop.algorithms._soft_targets import IGNORED
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import DataError
@@ -110,7 +110,7 @@ def cutmix(
     """
 
     def cut(state: State) -> State:
-        if isinstance(alpha, float | int) and not alpha:
+        if is_off(alpha, probability):
             return state
         images = image_of(state.batch, input_key, "cutmix")
         targets = part_of(state.batch, target_key, "cutmix", "target_key")
@@ -129,7 +129,8 @@ def cutmix(
                 )
             return state.replace(batch=with_part(batch, target_key, paste(targets, partner, mask)))
         weight = mask.to(torch.float32).mean((-2, -1))
-        return state.replace(batch=with_part(batch, target_key, Mixed(targets, targets[partner], weight)))
+        both = with_partners(targets, partner, weight, "cutmix")
+        return state.replace(batch=with_part(batch, target_key, both))
 
     return mixing(
         name,

@@ -97,7 +97,8 @@ def label_smoothing(
         name: another one, if there are several.
 
     Raises:
-        ArgumentError: smoothing out of range; in training: targets that are neither class indices nor probabilities.
+        ArgumentError: smoothing out of range; in training: targets that are neither class indices nor probabilities,
+            or a mixer with ``interpolate="loss"`` before it.
         ArgumentTypeError: a setting of another type; in training: outputs that are no tensor.
         DataError: in training: a batch without ``target_key``.
 
@@ -121,6 +122,7 @@ def label_smoothing(
         def smoothed_of(targets: Any) -> Tensor:
             return soft_targets(state.outputs, targets, spread, ignore_index, probabilities, where="label_smoothing")
 
+        _refuse_one_of_both(targets, state)
         if isinstance(targets, Mixed):
             # Smoothing is affine, so that the mean of both is smoothed as well.
             smoothed: Any = Mixed(smoothed_of(targets.first), smoothed_of(targets.second), targets.weight)
@@ -133,6 +135,20 @@ def label_smoothing(
         return state.replace(microbatch=with_part(state.microbatch, target_key, targets)).remember(name, None)
 
     return Algorithm(name, {Event.BEFORE_LOSS: smooth, Event.AFTER_LOSS: put_back}, init=lambda state: None)
+
+
+def _refuse_one_of_both(targets: Any, state: State) -> None:
+    """
+    Raises:
+        ArgumentError: the targets are one half of mixed ones, whose other half a mixer keeps for its own loss.
+    """
+    for mixer, kept in state.algorithm_state.items():
+        if isinstance(kept, Mixed) and kept.first is targets:
+            raise ArgumentError(
+                f'label_smoothing: {mixer!r}, which has interpolate="loss", comes before it and takes the loss for two '
+                "targets, of which only the first would be smoothed. Write label_smoothing before it in algorithms=, "
+                'or interpolate="targets".'
+            )
 
 
 def _prior(prior: Any, where: str) -> tuple[float, ...] | None:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import Interpolation, Mixed, by_sample, image_of, mixing, partners, share
+from pure_loop.algorithms._mixed import (
+    Interpolation,
+    by_sample,
+    image_of,
+    is_off,
+    mixing,
+    partners,
+    share,
+    with_partners,
+)
 from pure_loop.algorithms._soft_targets import IGNORED
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
@@ -113,7 +122,7 @@ def mixup(
     """
 
     def mixed(state: State) -> State:
-        if isinstance(alpha, float | int) and not alpha:
+        if is_off(alpha, probability):
             return state
         inputs = image_of(state.batch, input_key, "mixup", dims=None)
         if not inputs.is_floating_point():
@@ -128,7 +137,8 @@ def mixup(
         weight = torch.minimum(drawn, 1 - drawn).to(inputs.dtype)
         partner = partners(name, state, count, place)
         batch = with_part(state.batch, input_key, mix(inputs, partner, weight))
-        return state.replace(batch=with_part(batch, target_key, Mixed(targets, targets[partner], weight)))
+        both = with_partners(targets, partner, weight, "mixup")
+        return state.replace(batch=with_part(batch, target_key, both))
 
     return mixing(
         name,

@@ -144,3 +144,16 @@ def test_targets_that_cannot_be_smoothed_are_refused(outputs, targets, error, wo
 def test_a_batch_without_the_target_key_is_refused(key):
     with pytest.raises(DataError, match="target_key"):
         train(mlp(), points(), [label_smoothing(target_key=key)])
+
+
+def test_smoothing_with_a_prior():
+    outputs, targets = torch.zeros(2, 3), torch.tensor([0, -100])
+    smoothed = smooth_labels(outputs, targets, 0.2, prior=[0.5, 0.25, 0.25])
+    torch.testing.assert_close(smoothed, torch.tensor([[0.9, 0.05, 0.05], [0.0, 0.0, 0.0]]) * 2)
+    torch.testing.assert_close(
+        smooth_labels(outputs, targets, 0.2, prior=[1 / 3] * 3), smooth_labels(outputs, targets, 0.2)
+    )
+    with pytest.raises(pl.ArgumentError, match=r"their sum is 0.9, and has to be 1"):
+        label_smoothing(0.1, prior=[0.5, 0.4])
+    with pytest.raises(pl.ArgumentError, match="prior has 2 probabilities"):
+        train(mlp(), points(), [label_smoothing(0.1, prior=[0.5, 0.5])])
