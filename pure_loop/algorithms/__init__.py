@@ -18,6 +18,7 @@ from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.algorithms.alibi import alibi, alibi_bias, alibi_slopes, apply_alibi
+    from pure_loop.algorithms.augmix import augmix, augmix_images, jensen_shannon
     from pure_loop.algorithms.blurpool import apply_blurpool, blurpool
     from pure_loop.algorithms.channels_last import apply_channels_last, channels_last, in_channels_last
     from pure_loop.algorithms.colout import colout, with_lines
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.mixup import mix, mixup
     from pure_loop.algorithms.no_op_model import NoOp, apply_no_op_model, no_op_model
     from pure_loop.algorithms.progressive_resizing import progressive_resizing, resized, side_of
+    from pure_loop.algorithms.randaugment import randaugment, randaugment_images
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
     from pure_loop.algorithms.sam import perturb, sam
     from pure_loop.algorithms.selective_backprop import hardest, probabilities, selective_backprop
@@ -74,6 +76,8 @@ __all__ = [
     "apply_squeeze_excite",
     "apply_stochastic_depth",
     "apply_weight_standardization",
+    "augmix",
+    "augmix_images",
     "averaged",
     "bake",
     "blurpool",
@@ -95,6 +99,7 @@ __all__ = [
     "gyro_dropout",
     "hardest",
     "in_channels_last",
+    "jensen_shannon",
     "label_smoothing",
     "lookahead",
     "low_precision_groupnorm",
@@ -108,6 +113,8 @@ __all__ = [
     "perturb",
     "probabilities",
     "progressive_resizing",
+    "randaugment",
+    "randaugment_images",
     "rates",
     "reduce_on_plateau",
     "resized",
@@ -154,6 +161,8 @@ if not TYPE_CHECKING:
             "apply_squeeze_excite": "pure_loop.algorithms.squeeze_excite",
             "apply_stochastic_depth": "pure_loop.algorithms.stochastic_depth",
             "apply_weight_standardization": "pure_loop.algorithms.weight_standardization",
+            "augmix": "pure_loop.algorithms.augmix",
+            "augmix_images": "pure_loop.algorithms.augmix",
             "averaged": "pure_loop.algorithms.ema",
             "bake": "pure_loop.algorithms.weight_standardization",
             "blurpool": "pure_loop.algorithms.blurpool",
@@ -175,6 +184,7 @@ if not TYPE_CHECKING:
             "gyro_dropout": "pure_loop.algorithms.gyro_dropout",
             "hardest": "pure_loop.algorithms.selective_backprop",
             "in_channels_last": "pure_loop.algorithms.channels_last",
+            "jensen_shannon": "pure_loop.algorithms.augmix",
             "label_smoothing": "pure_loop.algorithms.label_smoothing",
             "lookahead": "pure_loop.algorithms.lookahead",
             "low_precision_groupnorm": "pure_loop.algorithms.low_precision_groupnorm",
@@ -188,6 +198,8 @@ if not TYPE_CHECKING:
             "perturb": "pure_loop.algorithms.sam",
             "probabilities": "pure_loop.algorithms.selective_backprop",
             "progressive_resizing": "pure_loop.algorithms.progressive_resizing",
+            "randaugment": "pure_loop.algorithms.randaugment",
+            "randaugment_images": "pure_loop.algorithms.randaugment",
             "rates": "pure_loop.algorithms.stochastic_depth",
             "reduce_on_plateau": "pure_loop.algorithms.reduce_on_plateau",
             "resized": "pure_loop.algorithms.progressive_resizing",

@@ -64,6 +64,15 @@ SERVED: dict[str | None, Problem | str] = {
         make_batch=PROBLEMS["convolution"].make_batch,
         loss=functional.cross_entropy,
     ),
+    "images from 0 to 1": Problem(
+        name="images from 0 to 1",
+        make_model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)),
+        make_batch=lambda samples, random: (
+            torch.rand(samples, 1, 4, 4, generator=random),
+            torch.randint(2, (samples,), generator=random),
+        ),
+        loss=functional.cross_entropy,
+    ),
     "dropout": "mlp",
     "feed-forward blocks": "mlp",
     "no model": "mlp",

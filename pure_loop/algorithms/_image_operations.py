@@ -1,0 +1,226 @@
+"""Operations on images for augmentation: batches of them, with a strength for each image, on any device.
+
+Images are floats from 0 to 255, (n, channels, height, width). Each operation computes all images of a batch, and the
+choice between operations is a selection, so that nothing waits for the device. They are those of Pillow's ``ImageOps``
+and ``ImageEnhance``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pure_loop.errors import DataError
+from pure_loop.random.seeds import tracer
+
+__all__ = ["GEOMETRIC", "OPERATIONS", "SAFE", "as_pixels", "from_pixels", "operated"]
+
+Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _by_image(value: Tensor) -> Tensor:
+    return value.view(-1, 1, 1, 1)
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """(n, 1, height, width): luminance where there are three channels, else their mean."""
+    if pixels.shape[1] == 3:
+        weights = torch.tensor([0.299, 0.587, 0.114], dtype=pixels.dtype, device=pixels.device)
+        return (pixels * weights.view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return pixels.mean(1, keepdim=True)
+
+
+def _blended(pixels: Tensor, base: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    """Away from a base, or towards it: by a factor of 1 +- 0.9."""
+    factor = _by_image(1 + 0.9 * level * sign)
+    return (base + factor * (pixels - base)).clamp(0, 255)
+
+
+def _identity(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    return pixels
+
+
+def _autocontrast(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    """The values of each channel from 0 to 255."""
+    low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
+    spread = high - low
+    stretched = (pixels - low) * (255.0 / spread.clamp(min=1e-6))
+    return torch.where(spread > 0, stretched, pixels).clamp(0, 255)
+
+
+def _equalize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    """Each value of a channel as often as any other, by the table of Pillow."""
+    n, channels, height, width = pixels.shape
+    values = pixels.round().long().clamp(0, 255).view(n * channels, -1)
+    counts = torch.zeros(n * channels, 256, dtype=torch.long, device=pixels.device)
+    counts.scatter_add_(1, values, torch.ones_like(values))
+    largest = counts.gather(1, values.amax(1, keepdim=True))
+    step = (height * width - largest) // 255
+    before = counts.cumsum(1) - counts
+    table = ((before + step // 2) // step.clamp(min=1)).clamp(max=255)
+    result = table.gather(1, values).to(pixels.dtype).view(pixels.shape)
+    return torch.where((step > 0).view(n, channels, 1, 1), result, pixels)
+
+
+def _solarize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    return torch.where(pixels < _by_image(255 * (1 - level)), pixels, 255 - pixels)
+
+
+def _color(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    return _blended(pixels, _grey(pixels), level, sign)
+
+
+def _posterize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    """Fewer bits: from 8 to 4."""
+    size = torch.exp2(torch.round(4 * _by_image(level)))
+    return torch.where(size > 1, (pixels / size).floor() * size, pixels)
+
+
+def _contrast(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    return _blended(pixels, _grey(pixels).mean((1, 2, 3), keepdim=True), level, sign)
+
+
+def _brightness(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    return _blended(pixels, torch.zeros_like(pixels), level, sign)
+
+
+def _sharpness(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
+    channels = pixels.shape[1]
+    kernel = torch.ones(3, 3, dtype=pixels.dtype, device=pixels.device)
+    kernel[1, 1] = 5.0
+    kernel = (kernel / 13.0).expand(channels, 1, 3, 3)
+    smooth = pixels.clone()
+    if min(pixels.shape[2:]) > 2:  # what is at an edge has no neighbours, and stays
+        smooth[:, :, 1:-1, 1:-1] = functional.conv2d(pixels, kernel, groups=channels)
+    return _blended(pixels, smooth, level, sign)
+
+
+OPERATIONS: dict[str, Operation | None] = {
+    "identity": _identity,
+    "autocontrast": _autocontrast,
+    "equalize": _equalize,
+    "solarize": _solarize,
+    "posterize": _posterize,
+    "color": _color,
+    "contrast": _contrast,
+    "brightness": _brightness,
+    "sharpness": _sharpness,
+    # One grid for all images that drew one of them.
+    "rotate": None,
+    "shear_x": None,
+    "shear_y": None,
+    "translate_x": None,
+    "translate_y": None,
+}
+"""By their names; those that move pixels have no function of their own."""
+
+GEOMETRIC = tuple(name for name, function in OPERATIONS.items() if function is None)
+
+SAFE = tuple(name for name in OPERATIONS if name not in ("color", "contrast", "brightness", "sharpness"))
+"""Without those that images of ImageNet-C, a test of robustness, were made by."""
+
+
+def _moved(pixels: Tensor, names: Sequence[str], choice: Tensor, level: Tensor, sign: Tensor, fill: float) -> Tensor:
+    """Images turned, sheared and shifted by one grid; what comes from outside has the value ``fill``."""
+    height, width = pixels.shape[2:]
+    amount = level * sign
+
+    def of(name: str, most: float) -> Tensor:
+        return (
+            torch.where(choice == names.index(name), most * amount, 0.0) if name in names else torch.zeros_like(level)
+        )
+
+    angle = of("rotate", math.radians(30.0))
+    cosine, sine = angle.cos(), angle.sin()
+    # From places in the result to places in the image, in units of half a side.
+    ratio = height / width
+    rows = [
+        torch.stack([cosine, sine * ratio + of("shear_x", 0.3) * ratio, of("translate_x", 0.9)], 1),
+        torch.stack([-sine / ratio + of("shear_y", 0.3) / ratio, cosine, of("translate_y", 0.9)], 1),
+    ]
+    grid = functional.affine_grid(torch.stack(rows, 1).to(pixels.dtype), list(pixels.shape), align_corners=False)
+    moved = functional.grid_sample(pixels - fill, grid, "bilinear", "zeros", align_corners=False) + fill
+    # Where nothing moves, not even by rounding.
+    return torch.where(_by_image(amount != 0), moved, pixels)
+
+
+def operated(
+    pixels: Tensor, names: Sequence[str], choice: Tensor, level: Tensor, sign: Tensor, fill: float = 0.0
+) -> Tensor:
+    """Images, each with one operation.
+
+    Args:
+        pixels: (n, channels, height, width), floats from 0 to 255.
+        names: of the operations that there are.
+        choice: the index of the operation of each image, (n,), int64.
+        level: its strength, from 0 to 1, (n,), of the dtype of ``pixels``.
+        sign: 1 or -1, (n,): the direction of those that have one.
+        fill: the value of pixels that come from outside.
+
+    Returns:
+        Of the shape and dtype of ``pixels``.
+    """
+    result = pixels
+    for number, name in enumerate(names):
+        function = OPERATIONS[name]
+        if function is not None and function is not _identity:
+            result = torch.where(_by_image(choice == number), function(pixels, level, sign), result)
+    geometric = [number for number, name in enumerate(names) if name in GEOMETRIC]
+    if geometric:
+        moves = torch.isin(choice, torch.tensor(geometric, device=choice.device))
+        moved = _moved(pixels, names, choice, torch.where(moves, level, 0.0), sign, fill)
+        result = torch.where(_by_image(moves), moved, result)
+    return result
+
+
+def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) -> Tensor:
+    """Images as floats from 0 to 255.
+
+    Args:
+        images: (n, channels, height, width): uint8; or floats from 0 to 1, or what ``mean`` was subtracted from and
+        then
+            divided by ``std``.
+        checks: whether to compare the values with that range, which waits for the device.
+
+    Raises:
+        DataError: images of another dtype or number of dimensions, or out of range.
+    """
+    if images.ndim != 4 or not (images.dtype is torch.uint8 or images.is_floating_point()):
+        raise DataError(
+            f"{where}: the images have shape {tuple(images.shape)} and dtype {images.dtype}, and (n, channels, height, "
+            "width) of uint8, or of floats from 0 to 1, is needed."
+        )
+    if images.dtype is torch.uint8:
+        return images.float()
+    values = images.to(torch.promote_types(images.dtype, torch.float32))
+    if std is not None:
+        values = values * _column(std, values)
+    if mean is not None:
+        values = values + _column(mean, values)
+    if checks and tracer.get() is None and bool((values.amin() < -1e-3) | (values.amax() > 1 + 1e-3)):
+        raise DataError(
+            f"{where}: the images have values from {float(values.amin()):.3g} to {float(values.amax()):.3g}, and "
+            f"floats from 0 to 1 are needed. Say what they were normalized with, {where}(mean=, std=), or give uint8."
+        )
+    return (values * 255.0).clamp(0, 255)
+
+
+def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any) -> Tensor:
+    """What :func:`as_pixels` read, in the dtype and normalization of ``images``."""
+    if images.dtype is torch.uint8:
+        return pixels.round().clamp(0, 255).to(torch.uint8)
+    values = pixels / 255.0
+    if mean is not None:
+        values = values - _column(mean, values)
+    if std is not None:
+        values = values / _column(std, values)
+    return values.to(images.dtype)
+
+
+def _column(value: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).view(-1, 1, 1)
