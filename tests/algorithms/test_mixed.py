@@ -117,6 +117,21 @@ def test_shares_of_inputs_in_half_precision_have_a_sum_of_1() -> None:
             assert state.microbatch[1].sum(1).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("mixer", [mixup, cutmix])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_ranks_draw_one_share_for_the_batch_and_partners_of_their_own(
+    mixer: Any, per_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels, classes = torch.rand(16, 3, 12, 12), torch.arange(16)
+    state = pl.State.create(convnet()).replace(batch=(pixels, classes), event=Event.BEFORE_TRAIN_BATCH)
+    records = []
+    for place in (0, 1):
+        monkeypatch.setattr(sys.modules[mixer.__module__], "rank", lambda place=place: place)
+        records.append(mixer(per_sample=per_sample)(state).batch[1])
+    assert not torch.equal(records[0].second, records[1].second)
+    assert torch.equal(records[0].weight, records[1].weight) is not per_sample
+
+
 TORCHVISION = """
 import torch
 
