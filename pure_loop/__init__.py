@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pure_loop.progress import progress
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
+    from pure_loop.tools.ablate import ablate
     from pure_loop.tools.lr_find import lr_find
     from pure_loop.tools.profile import profile
 
@@ -74,6 +75,7 @@ __all__ = [
     "Time",
     "TimeUnit",
     "Timestamp",
+    "ablate",
     "algorithm",
     "algorithms",
     "best",
@@ -113,6 +115,7 @@ __all__ = [
 # What a plain fit doesn't use.
 _LAZY: dict[str, str | None] = {
     "Script": "pure_loop.loop.training",
+    "ablate": "pure_loop.tools.ablate",
     "best": "pure_loop.checkpoint",
     "drive": "pure_loop.entry.drive",
     "evaluate": "pure_loop.entry.evaluate",
