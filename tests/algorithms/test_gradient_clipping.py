@@ -77,3 +77,47 @@ def test_clipping_does_not_hide_a_gradient_that_is_not_finite(kind, bad):
     state = train(mlp(), points(), [spoil, gradient_clipping(kind, 1.0)], nonfinite="skip")
     equal(state.params, State.create(mlp()).params)
     assert state.skipped == 6
+
+
+def test_each_parameter_alone_and_some_left_out() -> None:
+    state = pl.State.create(nn.Linear(2, 1)).replace(
+        grads={"weight": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([0.5])}
+    )
+    alone = gradient_clipping("parameter", 1.0)(state).grads
+    torch.testing.assert_close(alone["weight"], torch.tensor([[0.6, 0.8]]))
+    torch.testing.assert_close(alone["bias"], torch.tensor([0.5]))
+    for kind in ("norm", "value", "adaptive", "parameter"):
+        clipped = gradient_clipping(kind, 0.01, exclude=lambda name: name == "weight")(state)
+        assert torch.equal(clipped.grads["weight"], torch.tensor([[3.0, 4.0]]))
+        assert clipped.grads["bias"] < 0.5
+    assert gradient_clipping("norm", 0.1, exclude=lambda name: name == "weight")(state).grad_norm == 0.5
+
+
+def test_a_quantile_of_the_norms() -> None:
+    algorithm = gradient_clipping("quantile", 0.5)
+    state = pl.State.create(nn.Linear(1, 1, bias=False))
+    norms: list[float] = []
+    for number in range(1200):
+        norm = float("nan") if number == 7 else 1.0 + (number * 37) % 100
+        state = state.replace(grads={"weight": torch.tensor([[norm]])}, grad_norm=None)
+        if not number:
+            state = state.remember("gradient_clipping", algorithm.init(state))
+        state = algorithm(state)
+        if number != 7:
+            norms = [*norms, norm][-1000:]
+            limit = torch.tensor(norms).quantile(0.5)
+            torch.testing.assert_close(state.grads["weight"][0, 0], torch.minimum(torch.tensor(norm), limit))
+
+
+def test_a_quantile_resumes() -> None:
+    whole = train(mlp(), points(), [gradient_clipping("quantile", 0.3)])
+    half = train(mlp(), points(), [gradient_clipping("quantile", 0.3)], max_duration="1ep")
+    equal(train(half, points(), [gradient_clipping("quantile", 0.3)]).params, whole.params)
+    assert not torch.equal(whole.params["0.weight"], train(mlp(), points()).params["0.weight"])
+
+
+def test_a_quantile_is_below_1() -> None:
+    with pytest.raises(pl.ArgumentError, match="the part of the norms that lies below"):
+        gradient_clipping("quantile", 1.0)
+    with pytest.raises(pl.ArgumentTypeError, match="is not a function of a parameter's name"):
+        gradient_clipping("norm", 1.0, exclude="head")  # type: ignore[arg-type]
