@@ -78,6 +78,9 @@ def modules(package: str) -> list[Module]:
     return found
 
 
+_LINE = 120
+
+
 def render_package(package: str) -> str:
     """The ``__init__.py`` of a package, with the docstring that it has."""
     path = ROOT / "pure_loop" / package / "__init__.py"
@@ -94,8 +97,12 @@ def render_package(package: str) -> str:
         "if TYPE_CHECKING:",
     ]
     for module in public:
-        listed = ", ".join(sorted(module.public, key=_order))
-        lines.append(f"    from pure_loop.{package}.{module.name} import {listed}")
+        listed = sorted(module.public, key=_order)
+        line = f"    from pure_loop.{package}.{module.name} import "
+        if len(line) + len(", ".join(listed)) <= _LINE:
+            lines.append(line + ", ".join(listed))
+        else:  # as Ruff breaks it
+            lines += [f"{line}(", *(f"        {name}," for name in listed), "    )"]
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
     lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
