@@ -11,6 +11,7 @@ matrix of its filters. https://arxiv.org/abs/1405.3866, https://arxiv.org/abs/14
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -120,8 +121,8 @@ def apply_factorize(
     """A copy of a module whose large layers are two thin ones each; the module stays as it was.
 
     ``fc.weight`` becomes ``fc.down.weight`` and ``fc.up.weight``, and ``fc.bias`` ``fc.up.bias``. Changed are layers
-    whose class is ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups and not shared by
-    two modules. What it made is not factorized again.
+    whose class is ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups, whose weight is
+    used nowhere else. What it made is not factorized again.
 
     Args:
         rank: the number of values between the two; below 1: a share of the smaller side of the weight's matrix.
@@ -144,6 +145,7 @@ def apply_factorize(
     new, reasons = copied(module, "apply_factorize"), []
     kinds = (*((nn.Linear,) if linears else ()), *((nn.Conv1d, nn.Conv2d, nn.Conv3d) if convs else ()))
     changed: list[tuple[str, nn.Module]] = []
+    uses = Counter(id(parameter) for _, parameter in new.named_parameters(remove_duplicate=False))
     made = {id(part) for pair in new.modules() if _is_pair(pair) for part in pair.children()}
     for name, layer in chosen(new, only, exclude, "factorize"):
         if type(layer) not in kinds or id(layer) in made:
@@ -153,7 +155,9 @@ def apply_factorize(
         rows, columns = weight.shape[0], weight[0].numel()
         sides = weight.shape[0], conv.in_channels if type(layer) is not nn.Linear else columns
         size = _rank_of(rank, rows, columns)
-        if getattr(layer, "groups", 1) > 1:
+        if uses[id(weight)] > 1:
+            reasons.append(f"the weight of {name} is used in another place, too")
+        elif getattr(layer, "groups", 1) > 1:
             reasons.append(f"{name} has {conv.groups} groups")
         elif min(sides) < min_features:
             reasons.append(f"{name} has {sides[1]} inputs and {sides[0]} outputs")

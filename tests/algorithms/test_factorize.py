@@ -84,3 +84,16 @@ def test_training() -> None:
     drawn = [train(convnet(), images(), [factorize(2, min_features=8, init="random")], seed=seed) for seed in (0, 0, 1)]
     assert torch.equal(drawn[0].params["4.down.weight"], drawn[1].params["4.down.weight"])
     assert not torch.equal(drawn[0].params["4.down.weight"], drawn[2].params["4.down.weight"])
+
+
+def test_weights_that_are_used_twice_stay() -> None:
+    """Two factors would untie them."""
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 16), "head": nn.Linear(16, 16), "a": nn.Linear(16, 16)})
+    model["head"].weight = model["embed"].weight
+    model["b"] = model["a"]
+    with pytest.raises(pl.ModelError, match=r"the weight of head is used in another place, too; the weight of a is"):
+        apply_factorize(model, 2, min_features=8)
+    model["c"] = nn.Linear(16, 16)
+    changed = apply_factorize(model, 2, min_features=8)
+    assert isinstance(changed["c"], nn.Sequential)
+    assert all(type(changed[name]) is nn.Linear for name in ("head", "a", "b"))
