@@ -121,8 +121,8 @@ def apply_factorize(
     """A copy of a module whose large layers are two thin ones each; the module stays as it was.
 
     ``fc.weight`` becomes ``fc.down.weight`` and ``fc.up.weight``, and ``fc.bias`` ``fc.up.bias``. Changed are layers
-    whose class is ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups, whose weight is
-    used nowhere else. What it made is not factorized again.
+    whose class is ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups and not shared by
+    two modules. What it made is not factorized again.
 
     Args:
         rank: the number of values between the two; below 1: a share of the smaller side of the weight's matrix.
@@ -142,10 +142,12 @@ def apply_factorize(
     Linear(in_features=16, out_features=300, bias=True)
     """
     _refuse_neither(convs, linears)
+    _refuse_fraction(rank)
     new, reasons = copied(module, "apply_factorize"), []
     kinds = (*((nn.Linear,) if linears else ()), *((nn.Conv1d, nn.Conv2d, nn.Conv3d) if convs else ()))
     changed: list[tuple[str, nn.Module]] = []
-    uses = Counter(id(parameter) for _, parameter in new.named_parameters(remove_duplicate=False))
+    # A weight that several layers own would be theirs alone afterwards, and no longer tied.
+    owners = Counter(id(weight) for _, weight in new.named_parameters(remove_duplicate=False))
     made = {id(part) for pair in new.modules() if _is_pair(pair) for part in pair.children()}
     for name, layer in chosen(new, only, exclude, "factorize"):
         if type(layer) not in kinds or id(layer) in made:
@@ -155,8 +157,8 @@ def apply_factorize(
         rows, columns = weight.shape[0], weight[0].numel()
         sides = weight.shape[0], conv.in_channels if type(layer) is not nn.Linear else columns
         size = _rank_of(rank, rows, columns)
-        if uses[id(weight)] > 1:
-            reasons.append(f"the weight of {name} is used in another place, too")
+        if owners[id(weight)] > 1:
+            reasons.append(f"{name} shares its weight with another layer")
         elif getattr(layer, "groups", 1) > 1:
             reasons.append(f"{name} has {conv.groups} groups")
         elif min(sides) < min_features:
@@ -179,11 +181,22 @@ def apply_factorize(
         if not name:
             return pair
         new.set_submodule(name, pair)
+        parent = new.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # In evaluation its fused kernel reads weights of linear layers, which are no longer there.
+            parent.activation_relu_or_gelu = 0
     return new
 
 
 def _is_pair(module: nn.Module) -> bool:
     return type(module) is nn.Sequential and [name for name, _ in module.named_children()] == ["down", "up"]
+
+
+def _refuse_fraction(rank: float) -> None:
+    if rank >= 1 and rank != int(rank):
+        raise ArgumentError(
+            f"factorize: rank={rank} is no number of values; below 1 it is a share: rank={int(rank)}, or rank=0.25."
+        )
 
 
 def _refuse_neither(convs: bool, linears: bool) -> None:
@@ -227,6 +240,7 @@ def factorize(
     {'down.weight': (2, 8), 'up.weight': (8, 2), 'up.bias': (8,)}
     """
     _refuse_neither(convs, linears)
+    _refuse_fraction(rank)
     settings: dict[str, Any] = {
         "convs": convs,
         "linears": linears,

@@ -33,6 +33,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 
+# Layers that may have no parameters, and compute no activation.
+_NO_ACTIVATIONS = (nn.Flatten, nn.Unflatten, nn.BatchNorm1d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 @attrs.frozen
 class FeedForward:
@@ -188,6 +191,7 @@ def _parts_of(block: nn.Module) -> FeedForward | None:
         and all(isinstance(kinds[number], nn.Linear) for number in (0, 2))
         and layers[0] is kinds[0]
         and layers[1] is kinds[1]
+        and not isinstance(kinds[1], _NO_ACTIVATIONS)
         and not list(kinds[1].parameters())
     )
     return FeedForward(names[0], names[1], names[-1]) if is_block else None

@@ -75,8 +75,10 @@ class GyroDropout(nn.Dropout):
         """(n, ...) to the same shape and dtype; in eval mode the input itself."""
         if not self.training or not self.p:
             return input
+        if self.p == 1:  # as nn.Dropout has it: nothing is kept, and there is no scale
+            return input * 0
         subnetworks: Tensor = getattr(self, BUFFER)
-        count, features = len(input), input[0].numel()
+        count, features = len(input), input.shape[1:].numel()
         kept = masks(self.layer, subnetworks, features, self.p)
         rows = torch.arange(count, device=input.device) % len(subnetworks)
         mask = kept[rows].view(input.shape).to(input.dtype)

@@ -42,6 +42,8 @@ class NoOp(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module takes; what it returns, with 0 in each tensor."""
+        if self.shape_of[0].training != self.training:
+            self.shape_of[0].train(self.training)
         with torch.no_grad():
             outputs = self.shape_of[0](*map_tensors(_on_meta, args), **map_tensors(_on_meta, kwargs))
 

@@ -86,14 +86,25 @@ def test_training() -> None:
     assert not torch.equal(drawn[0].params["4.down.weight"], drawn[2].params["4.down.weight"])
 
 
-def test_weights_that_are_used_twice_stay() -> None:
-    """Two factors would untie them."""
-    model = nn.ModuleDict({"embed": nn.Embedding(16, 16), "head": nn.Linear(16, 16), "a": nn.Linear(16, 16)})
-    model["head"].weight = model["embed"].weight
-    model["b"] = model["a"]
-    with pytest.raises(pl.ModelError, match=r"the weight of head is used in another place, too; the weight of a is"):
-        apply_factorize(model, 2, min_features=8)
-    model["c"] = nn.Linear(16, 16)
-    changed = apply_factorize(model, 2, min_features=8)
-    assert isinstance(changed["c"], nn.Sequential)
-    assert all(type(changed[name]) is nn.Linear for name in ("head", "a", "b"))
+def test_tied_weights_stay_tied() -> None:
+    net = nn.ModuleDict({"embedding": nn.Embedding(16, 16), "head": nn.Linear(16, 16)})
+    net["head"].weight = net["embedding"].weight
+    with pytest.raises(pl.ModelError, match="head shares its weight with another layer"):
+        apply_factorize(net, 2, min_features=8)
+    layer = nn.Linear(16, 16)
+    with pytest.raises(pl.ModelError, match="0 shares its weight"):
+        apply_factorize(nn.Sequential(layer, layer), 2, min_features=8)
+
+
+def test_layers_of_a_transformer_evaluate() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = apply_factorize(nn.TransformerEncoder(layer, 2), 2, min_features=8).eval()
+    x = torch.ones(1, 3, 8)
+    with torch.no_grad():
+        fused = net(x)
+    torch.testing.assert_close(fused, net(x))
+
+
+def test_a_rank_is_a_whole_number_or_a_share() -> None:
+    with pytest.raises(pl.ArgumentError, match=r"rank=2.5 is no number of values"):
+        factorize(2.5)

@@ -115,3 +115,9 @@ def test_a_model_of_transformers() -> None:
     torch.testing.assert_close(same(words).last_hidden_state, model(words).last_hidden_state)
     other = apply_gated_linear_units(model, "gelu", blocks=blocks)
     assert not torch.allclose(other(words).last_hidden_state, model(words).last_hidden_state)
+
+
+def test_what_is_between_linear_layers_and_no_activation_stays() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(pl.ModelError, match="finds nothing"):
+        apply_gated_linear_units(net)

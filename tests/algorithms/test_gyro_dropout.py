@@ -105,3 +105,8 @@ def test_what_is_refused() -> None:
         apply_gyro_dropout(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(pl.ModelError, match="already"):
         apply_gyro_dropout(apply_gyro_dropout(net()))
+
+
+def test_nothing_is_kept_of_dropout_of_1_and_batches_may_be_empty() -> None:
+    assert not apply_gyro_dropout(nn.Sequential(nn.Dropout(1.0)))(torch.ones(2, 3)).any()
+    assert apply_gyro_dropout(nn.Sequential(nn.Dropout()))(torch.ones(0, 3)).shape == (0, 3)

@@ -41,3 +41,8 @@ def test_any_loss_and_its_own_metrics() -> None:
     assert list(state.params) == ["weight"]
     assert state.metrics["val"]["loss"].isfinite()
     assert pl.State.create(mlp()).params.keys() != state.params.keys()
+
+
+def test_the_model_behind_it_evaluates_where_it_does() -> None:
+    module = apply_no_op_model(nn.Sequential(nn.BatchNorm1d(3)))
+    assert module.eval()(torch.ones(1, 3)).shape == (1, 3)  # one sample is too few in training
