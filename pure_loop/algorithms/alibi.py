@@ -83,8 +83,10 @@ class _Attending(TorchFunctionMode):
             self.calls += 1
             return self._scaled_dot_product(*args, **kwargs)
         if function is _MULTI_HEAD:
-            self.calls += 1
-            return self._multi_head(_PARAMETERS.bind(*args, **kwargs))
+            call = _PARAMETERS.bind(*args, **kwargs)
+            if call.arguments["query"] is call.arguments["key"]:  # not the attention of one sequence to another
+                self.calls += 1
+                return self._multi_head(call)
         return function(*args, **kwargs)
 
     def _bias(self, heads: int, queries: int, keys: int, of: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
@@ -149,18 +151,26 @@ class _Enter:
         self.slopes, self.causal, self.heads = slopes, causal, heads
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        mode = _Attending(self.slopes, self.causal, self.heads)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        _active.modes = [*getattr(_active, "modes", ()), mode]
+        modes: list[Any] = getattr(_active, "modes", [])
+        # Of the model itself; or of a layer that is called again in a backward, which activation checkpointing does.
+        mode = None if modes else _Attending(self.slopes, self.causal, self.heads)
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        _active.modes = [*modes, mode]
 
 
 class _Leave:
     """The hook after the forward, which is called where the forward raises, too."""
 
+    def __init__(self, checks: bool) -> None:
+        self.checks = checks
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         *_active.modes, mode = _active.modes
+        if mode is None:
+            return
         mode.__exit__(None, None, None)
-        if output is not None and not mode.calls:
+        if self.checks and output is not None and not mode.calls:
             raise ModelError(
                 f"alibi: the forward of {type(module).__name__} called neither scaled_dot_product_attention nor "
                 "nn.MultiheadAttention, so there is no attention to add biases to. Models of transformers call it with "
@@ -180,8 +190,9 @@ def apply_alibi(
 ) -> nn.Module:
     """A copy of a module whose attention has linear biases; the module stays as it was.
 
-    Each call of ``scaled_dot_product_attention`` and ``nn.MultiheadAttention`` in its forward gets them, whatever the
-    model is. Names and values of parameters stay, except of position embeddings.
+    Each call of ``scaled_dot_product_attention`` in its forward gets them, and each of ``nn.MultiheadAttention`` whose
+    queries and keys are of one sequence, whatever the model is, with activation checkpointing of its layers, too. Names
+    and values of parameters stay, except of position embeddings.
 
     Args:
         max_length: the length of the longest sequence that the model is to take.
@@ -209,8 +220,9 @@ def apply_alibi(
         _zero(new, name, max_length)
     chosen = None if slopes is None else tuple(_slope(number) for number in slopes)
     cast("Any", new).alibi_heads = heads
-    new.register_forward_pre_hook(_Enter(chosen, causal, heads), with_kwargs=True)
-    new.register_forward_hook(_Leave(), always_call=True)
+    for layer in new.modules():
+        layer.register_forward_pre_hook(_Enter(chosen, causal, heads), with_kwargs=True)
+        layer.register_forward_hook(_Leave(checks=layer is new), always_call=True)
     return new
 
 

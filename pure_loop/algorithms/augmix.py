@@ -21,7 +21,7 @@ from torch import Tensor
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
 from pure_loop.algorithms._mixed import image_of
-from pure_loop.data.batch import map_tensors
+from pure_loop.algorithms._rows import rows_of
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.event import Event
@@ -187,11 +187,9 @@ def augmix(
             return state.replace(batch=with_part(state.batch, input_key, drawn[0]))
         count = len(images)
 
-        def thrice(tensor: Tensor) -> Tensor:
-            return tensor.repeat_interleave(3, 0) if tensor.ndim and len(tensor) == count else tensor
-
+        thrice = torch.arange(count, device=images.device).repeat_interleave(3)
         three = torch.stack([images, *drawn], 1).flatten(0, 1)
-        return state.replace(batch=with_part(map_tensors(thrice, state.batch), input_key, three))
+        return state.replace(batch=with_part(rows_of(state.batch, thrice, count), input_key, three))
 
     if consistency is None:
         return Algorithm(name, {Event.BEFORE_TRAIN_BATCH: augment})
@@ -206,10 +204,9 @@ def augmix(
             )
         count = len(scores)
 
-        def first(tensor: Tensor) -> Tensor:
-            return tensor[::3] if tensor.ndim and len(tensor) == count else tensor
-
-        changed = state.replace(outputs=first(scores), microbatch=map_tensors(first, state.microbatch))
+        first = torch.arange(0, count, 3, device=scores.device)
+        microbatch = rows_of(state.microbatch, first, count)
+        changed = state.replace(outputs=scores.index_select(0, first), microbatch=microbatch)
         return changed.remember(name, scores)
 
     def add(state: State) -> State:

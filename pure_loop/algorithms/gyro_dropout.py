@@ -30,8 +30,6 @@ __all__ = ["apply_gyro_dropout", "gyro_dropout", "masks"]
 
 SERVES = "dropout"
 
-BUFFER = "gyro_subnetworks"
-
 # Odd constants of 64 bits, of SplitMix64 (https://doi.org/10.1145/2660193.2660195), as signed integers.
 _SUBNETWORK, _FEATURE = -7046029254386353131, -4417276706812531889
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
@@ -70,6 +68,7 @@ class GyroDropout(nn.Dropout):
     """Dropout with the masks of a few subnetworks, in turn along the first dimension."""
 
     layer: int
+    buffer: str
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, ...) to the same shape and dtype; in eval mode the input itself."""
@@ -77,7 +76,7 @@ class GyroDropout(nn.Dropout):
             return input
         if self.p == 1:  # as nn.Dropout has it: nothing is kept, and there is no scale
             return input * 0
-        subnetworks: Tensor = getattr(self, BUFFER)
+        subnetworks: Tensor = getattr(self, self.buffer)
         count, features = len(input), input.shape[1:].numel()
         kept = masks(self.layer, subnetworks, features, self.p)
         rows = torch.arange(count, device=input.device) % len(subnetworks)
@@ -85,7 +84,7 @@ class GyroDropout(nn.Dropout):
         return input * mask / (1 - self.p)
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, concurrent={len(getattr(self, BUFFER))}"
+        return f"p={self.p}, concurrent={len(getattr(self, self.buffer))}"
 
 
 @checked
@@ -95,6 +94,7 @@ def apply_gyro_dropout(
     *,
     concurrent: Annotated[int, AtLeast(1)] = 16,
     seed: int = 0,
+    name: str = "gyro_dropout",
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
 ) -> nn.Module:
@@ -107,6 +107,7 @@ def apply_gyro_dropout(
         p: the share that is left out, in [0, 1); None: that of each layer.
         concurrent: how many subnetworks are trained together.
         seed: of the masks.
+        name: the buffer of a layer is called ``<name>_subnetworks``.
         only, exclude: functions of (name, layer): which layers are changed, and which are not.
 
     Raises:
@@ -119,15 +120,15 @@ def apply_gyro_dropout(
     """
     new, reasons, changed = copied(module, "apply_gyro_dropout"), [], False
     device = next((tensor.device for tensor in new.parameters()), None)
-    for name, layer in chosen(new, only, exclude, "gyro_dropout"):
+    for path, layer in chosen(new, only, exclude, "gyro_dropout"):
         if isinstance(layer, GyroDropout):
-            reasons.append(f"{name} is a GyroDropout already")
+            reasons.append(f"{path} is a GyroDropout already")
         elif type(layer) is nn.Dropout:
             layer.__class__ = GyroDropout
             gyro = cast("GyroDropout", layer)
-            gyro.layer = derive(seed, "gyro_dropout", name)
+            gyro.layer, gyro.buffer = derive(seed, "gyro_dropout", path), f"{name}_subnetworks"
             gyro.p = layer.p if p is None else p
-            gyro.register_buffer(BUFFER, torch.arange(concurrent, device=device), persistent=False)
+            gyro.register_buffer(gyro.buffer, torch.arange(concurrent, device=device), persistent=False)
             changed = True
     if not changed:
         raise nothing_fits("gyro_dropout", module, reasons, "nn.Dropout")
@@ -169,7 +170,8 @@ def gyro_dropout(
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
     >>> stream = pl.fit(net, data * 8, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
     ...                 algorithms=[gyro_dropout(subnetworks=4, concurrent=2)])
-    >>> chosen = [state.buffers["1.gyro_subnetworks"].tolist() for event, state in stream if event == "batch_end"]
+    >>> buffer = "1.gyro_dropout_subnetworks"
+    >>> chosen = [state.buffers[buffer].tolist() for event, state in stream if event == "batch_end"]
     >>> chosen[0] == chosen[3], chosen[0] == chosen[4], len(set(chosen[0]))
     (True, False, 2)
     """
@@ -193,13 +195,19 @@ def gyro_dropout(
 
     def operate(state: State) -> State:
         seed = derive(state.seed, name)
-        module = apply_gyro_dropout(state.module(), p, concurrent=concurrent, seed=seed, only=only, exclude=exclude)
-        return with_subnetworks(state.with_module(module), 0)
+        settings: dict[str, Any] = {
+            "concurrent": concurrent,
+            "seed": seed,
+            "name": name,
+            "only": only,
+            "exclude": exclude,
+        }
+        return with_subnetworks(state.with_module(apply_gyro_dropout(state.module(), p, **settings)), 0)
 
     def with_subnetworks(state: State, number: int) -> State:
         random = generator(state.seed, name, "subnetworks", number)
         drawn = torch.randperm(subnetworks, generator=random)[:concurrent].to(state.device)
-        names = [key for key in state.buffers if key.rpartition(".")[2] == BUFFER]
+        names = [key for key in state.buffers if key.rpartition(".")[2] == f"{name}_subnetworks"]
         return state.replace(buffers={**state.buffers, **dict.fromkeys(names, drawn)})
 
     def choose(state: State) -> State:

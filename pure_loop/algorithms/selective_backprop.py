@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._rows import rows_of
 from pure_loop.algorithms._spans import as_span, part_of_span
-from pure_loop.data.batch import map_tensors, num_samples, split
+from pure_loop.data.batch import num_samples, split
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
@@ -174,9 +175,6 @@ def selective_backprop(
         random = generator(state.seed, name, now.batch, rank(), device=state.device)
         chosen = hardest(losses_of(state, stages), share, random)
 
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, chosen) if tensor.ndim and len(tensor) == count else tensor
-
-        return state.replace(batch=map_tensors(rows, state.batch))
+        return state.replace(batch=rows_of(state.batch, chosen, count))
 
     return Algorithm(name, {Event.AFTER_DATALOADER: select})

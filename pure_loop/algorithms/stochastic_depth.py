@@ -12,7 +12,6 @@ the rate ``r l / L``, or all have ``r``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
@@ -36,8 +35,6 @@ SERVES = "images"
 Blocks: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | LayerFilter
 Distribution: TypeAlias = Literal["linear", "uniform"]
 
-BUFFER = "stochastic_depth_rate"
-
 
 def rates(count: int, rate: Any, distribution: Distribution = "linear") -> list[Any]:
     """The rate of each of ``count`` blocks, from the first to the last, where that of the last is ``rate``.
@@ -51,8 +48,8 @@ def rates(count: int, rate: Any, distribution: Distribution = "linear") -> list[
 class _Dropped:
     """The hook of a block. An object of a module, so that it can be pickled."""
 
-    def __init__(self, name: str, mode: str, scale: bool) -> None:
-        self.name, self.mode, self.scale = name, mode, scale
+    def __init__(self, name: str, buffer: str, mode: str, scale: bool) -> None:
+        self.name, self.buffer, self.mode, self.scale = name, buffer, mode, scale
 
     def __call__(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if not block.training and self.scale:
@@ -68,7 +65,7 @@ class _Dropped:
                 f"{after}. A block that is left out gives its input, so both are tensors of one shape: choose other "
                 "blocks, blocks=lambda name, layer: ...."
             )
-        kept = 1 - getattr(block, BUFFER)
+        kept = 1 - getattr(block, self.buffer)
         if not block.training:
             return start + kept.to(output.dtype) * (output - start)
         shape = (len(output) if self.mode == "sample" else 1, *(1,) * (output.ndim - 1))
@@ -111,6 +108,7 @@ def apply_stochastic_depth(
     distribution: Distribution = "linear",
     mode: Literal["sample", "batch"] = "sample",
     scale: bool = True,
+    name: str = "stochastic_depth",
 ) -> nn.Module:
     """A copy of a module whose blocks are left out at random in train mode; the module stays as it was.
 
@@ -124,6 +122,7 @@ def apply_stochastic_depth(
         mode: ``"sample"``: draw for each sample; ``"batch"``: for each forward.
         scale: divide what a block adds by ``1 - rate`` in training. False: multiply it by that in evaluation, as the
             paper does, which is exact for blocks that end with an activation.
+        name: the buffer of a block is called ``<name>_rate``.
 
     Raises:
         ModelError: there is no such block, or one has a hook already; in a forward: a block whose output has not the
@@ -138,13 +137,14 @@ def apply_stochastic_depth(
     chosen = _checked_blocks(blocks, "apply_stochastic_depth")
     new = copied(module, "apply_stochastic_depth")
     found = _blocks_of(new, chosen)
-    reasons = [f"{name} can be left out already" for name, block in found if hasattr(block, BUFFER)]
+    buffer = f"{name}_rate"
+    reasons = [f"{path} can be left out already" for path, block in found if hasattr(block, buffer)]
     if not found or reasons:
         raise nothing_fits("stochastic_depth", module, reasons, "the submodules that blocks= chooses, once")
-    for (name, block), share in zip(found, rates(len(found), rate, distribution), strict=True):
+    for (path, block), share in zip(found, rates(len(found), rate, distribution), strict=True):
         tensor = next(iter([*block.parameters(), *new.parameters()]), torch.zeros(()))
-        block.register_buffer(BUFFER, torch.tensor(share, device=tensor.device), persistent=False)
-        block.register_forward_hook(_Dropped(name, mode, scale))
+        block.register_buffer(buffer, torch.tensor(share, device=tensor.device), persistent=False)
+        block.register_forward_hook(_Dropped(path, buffer, mode, scale))
     return new
 
 
@@ -194,14 +194,14 @@ def stochastic_depth(
     strength: Strength = rate
     if warmup is not None:
         strength = warmed_up(warmup, rate if callable(rate) else constant(rate))
-    settings: dict[str, Any] = {"distribution": distribution, "mode": mode, "scale": scale}
+    settings: dict[str, Any] = {"distribution": distribution, "mode": mode, "scale": scale, "name": name}
     first = 0.0 if callable(strength) else strength
 
     def operate(state: State) -> State:
         return state.with_module(apply_stochastic_depth(state.module(), chosen, first, **settings))
 
     def with_rates(state: State) -> State:
-        names = _buffers_of(state)
+        names = [key for key in state.buffers if key.rpartition(".")[2] == f"{name}_rate"]
         values = rates(len(names), strength_at(strength, state.timestamp), distribution)
         zero = torch.zeros((), device=state.device)
         return state.replace(
@@ -211,8 +211,3 @@ def stochastic_depth(
     # A number is set where training begins or resumes, a schedule for each batch.
     begin = Event.BATCH_START if callable(strength) else Event.FIT_START
     return Algorithm(name, {Event.INIT: operate, begin: with_rates})
-
-
-def _buffers_of(state: State) -> Sequence[str]:
-    """The names of the rates, in the order of the blocks."""
-    return [key for key in state.buffers if key.rpartition(".")[2] == BUFFER]

@@ -107,7 +107,9 @@ class Strict:
         self.take_back(state, f"algorithm {name!r}", event)
         assert self._random is not None
         now = _random_state()
-        if not torch.equal(self._random[0], now[0]) or self._random[1:] != now[1:]:
+        before = self._random
+        numpy_drew = bool(before[2]) and before[2] != now[2]  # NumPy itself may be loaded by the handler
+        if not torch.equal(before[0], now[0]) or before[1] != now[1] or numpy_drew:
             raise ImpurityError(
                 f"algorithm {name!r} drew from a global random generator at {event.name}, so it can't be replayed: "
                 "draw from pl.random.generator(state.seed, name, state.timestamp.batch)."
@@ -115,8 +117,9 @@ class Strict:
 
 
 def _random_state() -> tuple[Tensor, Any, bytes]:
-    numpy_random: Any = sys.modules.get("numpy.random")
-    drawn = b"" if numpy_random is None else pickle.dumps(numpy_random.get_state(legacy=False))
+    numpy: Any = sys.modules.get("numpy")
+    # Reading .random loads it if nothing has yet: loaded by a handler, it would seem to have been drawn from there.
+    drawn = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
     return torch.get_rng_state(), random.getstate(), drawn
 
 

@@ -95,7 +95,7 @@ def test_names_are_given():
         (lambda: label_smoothing(True), ArgumentTypeError, "must be a number"),
         (lambda: label_smoothing(target_key=None), ArgumentTypeError, "target_key"),
         (lambda: label_smoothing(ignore_index=0.5), ArgumentTypeError, "ignore_index"),
-        (lambda: gradient_clipping("max", 1.0), ArgumentError, '"norm", "value" or "adaptive"'),
+        (lambda: gradient_clipping("max", 1.0), ArgumentError, '"parameter" or "quantile"'),
         (lambda: gradient_clipping("norm", 0), ArgumentError, "above 0"),
         (lambda: gradient_clipping("norm", math.inf), ArgumentError, "finite"),
         (lambda: gradient_clipping("norm", None), ArgumentTypeError, "threshold"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop.algorithms import alibi, alibi_bias, alibi_slopes, apply_alibi
@@ -100,6 +101,38 @@ def test_layers_of_torch(training: bool, batch_first: bool, mask: str) -> None:
     keep = ~padding if mask == "padding" else torch.ones(3, 5, dtype=torch.bool)
     keep = keep if batch_first else keep.T
     torch.testing.assert_close(found[keep], wanted[keep])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = Attention("causal"), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(checkpoint(self.attention, self.head(x), use_reentrant=use_reentrant))
+            return out
+
+    changed = apply_alibi(Checkpointed(), 7)
+    x = torch.randn(3, 7, 8, generator=noise())
+    loss = changed(x).square().sum()
+    gradient = torch.autograd.grad(loss, list(changed.parameters())) if not use_reentrant else None
+    if gradient is None:
+        loss.backward()
+        gradient = tuple(parameter.grad for parameter in changed.parameters())
+    by_hand = changed.head(changed.attention.by_hand(changed.head(x), True)).square().sum()
+    wanted = torch.autograd.grad(by_hand, list(changed.parameters()))
+    for one, two in zip(gradient, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_the_attention_to_another_sequence_has_no_biases() -> None:
+    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x, memory = torch.randn(2, 3, 8, generator=noise()), torch.randn(2, 7, 8, generator=noise(1))
+    changed = apply_alibi(layer, 7)
+    bias = alibi_bias(alibi_slopes(2), 3, 3).repeat(2, 1, 1)
+    torch.testing.assert_close(changed(x, memory), layer(x, memory, tgt_mask=bias))
 
 
 def test_nothing_stays_active_after_an_error() -> None:

@@ -50,7 +50,9 @@ def test_samples_take_the_subnetworks_in_turn() -> None:
 
 def subnetworks(algorithm: Any, **options: Any) -> list[tuple[int, ...]]:
     pairs = stream(net(), data(), [algorithm], **options)
-    return [tuple(s.buffers["1.gyro_subnetworks"].tolist()) for event, s in pairs if event is Event.BEFORE_FORWARD]
+    return [
+        tuple(s.buffers["1.gyro_dropout_subnetworks"].tolist()) for event, s in pairs if event is Event.BEFORE_FORWARD
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,10 @@ def test_what_is_refused() -> None:
 def test_nothing_is_kept_of_dropout_of_1_and_batches_may_be_empty() -> None:
     assert not apply_gyro_dropout(nn.Sequential(nn.Dropout(1.0)))(torch.ones(2, 3)).any()
     assert apply_gyro_dropout(nn.Sequential(nn.Dropout()))(torch.ones(0, 3)).shape == (0, 3)
+
+
+def test_two_of_them_have_subnetworks_of_their_own() -> None:
+    one = gyro_dropout(concurrent=2, subnetworks=8, only=lambda name, layer: name == "1", name="one")
+    two = gyro_dropout(concurrent=4, subnetworks=8, only=lambda name, layer: name == "3", name="two")
+    buffers = train(net(), data(), [one, two]).buffers
+    assert {name: len(tensor) for name, tensor in buffers.items()} == {"1.one_subnetworks": 2, "3.two_subnetworks": 4}

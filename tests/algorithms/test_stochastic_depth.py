@@ -91,6 +91,12 @@ def test_another_rate_when_training_resumes() -> None:
     assert rates_of(resumed, Event.BATCH_END)[0] == pytest.approx([0.2, 0.4])
 
 
+def test_two_of_them_have_rates_of_their_own() -> None:
+    one = stochastic_depth(lambda name, layer: name in ("0", "1"), 0.2, name="one")
+    two = stochastic_depth(lambda name, layer: name in ("2", "3"), 0.4, name="two")
+    assert rates_of(stream(net(4), points(), [one, two]))[-1] == pytest.approx([0.1, 0.2, 0.2, 0.4])
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(pl.ModelError, match=r"block '4', Linear, has an input of shape \(5, 4\) and an output of"):
         train(net(), points(), [stochastic_depth(nn.Linear)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import optree
@@ -211,3 +213,18 @@ def test_strict_notices_draws_from_numpy() -> None:
 def test_inference_mode_around_training_is_named() -> None:
     with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
         pl.run(fit())
+
+
+def test_numpy_that_a_handler_loads_was_not_drawn_from() -> None:
+    """In a process that has not used NumPy's generator yet."""
+    script = """
+import torch, pure_loop as pl
+@pl.algorithm("batch_start")
+def load(state):
+    import numpy.random
+    return state
+data = [(torch.ones(2, 2), torch.ones(2, 1))]
+pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
+              max_duration="1ep", algorithms=[load], strict=True))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
