@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.cutout import cutout, fill
     from pure_loop.algorithms.early_stopping import early_stopping, restored
     from pure_loop.algorithms.ema import averaged, ema, moving_average
-    from pure_loop.algorithms.factorize import apply_factorize, break_even, factorize, factors
+    from pure_loop.algorithms.factorize import (
+        apply_factorize,
+        break_even,
+        factorize,
+        factorize_module,
+        factors,
+        set_rank,
+    )
     from pure_loop.algorithms.gated_linear_units import FeedForward, apply_gated_linear_units, gated, gated_linear_units
     from pure_loop.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm
     from pure_loop.algorithms.gradient_clipping import gradient_clipping
@@ -89,6 +96,7 @@ __all__ = [
     "early_stopping",
     "ema",
     "factorize",
+    "factorize_module",
     "factors",
     "fill",
     "gated",
@@ -123,6 +131,7 @@ __all__ = [
     "sam",
     "selective_backprop",
     "sequence_length_warmup",
+    "set_rank",
     "side_of",
     "smooth_labels",
     "squeeze_excite",
@@ -174,6 +183,7 @@ if not TYPE_CHECKING:
             "early_stopping": "pure_loop.algorithms.early_stopping",
             "ema": "pure_loop.algorithms.ema",
             "factorize": "pure_loop.algorithms.factorize",
+            "factorize_module": "pure_loop.algorithms.factorize",
             "factors": "pure_loop.algorithms.factorize",
             "fill": "pure_loop.algorithms.cutout",
             "gated": "pure_loop.algorithms.gated_linear_units",
@@ -208,6 +218,7 @@ if not TYPE_CHECKING:
             "sam": "pure_loop.algorithms.sam",
             "selective_backprop": "pure_loop.algorithms.selective_backprop",
             "sequence_length_warmup": "pure_loop.algorithms.sequence_length_warmup",
+            "set_rank": "pure_loop.algorithms.factorize",
             "side_of": "pure_loop.algorithms.progressive_resizing",
             "smooth_labels": "pure_loop.algorithms.label_smoothing",
             "squeeze_excite": "pure_loop.algorithms.squeeze_excite",

@@ -22,7 +22,7 @@ from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_f
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Above, AtLeast, checked
 
-__all__ = ["apply_factorize", "break_even", "factorize", "factors"]
+__all__ = ["apply_factorize", "break_even", "factorize", "factorize_module", "factors", "set_rank"]
 
 SERVES = "images"
 
@@ -185,6 +185,47 @@ def apply_factorize(
         if isinstance(parent, nn.TransformerEncoderLayer):
             # In evaluation its fused kernel reads weights of linear layers, which are no longer there.
             parent.activation_relu_or_gelu = 0
+    return new
+
+
+factorize_module = apply_factorize
+"""The same function, by the name that it has beside :func:`set_rank`."""
+
+
+@checked
+def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
+    """A copy of a module whose factorized layers have a smaller rank: that which is nearest to their product.
+
+    Layers whose rank is not larger stay. The module stays as it was.
+
+    Args:
+        rank: the number of values between two layers.
+
+    Raises:
+        ModelError: the module has no factorized layer.
+        ArgumentError: the rank is below 1.
+        ArgumentTypeError: not a module.
+
+    >>> net = apply_factorize(nn.Sequential(nn.Linear(300, 300)), 16)
+    >>> set_rank(net, 4)[0].down
+    Linear(in_features=300, out_features=4, bias=False)
+    """
+    new = copied(module, "set_rank")
+    pairs: list[Any] = [pair for pair in new.modules() if _is_pair(pair)]
+    if not pairs:
+        raise nothing_fits("set_rank", module, [], "modules that apply_factorize has made")
+    for pair in pairs:
+        down, up = pair.down, pair.up
+        inner, outer = factors(up.weight.flatten(1) @ down.weight.flatten(1), rank)
+        if len(inner) >= len(down.weight):
+            continue
+        trained = down.weight.requires_grad
+        down.weight = nn.Parameter(inner.view(-1, *down.weight.shape[1:]), trained)
+        up.weight = nn.Parameter(outer.view(len(outer), -1, *up.weight.shape[2:]), trained)
+        if isinstance(down, nn.Linear):
+            down.out_features = up.in_features = len(inner)
+        else:
+            down.out_channels = up.in_channels = len(inner)
     return new
 
 

@@ -161,7 +161,8 @@ def gyro_dropout(
         name: another one, if there are several; masks are those of the seed and the name.
 
     Raises:
-        ArgumentError: a number out of range, or more ``concurrent`` than ``subnetworks``.
+        ArgumentError: a number out of range, or more ``concurrent`` than ``subnetworks``; in training: no period, and a
+            duration in epochs of a length that is not known.
         ArgumentTypeError: a setting of another type.
         ModelError: in training, at INIT: there is no ``nn.Dropout``.
 
@@ -191,6 +192,12 @@ def gyro_dropout(
         batches = _in_batches(span, now)
         if batches is not None:
             return now.batch // max(1, int(batches + 1e-9))
+        if span.unit is TimeUnit.DURATION and now.max_duration is not None and now.max_duration.unit is TimeUnit.EPOCH:
+            raise ArgumentError(
+                f"gyro_dropout: how many batches {str(span)!r} of {str(now.max_duration)!r} are is not known, as the "
+                "length "
+                'of the dataloader is not: write the period in batches, gyro_dropout(period="100ba").'
+            )
         return int(now.get(span.unit) / span.value + 1e-9)
 
     def operate(state: State) -> State:

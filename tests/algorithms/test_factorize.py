@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pure_loop as pl
-from pure_loop.algorithms import apply_factorize, break_even, factorize, factors
+from pure_loop.algorithms import apply_factorize, break_even, factorize, factors, set_rank
 from tests.support.runs import convnet, images, noise, train
 
 
@@ -108,3 +108,18 @@ def test_layers_of_a_transformer_evaluate() -> None:
 def test_a_rank_is_a_whole_number_or_a_share() -> None:
     with pytest.raises(pl.ArgumentError, match=r"rank=2.5 is no number of values"):
         factorize(2.5)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_a_smaller_rank_later(layer: Any) -> None:
+    """That of the product of both factors."""
+    pair = apply_factorize(nn.Sequential(layer), 2, min_features=1)
+    thin: Any = set_rank(pair, 1)[0]
+    product = pair[0].up.weight.detach().flatten(1) @ pair[0].down.weight.detach().flatten(1)
+    down, up = factors(product, 1)
+    torch.testing.assert_close(thin.up.weight.detach().flatten(1) @ thin.down.weight.detach().flatten(1), up @ down)
+    shape = (3, 6) if isinstance(layer, nn.Linear) else (2, 4, *(9, 8, 7)[: layer.weight.ndim - 2])
+    assert thin(torch.randn(shape, generator=noise())).shape == layer(torch.randn(shape, generator=noise())).shape
+    assert set_rank(pair, 2)[0].down.weight.shape == pair[0].down.weight.shape
+    with pytest.raises(pl.ModelError, match="modules that apply_factorize has made"):
+        set_rank(nn.Sequential(layer), 2)

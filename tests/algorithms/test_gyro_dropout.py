@@ -119,3 +119,13 @@ def test_two_of_them_have_subnetworks_of_their_own() -> None:
     two = gyro_dropout(concurrent=4, subnetworks=8, only=lambda name, layer: name == "3", name="two")
     buffers = train(net(), data(), [one, two]).buffers
     assert {name: len(tensor) for name, tensor in buffers.items()} == {"1.one_subnetworks": 2, "3.two_subnetworks": 4}
+
+
+def test_a_duration_of_unknown_length() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(data(2))
+
+    with pytest.raises(pl.ArgumentError, match=r"as the length of the dataloader is not: write the period in batches"):
+        train(net(), Endless(), [gyro_dropout()], max_duration="1ep")
+    train(net(), Endless(), [gyro_dropout(period="1ba")], max_duration="1ep")
