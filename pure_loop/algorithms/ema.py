@@ -21,6 +21,7 @@ from torch import Tensor
 from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import averageable, averaged, begun, widened
+from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.cadence import every
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -81,6 +82,7 @@ def ema(
     ] = None,
     interval: Annotated[str | int | Time | None, Duration()] = None,
     *,
+    start: Any = None,
     name: str = "ema",
 ) -> Algorithm:
     """Exponential moving average: evaluation and prediction use the average, training the weights.
@@ -96,6 +98,8 @@ def ema(
             ``"0.1dur"``; an int counts epochs. Not wall-clock time.
         smoothing: instead of ``half_life``: how much of the average stays at an update, in [0, 1).
         interval: how often the average is updated. Default ``"1ba"``; ``"1ep"`` for a half life in epochs.
+        start: when weights begin to be averaged: ``"0.1dur"``, ``"1000ba"``; until then the average is the weights
+            themselves, which leaves the first, bad ones out. None: at once.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
@@ -112,6 +116,7 @@ def ema(
     >>> bool(again.metrics["eval"]["loss"] == state.metrics["eval"]["loss"])
     True
     """
+    first = None if start is None else as_span(start, "start", "ema")
     life = None if half_life is None else Time.parse(half_life)
     # Epochs and iterations are counted at their ends, so nothing passes between batches.
     slow = life is not None and life.unit in _SLOW
@@ -121,7 +126,7 @@ def ema(
         _refuse_inside(life, life.unit, period, period.unit)
     cadence = every(period)
 
-    def start(state: State) -> FrozenDict[str, Any]:
+    def begin(state: State) -> FrozenDict[str, Any]:
         duration = state.timestamp.max_duration
         period_unit = _in_counts(period, duration)[1]
         unit = None if life is None else _in_counts(life, duration)[1]
@@ -138,6 +143,8 @@ def ema(
         memory, now = state.algorithm_state[name], state.timestamp
         decay = smoothing if life is None else _decay(life, memory["updated"], now)
         assert decay is not None
+        if first is not None and part_of_span(first, now) < 1:
+            decay = 0.0
         params = moving_average(memory["params"], state.params, decay)
         # Buffers may come, go and change their shapes.
         buffers = moving_average(begun(memory["buffers"], averageable(state.buffers)), state.buffers, decay)
@@ -147,7 +154,7 @@ def ema(
         return averaged(state, name)
 
     events = _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
-    return Algorithm(name, {events: update, (Event.EVAL_START, Event.PREDICT_START): show}, init=start)
+    return Algorithm(name, {events: update, (Event.EVAL_START, Event.PREDICT_START): show}, init=begin)
 
 
 def _decay(half_life: Time, updated: Mapping[str, float], now: Timestamp) -> float:

@@ -200,3 +200,21 @@ def test_a_state_without_an_average_is_refused():
 def test_fractions_of_a_duration_that_cannot_be_counted_are_refused_before_training(average, duration, words):
     with pytest.raises(ArgumentError, match=words):
         train(mlp(), iter(points()), [average], max_duration=duration)
+
+
+@pytest.mark.parametrize(("start", "first"), [("4ba", 4), ("0.5dur", 3), ("1ep", 3), (0, 0)])
+def test_weights_before_the_start_are_left_out(start: Any, first: int) -> None:
+    average: Any = None
+    pairs = stream(mlp(), points(), [ema(smoothing=0.75, start=start)])
+    for event, state in pairs:
+        if event is Event.FIT_START:
+            average = state.params
+        if event is Event.BATCH_END:
+            decay = 0.75 if state.timestamp.batch >= max(first, 1) else 0.0
+            average = moving_average(average, state.params, decay)
+    equal(state.algorithm_state["ema"]["params"], average)
+
+
+def test_a_start_by_the_clock_is_refused() -> None:
+    with pytest.raises(pl.ArgumentError, match="goes by the clock"):
+        ema(smoothing=0.9, start="10s")
