@@ -28,7 +28,7 @@ def _factories() -> dict[str, Callable[..., Algorithm]]:
 
 
 def _needs(name: str) -> str | None:
-    """What an algorithm needs of a problem, as its module says: classes, images or tokens; None: nothing."""
+    """What an algorithm needs of a problem, as its module says, such as classes or attention; None: nothing."""
     needed: str | None = getattr(sys.modules[f"{library.__name__}.{name}"], "SERVES", None)
     return needed
 
@@ -106,7 +106,8 @@ def _serving(problem: Problem | None) -> tuple[str, ...]:
         outputs = model.eval()(batch[0])
     has: dict[str | None, bool] = {None: True, "classes": 1 in class_axes(outputs, batch), "images": problem.images}
     has["tokens"] = isinstance(batch[0], torch.Tensor) and not batch[0].is_floating_point()
-    return tuple(name for name in ALGORITHMS if has.get(_needs(name), False))
+    # Layers that an algorithm needs it looks for itself; it is drawn only where it is named.
+    return tuple(name for name in ALGORITHMS if has.get(_needs(name), True))
 
 
 # Strategies are kept: making them takes much longer than drawing from them.

@@ -221,6 +221,14 @@ def test_algorithms_serve_their_problem(problem: str | None, wanted: set[str]) -
     assert {name for (name,) in names} == wanted
 
 
+NAMED = [("gyro_dropout", "mlp"), ("mixup", "linear"), ("ghost_batchnorm", "convolution")]
+
+
+@pytest.mark.parametrize(("name", "problem"), NAMED)
+def test_what_is_named_is_drawn(name: str, problem: str) -> None:
+    assert drawn_algorithms(algorithms(problem=problem, among=[name], min_size=1, max_size=1), 1) == [[name]]
+
+
 def test_algorithms_keep_to_their_options() -> None:
     assert simplest(algorithms()) == pl.compose()
     assert {len(names) for names in drawn_algorithms(algorithms())} == {0, 1, 2, 3}
