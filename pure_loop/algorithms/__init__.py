@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.gradient_noise import gradient_noise
     from pure_loop.algorithms.gyro_dropout import apply_gyro_dropout, gyro_dropout, masks
     from pure_loop.algorithms.label_smoothing import label_smoothing, smooth_labels
+    from pure_loop.algorithms.layer_freezing import freezable, frozen_count, layer_freezing
     from pure_loop.algorithms.lookahead import lookahead, step_towards
     from pure_loop.algorithms.low_precision_groupnorm import apply_low_precision_groupnorm, low_precision_groupnorm
     from pure_loop.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm
@@ -99,6 +100,8 @@ __all__ = [
     "factorize_module",
     "factors",
     "fill",
+    "freezable",
+    "frozen_count",
     "gated",
     "gated_linear_units",
     "ghost_batchnorm",
@@ -109,6 +112,7 @@ __all__ = [
     "in_channels_last",
     "jensen_shannon",
     "label_smoothing",
+    "layer_freezing",
     "lookahead",
     "low_precision_groupnorm",
     "low_precision_layernorm",
@@ -186,6 +190,8 @@ if not TYPE_CHECKING:
             "factorize_module": "pure_loop.algorithms.factorize",
             "factors": "pure_loop.algorithms.factorize",
             "fill": "pure_loop.algorithms.cutout",
+            "freezable": "pure_loop.algorithms.layer_freezing",
+            "frozen_count": "pure_loop.algorithms.layer_freezing",
             "gated": "pure_loop.algorithms.gated_linear_units",
             "gated_linear_units": "pure_loop.algorithms.gated_linear_units",
             "ghost_batchnorm": "pure_loop.algorithms.ghost_batchnorm",
@@ -196,6 +202,7 @@ if not TYPE_CHECKING:
             "in_channels_last": "pure_loop.algorithms.channels_last",
             "jensen_shannon": "pure_loop.algorithms.augmix",
             "label_smoothing": "pure_loop.algorithms.label_smoothing",
+            "layer_freezing": "pure_loop.algorithms.layer_freezing",
             "lookahead": "pure_loop.algorithms.lookahead",
             "low_precision_groupnorm": "pure_loop.algorithms.low_precision_groupnorm",
             "low_precision_layernorm": "pure_loop.algorithms.low_precision_layernorm",

@@ -73,6 +73,7 @@ SERVED: dict[str | None, Problem | str] = {
         ),
         loss=functional.cross_entropy,
     ),
+    "several layers": "mlp",
     "dropout": "mlp",
     "feed-forward blocks": "mlp",
     "no model": "mlp",
