@@ -30,8 +30,7 @@ def _by_image(value: Tensor) -> Tensor:
 def _grey(pixels: Tensor) -> Tensor:
     """(n, 1, height, width): luminance where there are three channels, else their mean."""
     if pixels.shape[1] == 3:
-        weights = torch.tensor([0.299, 0.587, 0.114], dtype=pixels.dtype, device=pixels.device)
-        return (pixels * weights.view(1, 3, 1, 1)).sum(1, keepdim=True)
+        return 0.299 * pixels[:, :1] + 0.587 * pixels[:, 1:2] + 0.114 * pixels[:, 2:]
     return pixels.mean(1, keepdim=True)
 
 
@@ -68,7 +67,8 @@ def _equalize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
 
 
 def _solarize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
-    return torch.where(pixels < _by_image(255 * (1 - level)), pixels, 255 - pixels)
+    stays = (pixels < _by_image(255 * (1 - level))) | _by_image(level == 0)
+    return torch.where(stays, pixels, 255 - pixels)
 
 
 def _color(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _color(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
 def _posterize(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
     """Fewer bits: from 8 to 4."""
     size = torch.exp2(torch.round(4 * _by_image(level)))
-    return torch.where(size > 1, (pixels / size).floor() * size, pixels)
+    return torch.where(size > 1, (pixels.round() / size).floor() * size, pixels)
 
 
 def _contrast(pixels: Tensor, level: Tensor, sign: Tensor) -> Tensor:
@@ -172,7 +172,9 @@ def operated(
             result = torch.where(_by_image(choice == number), function(pixels, level, sign), result)
     geometric = [number for number, name in enumerate(names) if name in GEOMETRIC]
     if geometric:
-        moves = torch.isin(choice, torch.tensor(geometric, device=choice.device))
+        moves = torch.zeros_like(choice, dtype=torch.bool)
+        for number in geometric:
+            moves = moves | (choice == number)
         moved = _moved(pixels, names, choice, torch.where(moves, level, 0.0), sign, fill)
         result = torch.where(_by_image(moves), moved, result)
     return result
@@ -210,8 +212,11 @@ def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) 
     return (values * 255.0).clamp(0, 255)
 
 
-def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any) -> Tensor:
-    """What :func:`as_pixels` read, in the dtype and normalization of ``images``."""
+def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any, *, before: Tensor) -> Tensor:
+    """What :func:`as_pixels` read, in the dtype and normalization of ``images``.
+
+    Pixels that are those of ``before``, which it gave, are those of ``images``, bit for bit.
+    """
     if images.dtype is torch.uint8:
         return pixels.round().clamp(0, 255).to(torch.uint8)
     values = pixels / 255.0
@@ -219,8 +224,11 @@ def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any) -> Tensor:
         values = values - _column(mean, values)
     if std is not None:
         values = values / _column(std, values)
-    return values.to(images.dtype)
+    return torch.where(pixels == before, images, values.to(images.dtype))
 
 
-def _column(value: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+def _column(value: Any, like: Tensor) -> Any:
+    """A number, or one for each channel, made on the device: a copy would wait for it."""
+    if isinstance(value, Sequence):
+        return torch.stack([like.new_full((), float(number)) for number in value]).view(-1, 1, 1)
+    return value.to(like).view(-1, 1, 1) if isinstance(value, Tensor) else float(value)

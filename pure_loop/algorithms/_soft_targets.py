@@ -60,7 +60,9 @@ def soft_targets(
                 f"{where}: prior has {len(prior)} probabilities, and outputs of shape {tuple(outputs.shape)}, which "
                 f"is read as (n, classes, ...), score {classes} classes."
             )
-        column = torch.tensor(prior, dtype=torch.promote_types(outputs.dtype, torch.float32), device=outputs.device)
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        # Made on the device: a copy would wait for it.
+        column = torch.stack([torch.full((), number, dtype=dtype, device=outputs.device) for number in prior])
         spread = smoothing * column.view(-1, *(1,) * (outputs.ndim - axis - 1))
     if targets.is_floating_point() and targets.shape == outputs.shape:
         # Weighed by their sum, so that positions without a target, whose probabilities are all 0, stay without.

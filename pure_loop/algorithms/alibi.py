@@ -97,7 +97,10 @@ class _Attending(TorchFunctionMode):
                 f"alibi: there are {len(self.slopes)} slopes, and an attention of the model has {heads} heads: give a "
                 "slope for each head, or leave slopes out."
             )
-        slopes = alibi_slopes(heads, of.device) if self.slopes is None else torch.tensor(self.slopes, device=of.device)
+        if self.slopes is None:
+            slopes = alibi_slopes(heads, of.device)
+        else:  # made on the device: a copy would wait for it
+            slopes = torch.stack([torch.full((), number, device=of.device) for number in self.slopes])
         bias = alibi_bias(slopes, queries, keys, causal=causal if self.causal is None else self.causal)
         if mask is not None:
             bias = bias.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else bias + mask

@@ -124,7 +124,8 @@ def augmix_images(
         return images
     names = tuple(OPERATIONS) if operations == "all" else SAFE
     pixels = as_pixels(images, mean, std, "augmix", checks=True)
-    return from_pixels(_augmented(pixels, severity, width, depth, alpha, names), images, mean, std)
+    changed = _augmented(pixels, severity, width, depth, alpha, names)
+    return from_pixels(changed, images, mean, std, before=pixels)
 
 
 @checked
@@ -180,7 +181,7 @@ def augmix(
         most = strength_at(severity, state.timestamp)
         with seeded(derive(state.seed, name, state.timestamp.batch, rank()), state.device):
             drawn = [
-                from_pixels(_augmented(pixels, most, width, depth, alpha, names), images, mean, std)
+                from_pixels(_augmented(pixels, most, width, depth, alpha, names), images, mean, std, before=pixels)
                 for _ in range(1 if consistency is None else 2)
             ]
         if consistency is None:

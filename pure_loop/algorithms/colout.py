@@ -18,15 +18,13 @@ from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.random import generator
-from pure_loop.ranges import Between, Index, checked
+from pure_loop.ranges import Between, Flag, Index, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
 __all__ = ["colout", "with_lines"]
 
 SERVES = "images of any size"
-
-EXPECTED_FAILURES = dict.fromkeys(["rank_agreement", "world_size"], "each rank draws for its own samples")
 
 
 def with_lines(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ def colout(
     columns: Annotated[Strength, Between(0, 1, typical=(0.1, 0.6))] = 0.15,
     *,
     targets: Literal["auto", "never"] = "auto",
-    per_sample: bool = False,
+    per_sample: Annotated[bool, Flag(typical=())] = False,
     input_key: Annotated[BatchKey, Index()] = 0,
     target_key: Annotated[BatchKey, Index()] = 1,
     name: str = "colout",
@@ -105,7 +103,8 @@ def colout(
                     f"colout: {line}={share:g} leaves none of the {length} {line} of images of shape "
                     f"{tuple(images.shape)}. Give a smaller share, or leave colout out."
                 )
-            random = generator(state.seed, name, line, state.timestamp.batch, rank(), device=images.device)
+            path = (line, state.timestamp.batch, *((rank(),) if per_sample else ()))
+            random = generator(state.seed, name, *path, device=images.device)
             shape = (len(images), length) if per_sample else (length,)
             drawn = torch.rand(shape, generator=random, device=images.device)
             lines.append(drawn.argsort(-1)[..., :kept].sort(-1).values)

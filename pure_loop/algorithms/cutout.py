@@ -60,7 +60,8 @@ def fill(images: Tensor, mask: Tensor, value: float | Sequence[float] = 0.0) -> 
             f"cutout: value has {len(value)} numbers, and images of shape {tuple(images.shape)} have "
             f"{images.shape[1]} channels: give one number, or one for each channel."
         )
-    values = torch.tensor(value, device=images.device).to(images.dtype).view(-1, 1, 1)
+    # Made on the device: a copy would wait for it.
+    values = torch.stack([images.new_full((), number) for number in value]).view(-1, 1, 1)
     return torch.where(mask, values, images)
 
 

@@ -83,11 +83,8 @@ def gradient_clipping(
             f"gradient_clipping: exclude={exclude!r} is not a function of a parameter's name: "
             'exclude=lambda name: name.startswith("head").'
         )
-    if kind == "quantile" and isinstance(threshold, float | int) and threshold >= 1:
-        raise ArgumentError(
-            f'gradient_clipping: threshold={threshold:g} with "quantile": it is the part of the norms that lies below, '
-            'such as gradient_clipping("quantile", 0.1).'
-        )
+    if kind == "quantile":
+        _refuse_no_part(threshold)
 
     def clip(state: State) -> State:
         whole = state.grads
@@ -99,6 +96,7 @@ def gradient_clipping(
             before = norm if state.grad_norm is None else state.grad_norm  # clipped by fit already, or by another
             state = state.replace(grad_norm=before)
             if kind == "quantile":
+                _refuse_no_part(limit)
                 memory = _with_norm(state.algorithm_state[name], norm)
                 limit = torch.nanquantile(memory["norms"], torch.zeros((), device=norm.device) + limit)
                 state = state.remember(name, memory)
@@ -116,6 +114,18 @@ def gradient_clipping(
         return FrozenDict(norms=norms, count=torch.zeros((), dtype=torch.int64, device=state.device))
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: clip}, init=begin if kind == "quantile" else None)
+
+
+def _refuse_no_part(threshold: Any) -> None:
+    """
+    Raises:
+        ArgumentError: it is a number that is no part of a whole.
+    """
+    if isinstance(threshold, float | int) and threshold >= 1:
+        raise ArgumentError(
+            f'gradient_clipping: threshold={threshold:g} with "quantile": it is the part of the norms that lies below, '
+            'such as gradient_clipping("quantile", 0.1).'
+        )
 
 
 def _with_norm(memory: Mapping[str, Any], norm: Tensor) -> FrozenDict[str, Any]:

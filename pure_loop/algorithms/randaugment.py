@@ -50,7 +50,7 @@ def _augmented(
 ) -> Tensor:
     n, device = len(pixels), pixels.device
     shape = (n,) if per_sample else (1,)
-    strength = (torch.zeros((), dtype=pixels.dtype, device=device) + level).expand(n)
+    strength = (torch.zeros((), dtype=pixels.dtype, device=device) + level).clamp(max=1.0).expand(n)
     for _ in range(count):
         choice = torch.randint(len(names), shape, generator=random, device=device).expand(n)
         coin = torch.randint(2, shape, generator=random, device=device).expand(n)
@@ -94,10 +94,9 @@ def randaugment_images(
     """
     names = tuple(OPERATIONS) if set == "all" else SAFE
     pixels = as_pixels(images, mean, std, "randaugment", checks=True)
-    level = min(1.0, magnitude / (bins - 1))
-    return from_pixels(
-        _augmented(pixels, level, operations, names, signs == "random", per_sample, fill, generator), images, mean, std
-    )
+    level = magnitude / (bins - 1)
+    changed = _augmented(pixels, level, operations, names, signs == "random", per_sample, fill, generator)
+    return from_pixels(changed, images, mean, std, before=pixels)
 
 
 @checked
@@ -150,9 +149,11 @@ def randaugment(
     def augment(state: State) -> State:
         images = image_of(state.batch, input_key, "randaugment")
         pixels = as_pixels(images, mean, std, "randaugment", checks=not state.timestamp.batch)
-        random = generator_of(state.seed, name, state.timestamp.batch, rank(), device=images.device)
+        path = (state.timestamp.batch, *((rank(),) if per_sample else ()))
+        random = generator_of(state.seed, name, *path, device=images.device)
         level: Any = strength_at(magnitude, state.timestamp) / (bins - 1)
         changed = _augmented(pixels, level, operations, names, signs == "random", per_sample, fill, random)
-        return state.replace(batch=with_part(state.batch, input_key, from_pixels(changed, images, mean, std)))
+        augmented = from_pixels(changed, images, mean, std, before=pixels)
+        return state.replace(batch=with_part(state.batch, input_key, augmented))
 
     return Algorithm(name, {Event.BEFORE_TRAIN_BATCH: augment})

@@ -49,7 +49,7 @@ def with_length(
         keys: the keys of a mapping that are cut; None: all whose shape says so.
 
     Raises:
-        DataError: no tensor of sequences; or ``"reshape"`` and tensors that have no sequences.
+        DataError: no tensor of sequences, or none of a key; or ``"reshape"`` and tensors that have no sequences.
 
     >>> with_length((torch.arange(8).view(2, 4), torch.arange(8).view(2, 4)), 2)[0]
     tensor([[0, 1],
@@ -93,6 +93,11 @@ def with_length(
     if keys is None:
         return map_tensors(changed, batch)
     new = dict(batch)
+    missing = [key for key in keys if key not in new]
+    if missing:
+        raise DataError(
+            f"sequence_length_warmup: a batch has no {missing[0]!r}, which keys= names; it has {sorted(map(str, new))}."
+        )
     for key in keys:
         new[key] = changed(batch[key])
     return type(batch)(new)
@@ -101,10 +106,11 @@ def with_length(
 def _places(mask: Any, count: int, full: int, length: int, device: torch.device) -> Tensor:
     """Which tokens stay, (count, length): the first ones, and the last of each sequence in the last place."""
     index = torch.arange(length, device=device).expand(count, length)
-    ends = torch.full((count,), full, device=device) if mask is None else mask.long().sum(1)
-    last = torch.maximum(ends - 1, torch.tensor(length - 1, device=device))
+    # The last token that the mask shows, whether padding comes before or after.
+    shown = torch.ones((count, full), dtype=torch.bool, device=device) if mask is None else mask != 0
+    last = torch.where(shown, torch.arange(full, device=device), 0).amax(1)
     # Of a sequence that ends before the cut, the places stay.
-    last = torch.where(ends > length, last, torch.full_like(last, length - 1))
+    last = last.clamp(min=length - 1)
     return torch.cat([index[:, :-1], last.unsqueeze(1)], dim=1)
 
 
@@ -139,8 +145,8 @@ def sequence_length_warmup(
         name: another one, if there are several.
 
     Raises:
-        ArgumentError: a setting out of range, or ``max_length`` below ``min_length``.
-        ArgumentTypeError: a setting of another type.
+        ArgumentError: a setting out of range, ``max_length`` below ``min_length``, or ``keep_end`` where nothing is
+        cut. ArgumentTypeError: a setting of another type.
         DataError: in training: a batch without sequences.
 
     >>> import pure_loop as pl
@@ -150,6 +156,10 @@ def sequence_length_warmup(
     [8, 16, 32, 56, 64]
     """
     time = as_span(duration, "duration", "sequence_length_warmup")
+    if mode == "reshape" and keep_end:
+        raise ArgumentError(
+            'sequence_length_warmup: keep_end=True with mode="reshape", where no token is cut off: leave keep_end out.'
+        )
     if length is None and max_length < min_length:
         raise ArgumentError(
             f"sequence_length_warmup: max_length={max_length} is less than min_length={min_length}: sequences grow "

@@ -69,8 +69,8 @@ def update_batchnorm(
     """The State with BatchNorm's running statistics of its own parameters: the mean over the data.
 
     Statistics of a mean of weights are not the mean of their statistics. The forwards are those of training, with its
-    dropout, on a copy of the module; random numbers are of the State's seed, and the global generators stay as they
-    were.
+    dropout, on a copy of the module; layers that a model keeps in eval mode keep their statistics. Random numbers are
+    of the State's seed, and the global generators stay as they were.
 
     Args:
         state: such as ``averaged(state, "swa")``.
@@ -79,7 +79,7 @@ def update_batchnorm(
         task: whose ``forward(module, batch)`` is called; None: the module is called with the inputs of a batch.
 
     Raises:
-        ModelError: the model has no BatchNorm that keeps running statistics.
+        ModelError: the model has no BatchNorm in train mode that keeps running statistics.
         ArgumentError: there is no batch.
         ArgumentTypeError: the first argument is no State.
 
@@ -94,7 +94,7 @@ def update_batchnorm(
         )
     module = state.module()
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS)]
-    layers = [layer for layer in layers if layer.running_mean is not None]
+    layers = [layer for layer in layers if layer.running_mean is not None and layer.training]
     if not layers:
         raise ModelError(
             f"update_batchnorm: {type(module).__name__} has no BatchNorm that keeps running statistics, so that there "

@@ -119,5 +119,7 @@ def test_a_quantile_resumes() -> None:
 def test_a_quantile_is_below_1() -> None:
     with pytest.raises(pl.ArgumentError, match="the part of the norms that lies below"):
         gradient_clipping("quantile", 1.0)
+    with pytest.raises(pl.ArgumentError, match="the part of the norms that lies below"):
+        train(mlp(), points(), [gradient_clipping("quantile", pl.schedules.constant(2.0))])
     with pytest.raises(pl.ArgumentTypeError, match="is not a function of a parameter's name"):
         gradient_clipping("norm", 1.0, exclude="head")  # type: ignore[arg-type]

@@ -79,6 +79,17 @@ def test_a_schedule_of_strengths() -> None:
     assert far[0] < far[-1]
 
 
+def test_the_largest_strength_is_that_of_the_last_bin() -> None:
+    data = pictures(1, 64)
+    assert torch.equal(seen(randaugment(1, 9, bins=5), data)[0], seen(randaugment(1, 4, bins=5), data)[0])
+
+
+def test_images_that_keep_their_pixels_keep_their_bits() -> None:
+    floats = [(x.float() / 255, y) for x, y in pictures(1, 64)]
+    same = (seen(randaugment(1, 0), floats)[0] == floats[0][0]).flatten(1).all(1)
+    assert same.sum() > 40
+
+
 def test_what_is_refused() -> None:
     for settings in ({"operations": 0}, {"magnitude": 31}, {"magnitude": -1}, {"bins": 1}):
         with pytest.raises(pl.ArgumentError, match=next(iter(settings))):

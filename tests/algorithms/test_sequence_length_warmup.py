@@ -87,6 +87,12 @@ def test_the_last_real_token_stays() -> None:
     assert only["input_ids"].shape == (4, 3)
     assert only["attention_mask"] is batch["attention_mask"]
     assert with_length(ids, 2, keep_end=True)[0].tolist() == [1, 6]
+    left = {"input_ids": ids.flip(1), "attention_mask": (ids != 0).long().flip(1)}
+    assert with_length(left, 3, keep_end=True)["input_ids"].tolist() == [[6, 5, 1], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    with pytest.raises(
+        pl.DataError, match=r"has no 'labels', which keys= names; it has \['attention_mask', 'input_ids'"
+    ):
+        with_length(batch, 3, keys=["labels"])
 
 
 def test_tokens_are_counted_as_they_were_loaded() -> None:
@@ -101,6 +107,8 @@ def test_long_enough_from_the_beginning() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(pl.ArgumentError, match="max_length=4 is less than min_length=8"):
         sequence_length_warmup(max_length=4)
+    with pytest.raises(pl.ArgumentError, match="leave keep_end out"):
+        sequence_length_warmup(mode="reshape", keep_end=True)
     with pytest.raises(pl.ArgumentError, match="goes by the clock"):
         sequence_length_warmup("10m")
     with pytest.raises(pl.DataError, match="has no tensor of two dimensions"):

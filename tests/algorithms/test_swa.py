@@ -108,6 +108,15 @@ def test_statistics_of_the_mean() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_statistics_of_layers_in_eval_mode_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].eval()
+    model[1].running_mean.fill_(7.0)
+    updated = update_batchnorm(train(model, points()), points())
+    assert torch.equal(updated.buffers["1.running_mean"], torch.full((3,), 7.0))
+    assert updated.buffers["3.num_batches_tracked"] == 3
+
+
 def test_statistics_that_are_refused() -> None:
     state = train(mlp(), points())
     with pytest.raises(pl.ModelError, match="has no BatchNorm that keeps running statistics"):
