@@ -53,6 +53,7 @@ def soft_targets(
             f"{where}: outputs of shape {tuple(outputs.shape)} score {classes} class; (n, C, ...) is needed, "
             "with C of two or more."
         )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
     spread: float | Tensor = smoothing / classes
     if prior is not None:
         if len(prior) != classes:
@@ -60,7 +61,6 @@ def soft_targets(
                 f"{where}: prior has {len(prior)} probabilities, and outputs of shape {tuple(outputs.shape)}, which "
                 f"is read as (n, classes, ...), score {classes} classes."
             )
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
         # Made on the device: a copy would wait for it.
         column = torch.stack([torch.full((), number, dtype=dtype, device=outputs.device) for number in prior])
         spread = smoothing * column.view(-1, *(1,) * (outputs.ndim - axis - 1))
@@ -75,7 +75,6 @@ def soft_targets(
             f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of "
             "outputs. Where classes come last, move them: outputs.movedim(-1, 1)."
         )
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
     present = targets != ignore_index
     # Without a branch on the data, so that a GPU is not waited for. The scale is exactly 1 if nothing is ignored.
     scale = present.numel() / present.sum(dtype=dtype)
