@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
+from torch import Tensor
 
 from pure_loop.errors import ArgumentTypeError, DataError
 from pure_loop.frozendict import FrozenDict
@@ -49,7 +50,8 @@ def part_of(batch: Any, key: BatchKey, where: str, argument: str) -> Any:
     """The part of a batch at ``key``.
 
     Args:
-        batch: a sequence, a mapping, an object with attributes, or anything that a lens reads.
+        batch: a sequence, a mapping, an object with attributes, or anything that a lens reads. A batch that is a tensor
+            is its own part 0.
         key: where the part is.
         where, argument: the function and its argument that name the key, for the error.
 
@@ -61,16 +63,27 @@ def part_of(batch: Any, key: BatchKey, where: str, argument: str) -> Any:
     """
     if isinstance(key, Lens):
         return key.get(batch)
+    if isinstance(batch, Tensor) and key == 0:
+        return batch
     try:
-        return batch[key]
+        if not isinstance(batch, Tensor):  # of which an index is a sample
+            return batch[key]
+        raise KeyError
     except (LookupError, TypeError):
-        if isinstance(key, str) and hasattr(batch, key):
+        if isinstance(key, str) and _has_attribute(batch, key):
             return getattr(batch, key)
         kind = f"mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
-            f"{where}: a batch is a {kind} and has no batch[{key!r}]. Say where the part is: {argument}= an index, a "
-            f'key or an attribute, such as {where}({argument}="labels"), or pl.Lens(get, put), two functions.'
+            f"{where}: a batch is a {kind} and has no batch[{key!r}]. Say where the part is, as an index, a key or "
+            f'the name of an attribute, {where}({argument}="labels"), or as two functions, pl.Lens(get, put).'
         ) from None
+
+
+def _has_attribute(batch: Any, name: str) -> bool:
+    """Whether a batch has a part of this name: methods of mappings, sequences and tensors are none."""
+    if isinstance(batch, tuple):
+        return name in getattr(batch, "_fields", ())
+    return not isinstance(batch, Mapping | list | Tensor) and hasattr(batch, name)
 
 
 def with_part(batch: Any, key: BatchKey, value: Any) -> Any:
@@ -81,6 +94,8 @@ def with_part(batch: Any, key: BatchKey, value: Any) -> Any:
     """
     if isinstance(key, Lens):
         return key.put(batch, value)
+    if isinstance(batch, Tensor):
+        return value
     if isinstance(batch, FrozenDict):
         return batch | {key: value}
     if isinstance(batch, tuple) and isinstance(key, int):

@@ -21,6 +21,7 @@ from torch import Tensor
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._rows import rows_of
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
@@ -173,6 +174,7 @@ def augmix(
     """
     names = tuple(OPERATIONS) if operations == "all" else SAFE
 
+    @by_part
     def augment(state: State) -> State:
         if isinstance(severity, float | int) and not severity and consistency is None:
             return state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._surgery import copied, nothing_fits
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
@@ -87,6 +88,7 @@ def channels_last(*, input_key: Annotated[BatchKey, Index()] = 0, name: str = "c
     def operate(state: State) -> State:
         return state.with_module(apply_channels_last(state.module()))
 
+    @by_part
     def convert(state: State) -> State:
         inputs = part_of(state.batch, input_key, "channels_last", "input_key")
         if not isinstance(inputs, Tensor):

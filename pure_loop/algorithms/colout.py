@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import DataError
 from pure_loop.event import Event
@@ -89,6 +90,7 @@ def colout(
     [(2, 3, 4, 6), (2, 4, 6)]
     """
 
+    @by_part
     def leave_out(state: State) -> State:
         images = image_of(state.batch, input_key, "colout")
         shares = {"rows": strength_at(rows, state.timestamp), "columns": strength_at(columns, state.timestamp)}

@@ -19,6 +19,7 @@ from torch import Tensor
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._boxes import box_mask, centres
 from pure_loop.algorithms._mixed import Interpolation, image_of, is_off, mixing, partners, share, with_partners
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._soft_targets import IGNORED
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import DataError
@@ -109,6 +110,7 @@ def cutmix(
     True
     """
 
+    @by_part
     def cut(state: State) -> State:
         if is_off(alpha, probability):
             return state

@@ -19,6 +19,7 @@ from pure_loop._internal.arguments import check_number
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._boxes import box_mask, centres
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.event import Event
@@ -106,6 +107,7 @@ def cutout(
     for number in value if isinstance(value, Sequence) else (value,):
         check_number("value", number, where="cutout", example="cutout(value=0.5)")
 
+    @by_part
     def cut(state: State) -> State:
         images = image_of(state.batch, input_key, "cutout")
         height, width = images.shape[-2:]

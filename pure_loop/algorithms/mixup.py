@@ -27,6 +27,7 @@ from pure_loop.algorithms._mixed import (
     share,
     with_partners,
 )
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._soft_targets import IGNORED
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
@@ -121,6 +122,7 @@ def mixup(
     True
     """
 
+    @by_part
     def mixed(state: State) -> State:
         if is_off(alpha, probability):
             return state

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -149,6 +150,7 @@ def progressive_resizing(
         growing = 1 - rest - start
         return initial + (1 - initial) * (min(1.0, (elapsed - start) / growing + 1e-9) if growing > 0 else 1.0)
 
+    @by_part
     def resize(state: State) -> State:
         images = image_of(state.batch, input_key, "progressive_resizing")
         scale = scale_at(state)

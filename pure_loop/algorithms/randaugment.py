@@ -21,6 +21,7 @@ from torch import Tensor
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part
@@ -146,6 +147,7 @@ def randaugment(
     """
     names = tuple(OPERATIONS) if set == "all" else SAFE
 
+    @by_part
     def augment(state: State) -> State:
         images = image_of(state.batch, input_key, "randaugment")
         pixels = as_pixels(images, mean, std, "randaugment", checks=not state.timestamp.batch)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import image_of
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._rows import rows_of
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import num_samples, split
@@ -164,6 +165,7 @@ def selective_backprop(
             ]
         return torch.cat(losses)
 
+    @by_part
     def select(state: State, stages: LoopStages) -> State:
         now = state.timestamp
         if part_of_span(first, now) < 1 or part_of_span(last, now) >= 1:

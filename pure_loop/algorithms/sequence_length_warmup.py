@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, DataError
@@ -174,6 +175,7 @@ def sequence_length_warmup(
         steps = math.floor(grown / increment + 1e-9)
         return max_length if grown >= max_length - min_length else min_length + steps * increment
 
+    @by_part
     def shorten(state: State) -> State:
         batch = with_length(state.batch, length_at(state.timestamp), mode, keep_end=keep_end, keys=keys)
         return state if batch is state.batch else state.replace(batch=batch)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._parts import by_part
 from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentTypeError, DataError
 from pure_loop.event import Event
@@ -67,6 +68,7 @@ def transform(
             f"transform: function={function!r} is not a function of an input: transform(v2.RandomHorizontalFlip())."
         )
 
+    @by_part
     def apply(state: State) -> State:
         seed = derive(state.seed, name, state.timestamp.batch, rank())
         if whole_batch:

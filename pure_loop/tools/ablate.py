@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -143,7 +142,7 @@ def ablate(
         start = _without_memory(begun, members.keys() - {member.name for member in chosen})
         losses: list[Tensor] = []
         watching = [_stop_after(time), _losses_into(losses)]
-        state = run(fit(start, train_dataloader, algorithms=[*chosen, *watching], **copy.copy(settings)))
+        state = run(fit(start, train_dataloader, algorithms=[*chosen, *watching], **settings))
         return _metric_of(state, metric, losses)
 
     everything = value_of(list(members.values()))
