@@ -47,7 +47,7 @@ BATCHES: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "key"), BATCHES, ids=repr)
+@pytest.mark.parametrize(("batch", "key"), BATCHES)
 def test_a_part_and_another_batch_with_it(batch: Any, key: Any) -> None:
     before = repr(batch)
     assert part_of(batch, key, "f", "input_key") == 1
@@ -70,7 +70,6 @@ def test_a_tensor_is_its_own_inputs() -> None:
 @pytest.mark.parametrize(
     ("batch", "key"),
     [({"x": 1}, "y"), ({"x": 1}, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z"), (torch.ones(2), "shape")],
-    ids=repr,
 )
 def test_a_batch_without_the_part(batch: Any, key: Any) -> None:
     with pytest.raises(pl.DataError, match=r'^mixup: a batch is a .* and has no batch.*mixup\(target_key="labels"\)'):
