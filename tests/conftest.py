@@ -72,12 +72,6 @@ def gradients_of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 @pytest.fixture(autouse=True)
-def begins_with_the_same_numbers() -> None:
-    """What a test draws, such as a module's weights, doesn't depend on what ran before it."""
-    torch.manual_seed(1234)
-
-
-@pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
     yield
     left = multiprocessing.active_children()

@@ -169,7 +169,7 @@ def gyro_dropout(
     >>> import pure_loop as pl
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Dropout(), nn.Linear(8, 1))
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
-    >>> stream = pl.fit(net, data * 8, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
+    >>> stream = pl.fit(net, data * 8, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.01), max_duration="1ep",
     ...                 algorithms=[gyro_dropout(subnetworks=4, concurrent=2)])
     >>> buffer = "1.gyro_dropout_subnetworks"
     >>> chosen = [state.buffers[buffer].tolist() for event, state in stream if event == "batch_end"]

@@ -109,7 +109,9 @@ def ablate(
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.eye(3), torch.tensor([0, 1, 2]))] * 4
-    >>> result = pl.ablate(torch.nn.Linear(3, 3), data, [pl.algorithms.label_smoothing(0.3)], steps="4ba",
+    >>> net = torch.nn.Linear(3, 3)
+    >>> _ = [torch.nn.init.zeros_(parameter) for parameter in net.parameters()]
+    >>> result = pl.ablate(net, data, [pl.algorithms.label_smoothing(0.3)], steps="4ba",
     ...                    metric="train/loss", loss=torch.nn.functional.cross_entropy,
     ...                    optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
     >>> [name for name, value, difference in result.rows()]
