@@ -40,6 +40,7 @@ class FrozenDict(dict[K, V]):
     pure_loop.errors.FrozenDictError: this mapping belongs to a State and is read-only; ...
     """
 
+    # `frozen`: of parameters made into autograd leaves, the names of those that need no gradient.
     # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
     # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py); of those of a
     #     partition, by label.
@@ -47,7 +48,9 @@ class FrozenDict(dict[K, V]):
     # `_tensors`: of a mapping with a layout, its values as a list.
     # `prepared`: of an optimizer state that was not read, the arguments of its kernel.
     # `protected`: of parameters that are being saved: by which savers.
-    __slots__ = ("__weakref__", "_tensors", "holder", "layout", "origin", "prepared", "protected")
+    __slots__ = ("__weakref__", "_tensors", "frozen", "holder", "layout", "origin", "prepared", "protected")
+
+    frozen: frozenset[str]
 
     holder: Any
 

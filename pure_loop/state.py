@@ -75,6 +75,7 @@ class StateFields(TypedDict, total=False):
     loss_scale: LossScale | None
     lr_scale: Tensor | None
     stop: bool
+    frozen: frozenset[str]
     algorithm_state: Mapping[str, Any]
     metrics: Mapping[str, Mapping[str, Any]]
     event: Event | None
@@ -104,6 +105,17 @@ def _frozen(value: Mapping[str, Any]) -> FrozenDict[str, Any]:
     return value if type(value) is FrozenDict else FrozenDict(value)
 
 
+def _names_of(value: Iterable[str]) -> frozenset[str]:
+    if type(value) is frozenset:
+        return value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ArgumentTypeError(
+            f"state.frozen is a set of names of parameters, and was given {value!r:.60} of type "
+            f'{type(value).__name__}: state.replace(frozen={{"0.weight", "0.bias"}}).'
+        )
+    return frozenset(value)
+
+
 def _frozen_or_none(value: Any) -> Any:
     if type(value) is FrozenDict or value is None:
         return value
@@ -116,8 +128,8 @@ class State(Record):
     """Everything that training needs, as an immutable record.
 
     Durable:
-        model: the module's structure, without its numbers (:class:`pure_loop.model.model.ModelDef`); the only
-            static part of the pytree.
+        model: the module's structure, without its numbers (:class:`pure_loop.model.model.ModelDef`); with ``frozen``
+            the static part of the pytree.
         params: parameter names to tensors, as ``model.named_parameters()`` gives them.
         buffers: buffer names to tensors.
         opt_state: the optimizer state, a pytree; None before ``optimizer.init`` was called.
@@ -136,6 +148,9 @@ class State(Record):
             the checkpoint that are due there, and the last evaluation. Algorithms set it, at BATCH_END, EPOCH_END,
             ITERATION_END and the checkpoint events that follow them. Training resumes from a State that has stopped
             after ``state.replace(stop=False)``.
+        frozen: names of parameters that are not trained for now: they are no autograd leaves, so that a backward ends
+            before them, their gradient is None, and no optimizer changes them or its state of them. Algorithms set it,
+            outside a batch, at its BATCH_START or at its BATCH_END.
         nonfinite: the first batch with such a loss, gradient or new parameter, -1 if none; int64, shape (), on the
             parameters' device, so that noticing it needs no synchronisation.
 
@@ -177,6 +192,7 @@ class State(Record):
     loss_scale: LossScale | None = None
     lr_scale: Tensor | None = None
     stop: bool = False
+    frozen: frozenset[str] = attrs.field(factory=frozenset, converter=_names_of)
     algorithm_state: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
     metrics: FrozenDict[str, FrozenDict[str, MetricValue]] = attrs.field(factory=FrozenDict, converter=_frozen)
     event: Event | None = None
@@ -261,6 +277,7 @@ class State(Record):
             loss_scale: LossScale | None = ...,
             lr_scale: Tensor | None = ...,
             stop: bool = ...,
+            frozen: frozenset[str] = ...,
             algorithm_state: Mapping[str, Any] = ...,
             metrics: Mapping[str, Mapping[str, Any]] = ...,
             event: Event | None = ...,
@@ -284,7 +301,8 @@ class State(Record):
 
             Raises:
                 ArgumentError: a name that is no field of the State.
-                ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state.
+                ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state,
+                    or than a set of names for frozen.
             """
             draft = draft_of(self)
             for name, value in changes.items():
@@ -293,6 +311,8 @@ class State(Record):
                         value = _as_mapping(name, value)
                     if name == "grads":
                         name = "_grads"
+                elif name == "frozen":
+                    value = _names_of(value)
                 elif name not in _names(self.__class__):
                     raise ArgumentError(_no_field(type(self), name))
                 setattr(draft, name, value)
@@ -370,7 +390,8 @@ class State(Record):
 
         refuse_untrainable(module)
         structure, params, buffers = ModelDef.split(module, device=self.device)
-        return self.replace(model=structure, params=params, buffers=buffers)
+        frozen = self.frozen & params.keys()
+        return self.replace(model=structure, params=params, buffers=buffers, frozen=frozen)
 
     @property
     def device(self) -> torch.device:
@@ -663,21 +684,26 @@ def _no_field(cls: type, name: str) -> str:
     )
 
 
+# What a pytree of a State has besides its leaves.
+_STATIC = ("model", "frozen")
+
+
 def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
     names, children = [], []
     for attribute, public in _fields(type(state)):
-        if public != "model":
+        if public not in _STATIC:
             child = getattr(state, attribute)
             names.append(public)
             children.append(None if child is NOT_READY else child)
-    return children, state.model, names
+    return children, (state.model, state.frozen), names
 
 
 def _register(cls: type) -> None:
-    def unflatten(model: ModelDef, children: Iterable[Any]) -> Any:
+    def unflatten(static: tuple[ModelDef, frozenset[str]], children: Iterable[Any]) -> Any:
         state: Any = object.__new__(cls)
-        object.__setattr__(state, "model", model)
-        attributes = (attribute for attribute, public in _fields(cls) if public != "model")
+        for attribute, value in zip(_STATIC, static, strict=True):
+            object.__setattr__(state, attribute, value)
+        attributes = (attribute for attribute, public in _fields(cls) if public not in _STATIC)
         for attribute, child in zip(attributes, children, strict=True):
             object.__setattr__(state, attribute, child)
         return state
@@ -718,3 +744,20 @@ def refuse_misfit(state: State) -> None:
                     f"{kind}[{name!r}] has shape {tuple(value[name].shape)} in this State and "
                     f"{tuple(tensor.shape)} in its model: the State is another model's."
                 )
+    problem = frozen_problem(state.frozen, model)
+    if problem is not None:
+        raise ResumeError(f"this State's frozen {problem}.")
+
+
+def frozen_problem(frozen: frozenset[Any], model: ModelDef) -> str | None:
+    """What is wrong with these names of frozen parameters of a model, if anything."""
+    unknown = frozen - set(model.parameter_names)
+    if unknown:
+        more = ", ..." if len(model.parameter_names) > 4 else ""
+        return (
+            f"names {', '.join(sorted(map(repr, unknown))[:3])}, which the model doesn't have; its parameters are "
+            f"{', '.join(model.parameter_names[:4])}{more}"
+        )
+    if not set(model.trainable) - frozen:
+        return "names all parameters that are trained: nothing would be left to train"
+    return None

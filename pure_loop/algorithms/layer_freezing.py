@@ -89,19 +89,17 @@ def layer_freezing(
 ) -> Algorithm:
     """Layers stop to train one after the other, the first ones first; the last one never does.
 
-    The gradient of a frozen parameter is None at AFTER_TRAIN_BATCH: nothing of it changes, by weight decay and momentum
-    neither, and its optimizer state stays. The running statistics of frozen BatchNorm layers stay as well. The
-    gradients are computed before, so that freezing saves no time.
+    The names of frozen parameters are in ``state.frozen``: the backward ends before them, which saves its time and the
+    memory of their activations; nothing of them changes, by weight decay and momentum neither, and their optimizer
+    state stays. The running statistics of frozen BatchNorm layers stay as well.
 
     Args:
         start: when layers begin to freeze: a part of the duration such as ``"0.5dur"``, or a time in the unit of
             ``max_duration``.
         level: the share of the layers that are frozen at the end of training, from 0 to 1; a number, or a schedule.
-        With a
-            schedule that falls, layers train again.
+            With a schedule that falls, layers train again.
         layers: ``name -> number`` of the layer of a parameter or buffer, such as that of a transformer's block; None:
-        each
-            submodule that has parameters of its own is a layer.
+            each submodule that has parameters of its own is a layer.
         batchnorm: ``"trained"``: running statistics of frozen layers follow the data.
         at: how often the number of frozen layers is computed: ``"1ep"``, ``"100ba"``.
         name: another one, if there are several.
@@ -154,18 +152,14 @@ def layer_freezing(
         if depth == memory["depth"]:
             return state
         names = _names(state, depth)
+        # Names that another algorithm has frozen stay so.
+        frozen = (state.frozen - _names(state, memory["depth"])) | {key for key in names if key in state.params}
         kept = {key: memory["buffers"].get(key, state.buffers[key]) for key in names if key in state.buffers}
-        return state.remember(name, FrozenDict(depth=depth, buffers=FrozenDict(kept if batchnorm == "frozen" else {})))
+        memory = FrozenDict(depth=depth, buffers=FrozenDict(kept if batchnorm == "frozen" else {}))
+        return state.replace(frozen=frozen).remember(name, memory)
 
     def _names(state: State, depth: int) -> set[str]:
         return {key for layer in freezable(state.model.skeleton, layers)[:depth] for key in layer}
-
-    def drop(state: State) -> State:
-        depth, grads = state.algorithm_state[name]["depth"], state.grads
-        if not depth or grads is None:
-            return state
-        frozen = _names(state, depth)
-        return state.replace(grads={key: None if key in frozen else grad for key, grad in grads.items()})
 
     def put_back(state: State) -> State:
         kept: Mapping[str, Tensor] = state.algorithm_state[name]["buffers"]
@@ -176,6 +170,6 @@ def layer_freezing(
 
     return Algorithm(
         name,
-        {Event.AFTER_TRAIN_BATCH: drop, Event.BATCH_END: end, Event.EPOCH_END: decide},
+        {Event.BATCH_END: end, Event.EPOCH_END: decide},
         init=begin,
     )

@@ -62,7 +62,10 @@ def refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: ob
 
 
 def _refuse_no_stop(values: Mapping[str, Any], path: object) -> None:
-    """Refuse another kind of ``stop`` or ``lr_scale``; a file that is older than they are has neither."""
+    """Refuse another kind of ``stop``, ``frozen`` or ``lr_scale``; a file that is older than they are has none."""
+    frozen = values.get("frozen", frozenset())
+    if not isinstance(frozen, frozenset) or not all(isinstance(name, str) for name in frozen):
+        raise CheckpointError(f"{path} can't be read: its frozen is a {type(frozen).__name__}, and no set of names.")
     if type(values.get("stop", False)) is not bool:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
     scale = values.get("lr_scale")

@@ -121,6 +121,7 @@ class MultiRankEngine(Engine):
         mine |= _model(state)
         if not fresh:
             mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
+            mine |= {"frozen": str(sorted(state.frozen))}
         self._compare(mine, "is about to do something else than rank 0")
         _refuse_sparse(state)
 

@@ -57,6 +57,7 @@ class ReplicateEngine(MultiRankEngine):
     """Gradients averaged by DistributedDataParallel."""
 
     _model: ModelDef | None = None
+    _frozen: frozenset[str] = frozenset()
     # What DistributedDataParallel knows, by name, and the same with the parameters that are not trained.
     _held: Mapping[str, nn.Parameter] = FrozenDict()
     _bound: FrozenDict[str, Tensor] = FrozenDict()
@@ -69,8 +70,8 @@ class ReplicateEngine(MultiRankEngine):
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
-            return state.model.leaves(state.params)
-        if self._model is None or self._model.skeleton is not state.model.skeleton:
+            return state.model.leaves(state.params, state.frozen)
+        if self._model is None or self._model.skeleton is not state.model.skeleton or self._frozen != state.frozen:
             self._hold(state)
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
         params: Any = state.params
@@ -185,13 +186,14 @@ class ReplicateEngine(MultiRankEngine):
         if not last:
             return state
         grads: Any = state._grads
-        names, absent = list(grads), [gradient is None for gradient in grads.values()]
+        names = list(state.model.differentiated(state.frozen))
+        absent = [grads[name] is None for name in names]
         counts = not all(absent)  # of a rank of which nothing counts, nothing is known
         if self._leaves_out(state, sum(absent) if counts else 0):
             ranks = self.talk.sum(torch.tensor(absent, dtype=torch.float32, device=device_of(state))).tolist()
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
         elif any(absent) and counts:
-            self._refuse_unused(state, tuple(grads.values()))
+            self._refuse_unused(state, tuple([grads[name] for name in names]))
         value = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
         result = dict(zip(names, self.sums_of(value), strict=True))
         return with_fields(state, _grads=FrozenDict((name, result.get(name)) for name in grads))
@@ -224,13 +226,13 @@ class ReplicateEngine(MultiRankEngine):
     def _hold(self, state: State) -> None:
         self._forget()
         self._held = {}
-        for name in state.model.trainable:
+        for name in state.model.differentiated(state.frozen):
             empty = torch.empty_like(state.params[name], requires_grad=True)
             declared = state.model.seen_as_declared(name, empty)
             self._held[name] = declared if isinstance(declared, nn.Parameter) else nn.Parameter(empty)
         self._bound = FrozenDict(self._held)
         self._lender = no_parameters
-        self._model = state.model
+        self._model, self._frozen = state.model, state.frozen
 
     def _wrapped(self, state: State, loss: Tensor | None) -> DistributedDataParallel:
         unused = self.parallel.find_unused_parameters
@@ -265,7 +267,8 @@ class ReplicateEngine(MultiRankEngine):
         Raises:
             ModelError: always.
         """
-        names = [name for name, gradient in zip(state.model.trainable, result, strict=True) if gradient is None]
+        trained = state.model.differentiated(state.frozen)
+        names = [name for name, gradient in zip(trained, result, strict=True) if gradient is None]
         raise ModelError(
             f"rank {self.rank} of {self.ranks}: the loss of batch {state.timestamp.batch} does not reach the "
             f"parameters {names[:3]}, which that of the first batch did. Where batches use parts of a model write "

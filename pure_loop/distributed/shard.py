@@ -58,6 +58,7 @@ class ShardEngine(MultiRankEngine):
     _buffers: list[tuple[str, dict[str, Any], str]]
     # What has become of the buffers that the module came with.
     _altered: Altered = UNALTERED
+    _frozen: frozenset[str] = frozenset()
     # The parameters whose numbers the module has, unless they are gone.
     _copied: Callable[[], Any] = staticmethod(no_parameters)
     # How many microbatches of the batch fully_shard has added up the gradients of.
@@ -66,7 +67,7 @@ class ShardEngine(MultiRankEngine):
     _penalties: dict[str, Any]
     # Of this model, where steps are compiled.
     _unsharded: UnshardedParameters | None = None
-    _unsharded_of: ModelDef | None = None
+    _unsharded_of: tuple[ModelDef, frozenset[str]] | None = None
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
@@ -127,7 +128,7 @@ class ShardEngine(MultiRankEngine):
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         params: Any = state.params
         origin = getattr(params, "origin", params)
-        trained = frozenset(state.model.trainable)
+        trained = frozenset(state.model.differentiated(state.frozen))
 
         def gathered(name: str) -> Tensor:
             whole: Tensor = full_tensor(origin[name].detach())
@@ -145,8 +146,8 @@ class ShardEngine(MultiRankEngine):
         hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
         model = state.model
-        if self._model is None or self._model.skeleton is not model.skeleton:
-            self._build(model)
+        if self._model is None or self._model.skeleton is not model.skeleton or self._frozen != state.frozen:
+            self._build(model, state.frozen)
         module = self._module
         if self._altered is not model.altered:
             came = model.skeleton
@@ -234,7 +235,7 @@ class ShardEngine(MultiRankEngine):
             self._added_up += 1
             return None
         self._added_up = 0
-        held = {name: self._held[name] for name in state.model.trainable}
+        held = {name: self._held[name] for name in state.model.differentiated(state.frozen)}
         result: dict[str, Any] = {name: leaf.grad for name, leaf in held.items()}
         for leaf in held.values():
             leaf.grad = None
@@ -253,8 +254,9 @@ class ShardEngine(MultiRankEngine):
         params = state.params
         if not all(map(is_sharded, params.values())):
             params = FrozenDict((name, self._as_part(param)) for name, param in params.items())
-        if self._unsharded is None or self._unsharded_of is not state.model:
-            self._unsharded, self._unsharded_of = UnshardedParameters(params, state.model.trainable), state.model
+        of = state.model, state.frozen
+        if self._unsharded is None or self._unsharded_of != of:
+            self._unsharded, self._unsharded_of = UnshardedParameters(params, state.model.differentiated(of[1])), of
         return with_fields(state, params=self._unsharded.of(params), _grads=None)
 
     def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
@@ -290,9 +292,12 @@ class ShardEngine(MultiRankEngine):
         part = self._part(self.talk.sum(total) / self.ranks)
         return part if gradient is None else gradient + part
 
-    def _build(self, model: ModelDef) -> None:
+    def _build(self, model: ModelDef, frozen: frozenset[str]) -> None:
         self._forget_module()
         module = model.copied()
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                parameter.requires_grad_(False)  # fully_shard reduces no gradient of it
         groups = self.parallel.groups
         chosen = (
             [submodule for name, submodule in module.named_modules() if name and groups(name, submodule)]
@@ -304,7 +309,7 @@ class ShardEngine(MultiRankEngine):
             item.register_forward_hook(_without_views)
             fully_shard(item, mesh=self._mesh)
         module.to_empty(device=self.talk.device)
-        self._module, self._model = module, model
+        self._module, self._model, self._frozen = module, model, frozen
         self._groups = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
         self._held = dict(module.named_parameters())
         self._altered = model.altered

@@ -115,7 +115,8 @@ class Donation:
             held.share_with_leaves(leaves)
         else:
             hooks = hook_counter()
-            if leaves.holder is not None or have_hooks_or_grads(leaves, unhooked=held.unhooked == hooks):
+            other = leaves.frozen is not state.frozen and leaves.frozen != state.frozen
+            if other or leaves.holder is not None or have_hooks_or_grads(leaves, unhooked=held.unhooked == hooks):
                 # A graph still goes through them, or they stay aliased.
                 return engine.leaves(state, index=index, last=last)
             held.unhooked = hooks

@@ -16,7 +16,7 @@ from pure_loop.model.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.state import NOT_READY, State, StateFields, raw_opt_state, refuse_misfit
+from pure_loop.state import NOT_READY, State, StateFields, frozen_problem, raw_opt_state, refuse_misfit
 
 __all__ = ["check_returned"]
 
@@ -40,6 +40,8 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
         _refuse_field("previous_timestamp or position", name, event, "only the loop counts")
     if new.seed != old.seed:
         _refuse_field("seed", name, event, "derive seeds of your own: pl.random.derive(state.seed, ...)")
+    if new.frozen is not old.frozen and new.frozen != old.frozen:
+        _refuse_frozen(new, name, event)
     if new.model is not old.model:
         if event is not Event.INIT:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
@@ -133,6 +135,14 @@ def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
             _refuse_field(f"lr_scale to {value}", name, event, right_one)
         if event.is_eval or event in _RATE_IS_FIXED:
             _refuse_field("lr_scale", name, event, "set it at BATCH_CHECKPOINT for the next batch, or at BATCH_START")
+
+
+def _refuse_frozen(new: State, name: str, event: Event) -> None:
+    problem = frozen_problem(new.frozen, new.model)
+    if problem is not None:
+        raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed frozen, and it {problem}.")
+    if event.is_eval or event in _RATE_IS_FIXED - {Event.BATCH_END}:
+        _refuse_field("frozen", name, event, "set it at BATCH_END for the next batch, or at BATCH_START")
 
 
 def _refuse_loss(new: State, old: State, name: str, event: Event) -> None:

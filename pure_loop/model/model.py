@@ -272,20 +272,27 @@ class ModelDef:
             leaves.holder, instance.params = None, instance.bound()
             self._idle.append(instance)
 
-    def leaves(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
+    def differentiated(self, frozen: frozenset[str]) -> tuple[str, ...]:
+        """The names of the parameters that a backward differentiates by: those that are trained and not frozen."""
+        return tuple([name for name in self.trainable if name not in frozen]) if frozen else self.trainable
+
+    def leaves(self, params: FrozenDict[str, Tensor], frozen: frozenset[str]) -> FrozenDict[str, Tensor]:
         """The parameters as autograd leaves that share their memory: what a forward differentiates by.
 
-        ``leaves.origin`` is ``params``. If ``params`` are leaves, they are returned, unless a graph still uses them.
+        ``leaves.origin`` is ``params``; those of names in ``frozen`` need no gradient. If ``params`` are such leaves,
+        they are returned, unless a graph still uses them.
         """
         if hasattr(params, "origin"):
-            if getattr(params, "holder", None) is None and not have_hooks_or_grads(params):
+            unused = getattr(params, "holder", None) is None and not have_hooks_or_grads(params)
+            if unused and getattr(params, "frozen", frozen) == frozen:
                 return params
             params = params.origin
         for instance in self._idle:
             bound = instance.params
-            if bound is not None and getattr(bound, "origin", None) is params and not have_hooks_or_grads(bound):
+            same = bound is not None and getattr(bound, "origin", None) is params and bound.frozen == frozen
+            if bound is not None and same and not have_hooks_or_grads(bound):
                 return bound
-        trainable = self.trainable
+        trainable = self.differentiated(frozen)
         if len(trainable) == len(params):
             leaves = FrozenDict(zip(params, [t.detach().requires_grad_() for t in params.values()], strict=True))
         else:
@@ -295,7 +302,7 @@ class ModelDef:
             )
         if self.declared:
             leaves = FrozenDict((name, self.seen_as_declared(name, leaf)) for name, leaf in leaves.items())
-        leaves.origin, leaves.holder = params, None
+        leaves.origin, leaves.holder, leaves.frozen = params, None, frozen
         return leaves
 
     def seen_as_declared(self, name: str, tensor: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Compute:
             index: the microbatch's number in its batch.
             last: whether it is the last one, after which ranks exchange.
         """
-        return state.model.leaves(state.params)
+        return state.model.leaves(state.params, state.frozen)
 
     def apply(
         self,
@@ -155,6 +155,8 @@ class Compute:
     ) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
+        It is by the parameters that are trained and not frozen, in the order of ``state.model.differentiated(frozen)``.
+
         Args:
             state: with the gradients of the microbatches before, and the leaves that the forward went through.
             loss: the tensor to differentiate; None for a microbatch of weight 0.
@@ -163,7 +165,7 @@ class Compute:
             counts: if only the device knows the weight: whether it is not 0; bool, shape (). If False, the gradient is
                 0, though that of the loss may be NaN.
         """
-        leaves, names = state.params, state.model.trainable
+        leaves, names = state.params, state.model.differentiated(state.frozen)
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
         # By name: a caller of the stages may have made a mapping in another order.
         before = None if state._grads is None else [state._grads[name] for name in names]

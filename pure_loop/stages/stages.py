@@ -240,6 +240,7 @@ class Stages(UpdateStage, EvaluationStage):
         if state._grads is NOT_READY:  # an algorithm takes a gradient of its own at an event without gradients
             state._grads = None
         loss, leaves, model, engine = state.loss, state.params, state.model, self.engine
+        names = model.differentiated(state.frozen)
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "BEFORE_BACKWARD")
             loss = total_loss(loss)
@@ -278,12 +279,7 @@ class Stages(UpdateStage, EvaluationStage):
             else:
                 drawn = push_cpu_seed(self.seed_of(state, "backward", 0)) if draws else None
                 try:
-                    if (
-                        state._grads is None
-                        and type(engine) is Engine
-                        and len(leaves) == len(model.trainable)
-                        and mask is None
-                    ):
+                    if state._grads is None and type(engine) is Engine and len(leaves) == len(names) and mask is None:
                         result = gradient_of(loss, tuple(leaves.values()), seed)
                     else:
                         result = engine.gradient(state, loss, seed, alone=alone, counts=mask)
@@ -295,10 +291,16 @@ class Stages(UpdateStage, EvaluationStage):
         if result is not None:
             if counts and result[0] is None and all(gradient is None for gradient in result):
                 raise detached_loss(state)
-            before, grads = state._grads, FrozenDict(zip(model.trainable, result, strict=False))
+            before = state._grads
+            if state.frozen:
+                by_name = dict(zip(names, result, strict=True))
+                grads = FrozenDict((name, by_name.get(name)) for name in model.trainable)
+            else:
+                grads = FrozenDict(zip(names, result, strict=False))
             layout = getattr(origin, "layout", None)
             if (
                 type(layout) is list
+                and not state.frozen
                 and type(engine) is Engine
                 and (before is None or has_layout(before, layout))
                 and are_contiguous(result)

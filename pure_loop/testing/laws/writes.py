@@ -154,7 +154,7 @@ def _check_algorithm_state(call: Call, result: State) -> None:
 _STEP = ("batch", "microbatch", "outputs", "loss", "grads", "grad_norm")
 _DURABLE = (
     *("params", "buffers", "opt_state", "timestamp", "previous_timestamp", "seed", "loss_scale"),
-    *("lr_scale", "stop"),
+    *("lr_scale", "stop", "frozen"),
     *("algorithm_state", "metrics", "skipped", "nonfinite"),
 )
 _COMPUTED: dict[Event, frozenset[str]] = {
@@ -326,15 +326,17 @@ class _Watcher:
     def _gradients(self, state: State) -> dict[str, Any]:
         assert self._weights is not None
         share = self._weights.shares[self._index]
-        loss, names = total_loss(state.loss), state.model.trainable
+        loss, names = total_loss(state.loss), state.model.differentiated(state.frozen)
         inputs = [state.params[name] for name in names]
         # retain_graph: the loop runs its own backward after this one. It also repeats the random numbers that the
         # recomputed forward of activation checkpointing draws.
         result = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
         before = _read(state, "grads")
         if before is None:
-            return dict(zip(names, result, strict=True))
-        return {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
+            now: dict[str, Tensor | None] = dict(zip(names, result, strict=True))
+        else:
+            now = {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
+        return {name: now.get(name) for name in state.model.trainable}
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
