@@ -39,6 +39,15 @@ _BRANCH = frozenset(event for event in Event if event.value.startswith("eval_") 
 _OUTSIDE_FIT = frozenset({Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END})
 _LAST_OF_BRANCH = frozenset({Event.EVAL_END})
 
+# From BATCH_START on the settings of a batch are fixed.
+_BETWEEN_BATCHES = frozenset(
+    event
+    for event in Event
+    if not event.is_eval
+    and event not in _MICROBATCH
+    and event not in {Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END}
+)
+
 MAY_CHANGE: dict[str, frozenset[Event]] = {
     "model": frozenset({Event.INIT}),
     "params": frozenset(Event) - _GRAPH - _LAST_OF_BRANCH,
@@ -68,6 +77,14 @@ MAY_CHANGE: dict[str, frozenset[Event]] = {
     "grad_norm": frozenset({Event.AFTER_TRAIN_BATCH}),
     "metrics": frozenset(Event),
     "algorithm_state": frozenset(Event),
+    "lr_scale": _BETWEEN_BATCHES,
+    "frozen": _BETWEEN_BATCHES | {Event.BATCH_END},
+    "stop": frozenset(
+        {
+            *(Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT),
+            *(Event.ITERATION_END, Event.ITERATION_CHECKPOINT),
+        }
+    ),
 }
 """The events at which an algorithm may change a field: those after which the loop reads it. No other field changes."""
 
@@ -82,6 +99,9 @@ WHY_NOWHERE_ELSE: dict[str, str] = {
     "loss": "before AFTER_LOSS there is none, and a loss that is written there is overwritten",
     "grads": "before the first microbatch there are none, and after AFTER_TRAIN_BATCH the optimizer has used them",
     "grad_norm": "it is the norm of complete gradients, which exist at AFTER_TRAIN_BATCH",
+    "lr_scale": "the rate of a batch is recorded at its BATCH_START",
+    "frozen": "one batch is of one set of parameters, and an evaluation runs on a State of its own",
+    "stop": "training stops at a boundary",
     "model": "the optimizer state is made for it right after INIT",
 }
 """Why a change at any other event is a mistake, for the message."""
