@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import pickle
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-import torchmetrics
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -29,81 +27,16 @@ from pure_loop.callbacks import GradMonitor
 from pure_loop.ranges import alternatives_in, settings_of
 from pure_loop.testing import cases, check_algorithm, check_callback, laws, plans
 from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built, values
+from pure_loop.testing._settings import built
 from pure_loop.testing.laws._streams import same_stream
-from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
+from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
 from tests.support.samples import sample, simplest
-
-# Arguments that have to be given and that no range says how to draw, by their names.
-NEEDED: dict[str, Any] = {
-    "milestones": ["1ba", "3ba"],
-    "first": 1.0,
-    "values": {"0ba": 1.0, "2ba": 0.5},
-    "factors": (pl.schedules.constant(2.0), pl.schedules.linear(1.0, 0.0, "4ba")),
-    "metric": torchmetrics.classification.MulticlassF1Score(6, average="macro"),
-    "function": lambda outputs, batch: outputs.detach().exp().sum(dim=1),
-    "name": "measured",
-    "channel": "#training",
-    "url": "memory://uploaded",
-    "benchmark": "linear",
-    "prompts": ["a"],
-    "blocks": nn.ReLU,
-    "generate": lambda module, prompt: f"{prompt} {torch.rand(())}",
-}
-
-# The same of one method alone.
-NEEDED_OF: dict[str, dict[str, Any]] = {"transform": {"function": lambda sample: sample + torch.rand(())}}
-
-# A problem for each thing that an algorithm may need, as ``SERVES`` of its module says.
-SERVED: dict[str | None, Problem | str] = {
-    "images": "convolution",
-    "images of any size": Problem(
-        name="images of any size",
-        make_model=lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)),
-        make_batch=PROBLEMS["convolution"].make_batch,
-        loss=functional.cross_entropy,
-    ),
-    "images from 0 to 1": Problem(
-        name="images from 0 to 1",
-        make_model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)),
-        make_batch=lambda samples, random: (
-            torch.rand(samples, 1, 4, 4, generator=random),
-            torch.randint(2, (samples,), generator=random),
-        ),
-        loss=functional.cross_entropy,
-    ),
-    "several layers": "mlp",
-    "dropout": "mlp",
-    "feed-forward blocks": "mlp",
-    "no model": "mlp",
-    "attention": Problem(
-        name="attention",
-        make_model=lambda: nn.Sequential(
-            nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(16, 2)
-        ),
-        make_batch=lambda samples, random: (
-            torch.randn(samples, 4, 4, generator=random),
-            torch.randint(2, (samples,), generator=random),
-        ),
-        loss=functional.cross_entropy,
-    ),
-    "tokens": "transformer",
-    "group norms": Problem(
-        name="group norms",
-        make_model=lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2)),
-        make_batch=PROBLEMS["linear"].make_batch,
-        loss=functional.cross_entropy,
-    ),
-}
+from tests.support.served import SERVED, module_of, required
 
 # Variables that keep the packages of trackers from any network.
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "SLACK_TOKEN": "x"}
 OFFLINE |= {"COMET_START_ONLINE": "false", "NEPTUNE_MODE": "offline"}
-
-
-def module_of(made: Any) -> ModuleType:
-    return sys.modules[made.__module__]
 
 
 def members(package: ModuleType, base: type | None = None) -> list[Any]:
@@ -125,24 +58,6 @@ def test_nothing_is_left_out() -> None:
     assert {"blurpool", "ema", "gradient_clipping", "label_smoothing", "sam"} <= ALGORITHMS.keys()
     names = {each.__name__ for each in (*CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS)}
     assert {"SpeedMonitor", "CheckpointSaver", "InMemoryLogger", "cosine", "product", "accuracy", "loss"} <= names
-
-
-def required(method: Any, folder: Path | None = None) -> dict[str, Any]:
-    """The arguments that a method needs: the simplest that its ranges allow."""
-    settings = settings_of(method)
-    needed = {**NEEDED, **NEEDED_OF.get(method.__name__, {})}
-    chosen = {way[0].name for way in alternatives_in(settings)}
-    given = {}
-    for name, parameter in inspect.signature(method).parameters.items():
-        if parameter.kind is not parameter.VAR_POSITIONAL and (parameter.default is parameter.empty or name in chosen):
-            if name == "folder":
-                given[name] = folder
-            elif name == "path":
-                given[name] = "record" if folder is None else folder / "record"
-            else:
-                typical = name in settings and settings[name].range.typical
-                given[name] = needed[name] if name in needed and not typical else simplest(values(settings[name]))
-    return given
 
 
 # All
