@@ -15,7 +15,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks docs clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks cards docs clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml constraints.txt
@@ -85,6 +85,9 @@ bench-page: $(PEERS_STAMP) $(STAMP)  ## measure the tables and the chart of docs
 
 bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shard, as ratios in one run
 	$(BIN)/python -m tests.benchmarks.ranks
+
+cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
+	$(BIN)/python -m tests.cards $(NAME)
 
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py

@@ -11,6 +11,9 @@ tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchma
 ``docs/benchmark.json``, which ``make bench-page`` measures. ``methods KIND`` is a table of a package's modules: the row
 of each is the first sentence of its docstring.
 
+The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
+which ``make cards`` measures.
+
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
 what their modules list in ``__all__``.
 """
@@ -41,7 +44,7 @@ import pure_loop as pl
 from pure_loop import Event, order
 
 __all__ = [
-    *("PACKAGES", "Block", "Module", "blocks", "is_public", "main", "modules", "pages"),
+    *("PACKAGES", "Block", "Module", "blocks", "cards", "is_public", "main", "modules", "pages"),
     *("render", "render_package", "run"),
 ]
 
@@ -330,13 +333,27 @@ def _strategies() -> str:
 
 def _benchmark(name: str) -> str:
     """A table of what was measured; by path, because pages are written where only the package can be imported."""
-    spec = importlib.util.spec_from_file_location("_tables", ROOT / "tests" / "benchmarks" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = _by_path("tests/benchmarks/tables.py")
     found = json.loads((ROOT / "docs" / "benchmark.json").read_text())
     return str(tables.as_markdown(tables.of(name, found)))
+
+
+def _by_path(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cards() -> dict[Path, str]:
+    """The text of each card, by its path."""
+    path, render_card = ROOT / "docs" / "cards.json", _by_path("tests/cards/pages.py").render
+    return {
+        path.parent / "cards" / f"{name}.md": render_card(name, record)
+        for name, record in json.loads(path.read_text()).items()
+    }
 
 
 def _methods(package: str) -> str:
@@ -353,7 +370,10 @@ def _methods(package: str) -> str:
                 continue  # the arithmetic beside an algorithm, a loss beside a metric
             sentence = " ".join(module.doc.partition("\n\n")[0].split()).rstrip(".")
             ranges = "; ".join(f"`{setting.name}` {setting.in_words}" for setting in settings_of(made).values())
-            lines.append(f"| `pl.{package}.{name}` | {sentence.replace('``', '`')} | {ranges} |")
+            shown = f"`pl.{package}.{name}`"
+            if package == "algorithms":
+                shown = f"[{shown}](cards/{name}.md)"
+            lines.append(f"| {shown} | {sentence.replace('``', '`')} | {ranges} |")
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
@@ -379,9 +399,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     drifted = []
     initial = [path for path in (ROOT / "pure_loop" / package / "__init__.py" for package in PACKAGES) if path.exists()]
-    for path in initial if options.packages else [*initial, *pages()]:
-        new = render_package(path.parent.name) if path in initial else render(path, run(path))
-        if new != path.read_text():
+    texts = {path: render_package(path.parent.name) for path in initial}
+    if not options.packages:
+        texts |= {path: render(path, run(path)) for path in pages()} | cards()
+    for path, new in texts.items():
+        if not path.exists() or new != path.read_text():
             drifted.append(path.relative_to(ROOT))
             if not options.check:
                 path.write_text(new)

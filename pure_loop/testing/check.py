@@ -46,7 +46,8 @@ def check_algorithm(
         expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
             check fails.
         skip: names of laws that should not be tried, each with the reason.
-        max_examples: the number of cases for each law.
+        max_examples: the number of cases for each law; a quarter of it for ``compile_equality``, of which a case takes
+            as long as four others.
 
     Returns:
         The results of all laws: ``print(report)`` shows a table.

@@ -43,6 +43,7 @@ class Law:
         serves: whether the law can hold on a problem.
         serves_what: the problems on which it can hold, in words.
         of: the class of its subjects.
+        share: the share of a check's examples on which it is tried, where one takes longer than those of other laws.
 
     >>> import pure_loop as pl
     >>> from pure_loop.testing import laws
@@ -56,6 +57,7 @@ class Law:
     serves: Callable[[Problem], bool] = _any
     serves_what: str = "any"
     of: type[Subject] = AlgorithmSubject
+    share: float = 1.0
 
     def __call__(
         self,
@@ -166,6 +168,7 @@ def law(
     serves: Callable[[Problem], bool] = _any,
     serves_what: str = "any",
     of: type[Subject] = AlgorithmSubject,
+    share: float = 1.0,
 ) -> Callable[[Check], Law]:
     """Make a law of a function ``(subject, case, fit)`` that raises a LawViolation if the law doesn't hold on the case.
 
@@ -175,6 +178,7 @@ def law(
         serves: whether the law can hold on a problem.
         serves_what: the problems on which it can hold, in words.
         of: the class of its subjects.
+        share: the share of a check's examples on which it is tried.
 
     >>> @law("the loss is never negative")
     ... def positive_loss(subject, case, fit):
@@ -185,7 +189,7 @@ def law(
     """
 
     def decorate(check: Check) -> Law:
-        return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what, of)
+        return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what, of, share)
 
     return decorate
 

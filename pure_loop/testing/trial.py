@@ -128,8 +128,9 @@ class Trial:
         expected = self.expected_failures.get(name, "")
         began = time.process_time()
         try:
+            examples = max(1, round(self.max_examples * law.share))
             count = try_examples(
-                law, self.subject, cases, fit=self.fit, max_examples=self.max_examples, tolerant=self._tolerant(name)
+                law, self.subject, cases, fit=self.fit, max_examples=examples, tolerant=self._tolerant(name)
             )
         except SkipTest as skipped:
             return Outcome(name, law.statement, "skipped", reason=str(skipped))

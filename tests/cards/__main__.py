@@ -17,6 +17,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def main(names: list[str]) -> None:
     path = DOCS / "cards.json"
     records = json.loads(path.read_text()) if path.exists() else {}
+    (DOCS / "cards").mkdir(exist_ok=True)
     for name in names or sorted(ENTRIES):
         entry = ENTRIES[name]
         print(name, flush=True)

@@ -45,7 +45,7 @@ _FIELDS = (
 )
 
 
-@law("compiled steps give the States of eager steps, up to rounding", rests_on=_SOUND)
+@law("compiled steps give the States of eager steps, up to rounding", rests_on=_SOUND, share=0.25)
 def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains compiled and eagerly, in float64, watching some events, which the case's seed chooses.
 
