@@ -28,7 +28,7 @@ from pure_loop.testing.case import Case
 from pure_loop.testing.check import check_algorithm, check_callback, check_loop, check_script
 from pure_loop.testing.comparison import Difference, differences
 from pure_loop.testing.law import Law, law
-from pure_loop.testing.laws.composition import Commutation, commutation
+from pure_loop.testing.laws.composition import Commutation, CommutationMatrix, commutation, commutation_matrix
 from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, Outcome, Report
@@ -52,6 +52,7 @@ __all__ = [
     "Case",
     "CheckFailed",
     "Commutation",
+    "CommutationMatrix",
     "Difference",
     "Law",
     "LawViolation",
@@ -68,6 +69,7 @@ __all__ = [
     "check_loop",
     "check_script",
     "commutation",
+    "commutation_matrix",
     "differences",
     "event_streams",
     "law",

@@ -425,6 +425,25 @@ def test_whether_two_algorithms_commute_is_a_fact() -> None:
         testing.commutation(halve, halve, **options)
 
 
+def test_which_pairs_of_several_commute() -> None:
+    A = pl.algorithms
+    makers = [
+        lambda: A.mixup(),
+        lambda: A.cutmix(),
+        lambda: A.gradient_clipping("norm", 0.1),
+        lambda: A.gradient_noise(),
+    ]
+    matrix = testing.commutation_matrix(makers, problems="convolution", max_examples=2)
+    assert matrix.commute("cutmix", "mixup") is None
+    assert matrix.commute("mixup", "gradient_clipping") is True
+    assert matrix.commute("gradient_noise", "gradient_clipping") is False
+    assert str(matrix).splitlines()[1:3] == ["           cutmix  - .", "gradient_clipping  = = ."]
+    with pytest.raises(pl.ArgumentError, match="give two of mixup, cutmix"):
+        matrix.commute("mixup", "mixup")
+    with pytest.raises(pl.ArgumentError, match="at least two"):
+        testing.commutation_matrix([A.mixup])
+
+
 # The package
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
@@ -20,7 +22,14 @@ from pure_loop.testing.problems import Problem
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.violation import LawViolation
 
-__all__ = ["Commutation", "algorithm_order", "commutation", "composition"]
+__all__ = [
+    "Commutation",
+    "CommutationMatrix",
+    "algorithm_order",
+    "commutation",
+    "commutation_matrix",
+    "composition",
+]
 
 
 def _neighbour(name: str, factor: float) -> Algorithm:
@@ -164,6 +173,85 @@ def commutation(
     except LawViolation as violation:
         violation.law = violation.code = ""  # not a law, and not a fault
         return Commutation(False, violation.examples, violation)
+
+
+@attrs.frozen
+class CommutationMatrix:
+    """Which pairs of some algorithms commute.
+
+    Attributes:
+        names: of the algorithms, in the order in which they were given.
+        pairs: by two names, the earlier one first: the :class:`Commutation`; None where one run can't have both.
+
+    ``str(matrix)`` is a table: ``=`` where a pair commutes, ``x`` where it does not, ``-`` where it is refused.
+    """
+
+    names: tuple[str, ...]
+    pairs: Mapping[tuple[str, str], Commutation | None]
+
+    def commute(self, a: str, b: str) -> bool | None:
+        """Whether these two commute; None where one run can't have both.
+
+        Raises:
+            ArgumentError: a name that is not among them, or one name twice.
+        """
+        for pair in ((a, b), (b, a)):
+            if pair in self.pairs:
+                commutation = self.pairs[pair]
+                return None if commutation is None else commutation.commutes
+        raise ArgumentError(f"commute({a!r}, {b!r}): give two of {', '.join(self.names)}.")
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names))
+        lines = []
+        for row, name in enumerate(self.names):
+            marks = ["." if before == name else _MARKS[self.commute(before, name)] for before in self.names[: row + 1]]
+            lines.append(f"{name:>{width}}  {' '.join(marks)}")
+        return "\n".join(lines)
+
+
+_MARKS = {True: "=", False: "x", None: "-"}
+
+
+def commutation_matrix(
+    algorithms: Iterable[Any],
+    *,
+    problems: Problem | str | Iterable[Problem | str] | None = None,
+    max_examples: int = EXAMPLES,
+) -> CommutationMatrix:
+    """Which pairs of these algorithms commute.
+
+    Args:
+        algorithms: functions that make one each, of different names.
+        problems, max_examples: as in :func:`commutation`, for each pair.
+
+    Raises:
+        ArgumentError: fewer than two, or two of one name.
+
+    >>> import pure_loop as pl
+    >>> A = pl.algorithms
+    >>> makers = [lambda: A.sam(), lambda: A.ema(half_life="2ba"), lambda: A.gradient_clipping("norm", 0.1)]
+    >>> print(commutation_matrix(makers, problems="linear", max_examples=2))
+                  sam  .
+                  ema  = .
+    gradient_clipping  x = .
+    """
+    listed = list(algorithms)
+    makers = {AlgorithmSubject(make).name: make for make in listed}
+    if len(makers) < 2 or len(makers) < len(listed):
+        raise ArgumentError(
+            f"commutation_matrix: {len(listed)} algorithms of the names {', '.join(makers)}; give at least two, of "
+            "different names: a factory takes name=."
+        )
+    pairs: dict[tuple[str, str], Commutation | None] = {}
+    for a, b in combinations(makers, 2):
+        one, other = (AlgorithmSubject(makers[name]).make() for name in (a, b))
+        claimed = {claim for algorithm in one for claim in algorithm.claims}
+        if any(claimed & algorithm.claims for algorithm in other):
+            pairs[a, b] = None  # fit refuses both
+        else:
+            pairs[a, b] = commutation(makers[a], makers[b], problems=problems, max_examples=max_examples)
+    return CommutationMatrix(tuple(makers), pairs)
 
 
 def _in_order(state: State, names: list[str]) -> State:
