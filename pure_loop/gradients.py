@@ -97,6 +97,28 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
 
 
 @torch.no_grad()
+def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> Tensor:
+    """The inner product of two sets of tensors, each taken as one long vector; shape (), on their device.
+
+    Names that one of them lacks, or has None for, count for nothing. Of tensors in parts (DTensors) it is that of the
+    whole, and all ranks have to call it.
+
+    >>> inner_product({"a": torch.tensor([1.0, 2.0]), "b": None}, {"a": torch.tensor([3.0, 4.0])})
+    tensor(11.)
+    """
+    present = [(tensor, b.get(name)) for name, tensor in a.items() if tensor is not None]
+    pairs = [(one, other) for one, other in present if other is not None]
+    if not pairs:
+        return torch.zeros(())
+    sharded = next((one for one, _ in pairs if is_sharded(one)), None)
+    if sharded is not None:
+        pairs = [(local_tensor(one), local_tensor(other)) for one, other in pairs]
+    parts = [(one * other).sum() for one, other in pairs]
+    total = torch.stack([part.to(parts[0]) for part in parts]).sum()
+    return total if sharded is None else all_reduce_over_shards(total, sharded)
+
+
+@torch.no_grad()
 def norms(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The L2 norm of each tensor that is there, by its name; shape (), float32 for tensors of 16 bits.
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.progressive_resizing import progressive_resizing, resized, side_of
     from pure_loop.algorithms.randaugment import randaugment, randaugment_images
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
-    from pure_loop.algorithms.sam import perturb, sam
+    from pure_loop.algorithms.sam import orthogonal_part, perturb, sam
     from pure_loop.algorithms.selective_backprop import hardest, probabilities, selective_backprop
     from pure_loop.algorithms.sequence_length_warmup import sequence_length_warmup, with_length
     from pure_loop.algorithms.squeeze_excite import SqueezeExcite, apply_squeeze_excite, squeeze_excite
@@ -121,6 +121,7 @@ __all__ = [
     "mixup",
     "moving_average",
     "no_op_model",
+    "orthogonal_part",
     "paste",
     "perturb",
     "probabilities",
@@ -211,6 +212,7 @@ if not TYPE_CHECKING:
             "mixup": "pure_loop.algorithms.mixup",
             "moving_average": "pure_loop.algorithms.ema",
             "no_op_model": "pure_loop.algorithms.no_op_model",
+            "orthogonal_part": "pure_loop.algorithms.sam",
             "paste": "pure_loop.algorithms.cutmix",
             "perturb": "pure_loop.algorithms.sam",
             "probabilities": "pure_loop.algorithms.selective_backprop",

@@ -31,11 +31,16 @@ __all__ = ["apply_blurpool", "blurpool"]
 SERVES = "images"
 
 
-def blur(images: Tensor, stride: tuple[int, int], filtered: tuple[int, int] | None = None) -> Tensor:
+_AVERAGES = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
+_MAXIMA = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
+
+
+def blur(images: Tensor, stride: tuple[int, ...], filtered: tuple[int, ...] | None = None) -> Tensor:
     """Filter images with [1 2 1]/4 along each dimension that is strided, edges repeated, and take every s-th value.
 
     Args:
-        images: (n, channels, height, width) or (channels, height, width).
+        images: (n, channels, height, width) or (channels, height, width); with one dimension, as sequences have, or
+            three, as volumes have, in the place of two for a stride of so many.
         stride: of height and width.
         filtered: the stride for which to filter; default: ``stride``. A dimension with 1 is not filtered.
 
@@ -45,38 +50,74 @@ def blur(images: Tensor, stride: tuple[int, int], filtered: tuple[int, int] | No
     >>> import torch
     >>> blur(torch.tensor([[[0.0, 4.0, 0.0, 0.0]]]), (1, 2))
     tensor([[[1., 1.]]])
+    >>> blur(torch.tensor([[0.0, 4.0, 0.0, 0.0]]), (2,))
+    tensor([[1., 1.]])
     """
     # [1 2 1] is [1 1] twice, and the mean over what is inside repeats the edge. No filter tensor, no padded copy,
     # and a backward that is deterministic on every device, which that of reflection padding is not.
+    average: Any = _AVERAGES[len(stride)]
     kernel = tuple(2 if s > 1 else 1 for s in (stride if filtered is None else filtered))
-    once = functional.avg_pool2d(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)
-    return functional.avg_pool2d(once, kernel, stride)
+    once = average(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)
+    blurred: Tensor = average(once, kernel, stride)
+    return blurred
 
 
-class BlurConv2d(nn.Conv2d):
-    """A strided convolution, filtered before (``blur_stride`` is then (1, 1)) or after; parameters as in ``Conv2d``."""
+class _BlurConv:
+    """A strided convolution, filtered before (``blur_stride`` is then 1) or after; parameters as in torch's class."""
 
-    filtered: tuple[int, int]
-    blur_stride: tuple[int, int]
+    filtered: tuple[int, ...]
+    blur_stride: tuple[int, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        """(n, in_channels, height, width) to what the convolution gave before it was replaced, in shape and dtype."""
-        if self.blur_stride == (1, 1):
-            return super().forward(blur(input, (1, 1), self.filtered))
-        return blur(super().forward(input), self.blur_stride)
+        """(n, in_channels, ...) to what the convolution gave before it was replaced, in shape and dtype."""
+        convolve: Any = super()
+        if max(self.blur_stride) == 1:
+            return cast("Tensor", convolve.forward(blur(input, self.blur_stride, self.filtered)))
+        return blur(convolve.forward(input), self.blur_stride)
 
     def extra_repr(self) -> str:
-        shape = cast("str", super().extra_repr())  # type: ignore[no-untyped-call]
-        return f"{shape}, filtered={self.filtered}, blur_stride={self.blur_stride}"
+        convolution: Any = super()
+        return f"{convolution.extra_repr()}, filtered={self.filtered}, blur_stride={self.blur_stride}"
 
 
-class BlurMaxPool2d(nn.MaxPool2d):
+class BlurConv1d(_BlurConv, nn.Conv1d):
+    """A strided convolution of sequences, filtered."""
+
+
+class BlurConv2d(_BlurConv, nn.Conv2d):
+    """A strided convolution of images, filtered."""
+
+
+class BlurConv3d(_BlurConv, nn.Conv3d):
+    """A strided convolution of volumes, filtered."""
+
+
+class _BlurMaxPool:
     """A max pool of stride 1, filtered and then subsampled."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(n, channels, height, width) to what the pool gave before it was replaced, in shape and dtype."""
-        dense = functional.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation)
-        return blur(dense, _pair(self.stride))
+        """(n, channels, ...) to what the pool gave before it was replaced, in shape and dtype."""
+        pool: Any = self
+        stride = _sizes(pool)
+        largest: Any = _MAXIMA[len(stride)]
+        return blur(largest(input, pool.kernel_size, 1, pool.padding, pool.dilation), stride)
+
+
+class BlurMaxPool1d(_BlurMaxPool, nn.MaxPool1d):
+    """A max pool of sequences, filtered."""
+
+
+class BlurMaxPool2d(_BlurMaxPool, nn.MaxPool2d):
+    """A max pool of images, filtered."""
+
+
+class BlurMaxPool3d(_BlurMaxPool, nn.MaxPool3d):
+    """A max pool of volumes, filtered."""
+
+
+_CONVS: dict[type, type] = {nn.Conv1d: BlurConv1d, nn.Conv2d: BlurConv2d, nn.Conv3d: BlurConv3d}
+_POOLS: dict[type, type] = {nn.MaxPool1d: BlurMaxPool1d, nn.MaxPool2d: BlurMaxPool2d, nn.MaxPool3d: BlurMaxPool3d}
+_DIMENSIONS = {kind: count for kinds in (_CONVS, _POOLS) for count, kind in enumerate(kinds, 1)}
 
 
 @checked
@@ -91,8 +132,9 @@ def apply_blurpool(
     """A copy of a module in which strided convolutions and max pools are anti-aliased; the module stays as it was.
 
     Names and values of parameters and buffers, hooks, shapes of outputs and whether a module is shared stay as well, so
-    pretrained weights fit. Replaced are layers whose class is ``nn.Conv2d`` or ``nn.MaxPool2d`` itself (subclasses
-    have forwards of their own), with a stride above 1; not max pools with ``ceil_mode`` or ``return_indices``.
+    pretrained weights fit. Replaced are layers whose class is ``nn.Conv2d`` or ``nn.MaxPool2d`` itself, or
+    that of one or three dimensions (subclasses have forwards of their own), with a stride above 1; not max pools with
+    ``ceil_mode`` or ``return_indices``.
 
     Args:
         replace_convs: replace convolutions.
@@ -117,21 +159,23 @@ def apply_blurpool(
     for layer in list(new.modules()):
         if replace_maxpools and _is_pool(layer):
             # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
-            layer.__class__ = BlurMaxPool2d
+            layer.__class__ = _POOLS[type(layer)]
             replaced = True
         elif replace_convs and _is_conv(layer) and cast("nn.Conv2d", layer).in_channels >= min_channels:
-            conv = cast("BlurConv2d", layer)
-            conv.__class__ = BlurConv2d
-            conv.filtered, conv.blur_stride = _pair(conv.stride), (1, 1)
+            conv: Any = layer
+            stride = _sizes(conv)
+            ones = (1,) * len(stride)
+            conv.__class__ = _CONVS[type(conv)]
+            conv.filtered, conv.blur_stride = stride, ones
             if not blur_first:
-                conv.stride, conv.blur_stride = (1, 1), conv.filtered
+                conv.stride, conv.blur_stride = ones, stride
             replaced = True
     if not replaced:
         result = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
         raise ModelError(
-            f"blurpool finds nothing to replace in {type(module).__name__}: {result}. It serves nn.Conv2d and "
-            f"nn.MaxPool2d with a stride above 1, convolutions from min_channels={min_channels} input channels on: "
-            "lower min_channels, or leave blurpool out."
+            f"blurpool finds nothing to replace in {type(module).__name__}: {result}. It serves nn.Conv1d, 2d, 3d and "
+            f"nn.MaxPool1d, 2d, 3d with a stride above 1, convolutions from min_channels={min_channels} input channels "
+            "on: lower min_channels, or leave blurpool out."
         )
     return new
 
@@ -187,33 +231,44 @@ def _refuse_neither(replace_convs: bool, replace_maxpools: bool) -> None:
         raise ArgumentError("blurpool: replace_convs and replace_maxpools are both False, so it would do nothing.")
 
 
-def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+def _sizes(layer: Any) -> tuple[int, ...]:
+    """The stride of a layer, of each dimension."""
+    count = next(count for kind, count in _DIMENSIONS.items() if isinstance(layer, kind))
+    stride = layer.stride
+    return (stride,) * count if isinstance(stride, int) else tuple(stride) * (count if len(stride) == 1 else 1)
+
+
+def _is_strided(layer: nn.Module) -> bool:
+    return isinstance(layer, tuple(_DIMENSIONS)) and max(_sizes(layer)) > 1
 
 
 def _is_conv(layer: nn.Module) -> bool:
-    return type(layer) is nn.Conv2d and max(_pair(layer.stride)) > 1
+    return type(layer) in _CONVS and max(_sizes(layer)) > 1
 
 
 def _is_pool(layer: nn.Module) -> bool:
-    return (
-        type(layer) is nn.MaxPool2d and max(_pair(layer.stride)) > 1 and not (layer.ceil_mode or layer.return_indices)
-    )
+    if type(layer) not in _POOLS or max(_sizes(layer)) == 1:
+        return False
+    pool: Any = layer
+    return not (pool.ceil_mode or pool.return_indices)
 
 
 def _why_not(module: nn.Module, convs: bool) -> Iterator[str]:
     """Why layers that subsample were left as they are."""
-    for name, layer in module.named_modules():
-        if not isinstance(layer, nn.Conv2d | nn.MaxPool2d) or max(_pair(layer.stride)) == 1:
-            continue
+    strided = ((name, layer) for name, layer in module.named_modules() if _is_strided(layer))
+    for name, layer in strided:
         kind = type(layer).__name__
-        if isinstance(layer, BlurConv2d | BlurMaxPool2d):
+        if isinstance(layer, _BlurConv | _BlurMaxPool):
             yield f"{name} is a {kind} already"
         elif _is_conv(layer):
-            yield f"{name} has {layer.in_channels} input channels" if convs else f"{name}: replace_convs is False"
+            yield (
+                f"{name} has {cast(nn.Conv2d, layer).in_channels} input channels"
+                if convs
+                else f"{name}: replace_convs is False"
+            )
         elif _is_pool(layer):
             yield f"{name}: replace_maxpools is False"
-        elif type(layer) is nn.MaxPool2d:
-            yield f"{name} is a MaxPool2d with ceil_mode or return_indices"
+        elif type(layer) in _POOLS:
+            yield f"{name} is a {kind} with ceil_mode or return_indices"
         else:
             yield f"{name} is a {kind}, a subclass"

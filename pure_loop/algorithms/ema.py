@@ -5,7 +5,8 @@ With the weights ``w`` after an update interval and the average ``a``, which sta
     a' = d a + (1 - d) w
 
 ``d`` is ``smoothing``; or ``2^(-t / half_life)``, where t is how much training passed since the last update, so that
-weights count half as much after a half life whatever the interval.
+weights count half as much after a half life whatever the interval. With ``warmup``, ``d`` is at most
+``(1 + n) / (10 + n)`` at update n, counted from 0.
 
 https://doi.org/10.1137/0330046 (averaging in stochastic approximation), https://arxiv.org/abs/1703.01780 (in training).
 """
@@ -83,6 +84,7 @@ def ema(
     interval: Annotated[str | int | Time | None, Duration()] = None,
     *,
     start: Any = None,
+    warmup: bool = False,
     name: str = "ema",
 ) -> Algorithm:
     """Exponential moving average: evaluation and prediction use the average, training the weights.
@@ -100,6 +102,8 @@ def ema(
         interval: how often the average is updated. Default ``"1ba"``; ``"1ep"`` for a half life in epochs.
         start: when weights begin to be averaged: ``"0.1dur"``, ``"1000ba"``; until then the average is the weights
             themselves, which leaves the first, bad ones out. None: at once.
+        warmup: at the n-th update no more than ``(1 + n) / (10 + n)`` of the average stays, so that it follows the
+            weights at first, as timm and TensorFlow do it; updates before ``start`` do not count.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
@@ -132,9 +136,10 @@ def ema(
         unit = None if life is None else _in_counts(life, duration)[1]
         if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
             _refuse_inside(life, unit, period, period_unit)
-        return FrozenDict(
+        memory = FrozenDict(
             params=averageable(state.params), buffers=averageable(state.buffers), updated=_counts(state.timestamp)
         )
+        return memory | {"updates": 0} if warmup else memory
 
     def update(state: State) -> State:
         assert state.event is not None
@@ -143,12 +148,18 @@ def ema(
         memory, now = state.algorithm_state[name], state.timestamp
         decay = smoothing if life is None else _decay(life, memory["updated"], now)
         assert decay is not None
-        if first is not None and part_of_span(first, now) < 1:
+        begins = first is None or part_of_span(first, now) >= 1
+        updates = memory["updates"] if warmup else 0
+        if not begins:
             decay = 0.0
+        elif warmup:
+            updates += 1
+            decay = min(decay, updates / (9 + updates))
         params = moving_average(memory["params"], state.params, decay)
         # Buffers may come, go and change their shapes.
         buffers = moving_average(begun(memory["buffers"], averageable(state.buffers)), state.buffers, decay)
-        return state.remember(name, FrozenDict(params=params, buffers=buffers, updated=_counts(now)))
+        after = FrozenDict(params=params, buffers=buffers, updated=_counts(now))
+        return state.remember(name, after | {"updates": updates} if warmup else after)
 
     def show(state: State) -> State:
         return averaged(state, name)

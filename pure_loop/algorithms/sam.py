@@ -6,28 +6,33 @@ With the parameters ``w``, their gradient ``g = L'(w)`` and the radius ``rho``::
     e = rho w^2 g / (||w| g| + epsilon)                adaptive; https://arxiv.org/abs/2102.11600
     step from w with L'(w + e)
 
-The norm is over all parameters. The step needs the gradient a second time, at ``w + e``.
+The norm is over all parameters. The step needs the gradient a second time, at ``w + e``, which is ``s`` here::
+
+    mean of s over groups of m samples, each with an e of its own          m-sharpness; section 4.1 of the first
+    s - gap (g - (g.s / s.s) s)                       the gap, too (GSAM); https://arxiv.org/abs/2203.08065
+    g + reuse |g| / |v| v,   v = s - (s.g / g.g) g    between (LookSAM); https://arxiv.org/abs/2203.02714
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import global_norm, in_dtypes_of
+from pure_loop.gradients import global_norm, in_dtypes_of, inner_product
 from pure_loop.loop.training import LoopStages
 from pure_loop.ranges import Above, AtLeast, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
-__all__ = ["perturb", "sam"]
+__all__ = ["orthogonal_part", "perturb", "sam"]
 
 CLAIMS = frozenset({"replaces gradient"})
 
@@ -78,6 +83,38 @@ def _sized(tensors: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, torch._foreach_abs(weights)))
 
 
+@torch.no_grad()
+def orthogonal_part(
+    tensors: Mapping[str, Tensor | None], direction: Mapping[str, Tensor | None]
+) -> FrozenDict[str, Tensor | None]:
+    """What is left of tensors without their part along a direction, all of them taken as one long vector.
+
+    Args:
+        tensors: names to tensors; None stays None.
+        direction: the same names.
+
+    >>> orthogonal_part({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 2.0])})["w"]
+    tensor([3., 0.])
+    """
+    length = inner_product(direction, direction)
+    share = inner_product(tensors, direction) / torch.where(length == 0, 1.0, length)
+    return _plus(tensors, direction, -share)
+
+
+def _plus(
+    tensors: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None], factor: Tensor
+) -> FrozenDict[str, Tensor | None]:
+    """``tensors + factor * others``, name by name, in the dtypes of ``tensors``."""
+    names = [name for name, tensor in tensors.items() if tensor is not None and others.get(name) is not None]
+
+    def added(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_add(a, in_dtypes_of(a, torch._foreach_mul(b, factor))))
+
+    mine: list[Any] = [tensors[name] for name in names]
+    values = map_local(added, mine, [cast("Tensor", others[name]) for name in names])
+    return FrozenDict({**tensors, **dict(zip(names, values, strict=True))})
+
+
 @checked
 def sam(
     rho: Annotated[Strength, Above(0, typical=(0.01, 1.0))] = 0.05,
@@ -85,6 +122,9 @@ def sam(
     interval: Annotated[int, AtLeast(1, example="sam(interval=2) for every second batch")] = 1,
     adaptive: bool = False,
     *,
+    m: Annotated[int | None, AtLeast(1, typical=(), example="sam(m=32)")] = None,
+    reuse: Annotated[Strength | None, Above(0, typical=(), example="sam(interval=5, reuse=0.7)")] = None,
+    gap: Annotated[Strength, AtLeast(0, typical=())] = 0.0,
     name: str = "sam",
 ) -> Algorithm:
     """Sharpness-aware minimisation: each step uses the gradient at the worst point nearby.
@@ -99,10 +139,18 @@ def sam(
         epsilon: added to the gradient's norm, above 0.
         interval: use it for every ``interval``-th batch of the run, the first one included.
         adaptive: measure the distance in the size of each weight (ASAM); a good rho is then 10 times larger.
+        m: how many samples have a perturbation of their own (m-sharpness), each group of which takes two gradients;
+            None: all of a batch have one. ``clip_grad`` clips the gradient of each group. On several ranks, groups of
+            this size on each rank at a time, into which its part of the batch divides evenly.
+        reuse: between the batches of ``interval``, add this much of the part of the last second gradient that is
+            orthogonal to the first (LookSAM, where it is 0.7); a number, or a schedule. None: they take plain steps.
+        gap: how much of the part of the first gradient that is orthogonal to the second is taken away, which makes the
+            difference of the two losses smaller (GSAM); 0: none; a number, or a schedule.
         name: another one, if there are several.
 
     Raises:
-        ArgumentError: a number out of range.
+        ArgumentError: a number out of range, ``reuse`` with an interval of 1; in training, on several ranks: a batch
+            that does not divide into groups of m samples.
         ArgumentTypeError: a setting of another type.
 
     >>> import torch, pure_loop as pl
@@ -113,14 +161,66 @@ def sam(
     6
     """
 
-    def sharpen(state: State, stages: LoopStages) -> State:
-        if state.timestamp.batch % interval:
-            return state
-        grads = state.grads
-        assert grads is not None
-        distance = strength_at(rho, state.timestamp)
-        nearby = state.replace(params=perturb(state.params, grads, distance, epsilon, adaptive))
-        result = stages.gradients(nearby)
-        return state.replace(grads=result.grads, grad_norm=result.grad_norm)
+    if reuse is not None and interval == 1:
+        raise ArgumentError("sam: reuse is for the batches between those of interval: sam(interval=5, reuse=0.7).")
 
-    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen}, claims=CLAIMS)
+    def nearby(state: State, grads: Mapping[str, Tensor | None]) -> State:
+        distance = strength_at(rho, state.timestamp)
+        return state.replace(params=perturb(state.params, grads, distance, epsilon, adaptive))
+
+    def second(state: State, stages: LoopStages) -> State:
+        assert state.grads is not None
+        if m is None:
+            return stages.gradients(nearby(state, state.grads))
+        groups, task = stages.microbatches(state.batch, m), stages.task
+        weights = task.weigh_parts(state.batch, groups)
+        if stages.engine.ranks > 1 and len({*weights, float(m)}) > 1:
+            raise ArgumentError(
+                f"sam: a rank's part of batch {state.timestamp.batch} divides into groups of {weights} samples, and on "
+                f"several ranks all have m={m}: choose an m that divides it, and leave out uneven batches."
+            )
+        total = 1 if task.summed else sum(weights)
+        sums: dict[str, Tensor | None] = dict.fromkeys(state.grads)
+        for group, weight in zip(groups, weights, strict=True):
+            part = state.replace(batch=group)
+            first = stages.gradients(part).grads
+            assert first is not None
+            grads = stages.gradients(nearby(part, first)).grads
+            assert grads is not None
+            share = 1 if task.summed else weight / total
+            for key, grad in grads.items():
+                before = sums[key]
+                if grad is not None:
+                    sums[key] = grad * share if before is None else before + grad * share
+        norm = None if state.grad_norm is None else global_norm(sums)
+        return state.replace(grads=sums, grad_norm=norm)
+
+    def sharpen(state: State, stages: LoopStages) -> State:
+        grads, now = state.grads, state.timestamp
+        assert grads is not None
+        if now.batch % interval:
+            if reuse is None:
+                return state
+            kept = state.algorithm_state[name]
+            length = global_norm(kept)
+            size = strength_at(reuse, now) * global_norm(grads) / torch.where(length == 0, 1.0, length)
+            return state.replace(grads=_plus(grads, kept, size))
+        result = second(state, stages)
+        sharp = result.grads
+        assert sharp is not None
+        if reuse is not None:
+            orthogonal = orthogonal_part(sharp, grads)
+            kept = {
+                key: before if orthogonal[key] is None else orthogonal[key]
+                for key, before in state.algorithm_state[name].items()
+            }
+            state = state.remember(name, FrozenDict(kept))
+        strength = strength_at(gap, now)
+        if callable(gap) or strength:
+            sharp = _plus(sharp, orthogonal_part(grads, sharp), torch.as_tensor(-strength))
+        return state.replace(grads=sharp, grad_norm=result.grad_norm)
+
+    def begin(state: State) -> FrozenDict[str, Tensor]:
+        return FrozenDict((key, torch.zeros_like(state.params[key])) for key in state.model.trainable)
+
+    return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen}, init=None if reuse is None else begin, claims=CLAIMS)

@@ -12,7 +12,7 @@ The paper averages weights of a learning rate that is constant or cyclic, which 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +27,7 @@ from pure_loop.data.batch import to_device
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.training import LoopStages
 from pure_loop.random import derive, seeded
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State
@@ -126,6 +127,8 @@ def swa(
     interval: Annotated[Time | str, Duration(typical=("1ba", "2ba", "1ep"))] = "1ep",
     replace: bool = False,
     evaluate: bool = True,
+    reset_optimizer: bool = False,
+    batchnorm_data: Iterable[Any] | None = None,
     name: str = "swa",
 ) -> Algorithm:
     """Stochastic weight averaging: evaluation and prediction use the mean of weights, training the weights.
@@ -141,10 +144,14 @@ def swa(
         interval: how often: ``"1ep"``, ``"100ba"``.
         replace: train on from the mean when ``end`` is reached. The state of the optimizer stays.
         evaluate: evaluation and prediction use the mean, as soon as there is one.
+        reset_optimizer: with ``replace``, the optimizer begins anew from the mean.
+        batchnorm_data: batches, as ``fit`` takes them, of which evaluation and prediction take BatchNorm's statistics
+            of the mean (:func:`update_batchnorm`): a list or a DataLoader, which each of them goes through.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
-        ArgumentError: a time by the clock, an end before the start, or ``replace`` without an end.
+        ArgumentError: a time by the clock, an end before the start, ``replace`` without an end, ``reset_optimizer``
+            without ``replace``, or ``batchnorm_data`` that is an iterator or without ``evaluate``.
         ArgumentTypeError: a setting of another type.
 
     >>> import pure_loop as pl
@@ -164,6 +171,11 @@ def swa(
         raise ArgumentError(
             'swa: replace=True needs an end, when the weights become their mean: end="1dur" for the last batch.'
         )
+    if reset_optimizer and not replace:
+        raise ArgumentError("swa: reset_optimizer=True without replace=True: the weights never become the mean.")
+    if batchnorm_data is not None and (isinstance(batchnorm_data, Iterator) or not evaluate):
+        reason = "it is an iterator, which the first evaluation would use up" if evaluate else "evaluate is False"
+        raise ArgumentError(f"swa: batchnorm_data is for evaluations, and {reason}: give a list or a DataLoader.")
     period = Time.parse(interval)
     cadence = every(period)
 
@@ -185,14 +197,28 @@ def swa(
             state = state.remember(name, memory)
         if not replace or memory["replaced"] or (last is not None and part_of_span(last, now) < 1):
             return state
-        return show(state).remember(name, FrozenDict({**memory, "replaced": True}))
+        return mean(state).remember(name, FrozenDict({**memory, "replaced": True}))
 
-    def show(state: State) -> State:
+    def update_and_reset(state: State, stages: LoopStages) -> State:
+        before = state.algorithm_state[name]["replaced"]
+        state = update(state)
+        if before or not state.algorithm_state[name]["replaced"]:
+            return state
+        assert stages.optimizer is not None
+        optimizer = state.model.served_by(stages.optimizer)
+        return state.replace(opt_state=stages.engine.init_opt_state(optimizer, state.model.trained(state.params)))
+
+    def mean(state: State) -> State:
         # Until the first update it is no mean, but the weights at the start. An evaluation may wait for the device.
         return averaged(state, name) if int(state.algorithm_state[name]["count"]) else state
 
     events = _ANY_END if period.unit is TimeUnit.DURATION else _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
-    handlers: dict[Any, Any] = {events: update}
+
+    def show(state: State) -> State:
+        shown = mean(state)
+        return shown if batchnorm_data is None or shown is state else update_batchnorm(shown, batchnorm_data)
+
+    handlers: dict[Any, Any] = {events: update_and_reset if reset_optimizer else update}
     if evaluate:
         handlers[Event.EVAL_START, Event.PREDICT_START] = show
     return Algorithm(name, handlers, init=begin)

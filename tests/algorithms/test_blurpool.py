@@ -161,3 +161,31 @@ def test_an_average_after_surgery_starts_from_the_new_parameters():
     equal(memory, found[Event.AFTER_LOAD].params)
     assert memory["4.weight"].shape == (12, 16, 3, 3)
     assert isinstance(state.module()[4], BlurConv2d)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_sequences_and_volumes(dimensions: int, first: bool) -> None:
+    """A pattern that is constant along all dimensions but one is filtered as a row of an image is."""
+    convs, pools = {1: nn.Conv1d, 3: nn.Conv3d}[dimensions], {1: nn.MaxPool1d, 3: nn.MaxPool3d}[dimensions]
+    inputs = torch.randn(2, 3, *[1] * (dimensions - 1), 9)
+    kernel, stride = (*[1] * (dimensions - 1), 3), (*[1] * (dimensions - 1), 2)
+    conv, pool = convs(3, 16, kernel, stride=stride), pools(kernel, stride=stride)
+    image = nn.Conv2d(3, 16, (1, 3), stride=(1, 2))
+    with torch.no_grad():
+        image.weight.copy_(conv.weight.reshape(image.weight.shape))
+        image.bias.copy_(conv.bias)
+    options = {"blur_first": first, "min_channels": 1}
+    layers, wanted = (
+        apply_blurpool(net, **options)
+        for net in (nn.Sequential(conv, pool), nn.Sequential(image, nn.MaxPool2d((1, 3), (1, 2))))
+    )
+    assert [type(layer).__name__ for layer in layers] == [f"BlurConv{dimensions}d", f"BlurMaxPool{dimensions}d"]
+    values = layers(inputs)
+    torch.testing.assert_close(values.reshape(2, 16, 1, -1), wanted(inputs.reshape(2, 3, 1, 9)))
+    assert values.shape == nn.Sequential(conv, pool)(inputs).shape
+
+
+def test_constant_volumes_stay_constant() -> None:
+    pool = apply_blurpool(nn.Sequential(nn.MaxPool3d(2)))
+    assert torch.equal(pool(torch.full((1, 2, 4, 6, 8), 3.0)), torch.full((1, 2, 2, 3, 4), 3.0))

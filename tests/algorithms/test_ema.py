@@ -11,6 +11,7 @@ import pure_loop as pl
 from pure_loop import Event, State
 from pure_loop.algorithms import averaged, ema, moving_average
 from pure_loop.errors import ArgumentError
+from pure_loop.testing import check_algorithm
 from tests.support.runs import close, convnet, cross_entropy, equal, images, mlp, points, stream, train
 
 
@@ -218,3 +219,24 @@ def test_weights_before_the_start_are_left_out(start: Any, first: int) -> None:
 def test_a_start_by_the_clock_is_refused() -> None:
     with pytest.raises(pl.ArgumentError, match="goes by the clock"):
         ema(smoothing=0.9, start="10s")
+
+
+@pytest.mark.parametrize("start", [None, "2ba"])
+def test_the_average_follows_the_weights_at_first(start: Any) -> None:
+    """``(1 + n) / (10 + n)`` is the most that stays, and less than the smoothing for 9 / (1 - smoothing) updates."""
+    algorithm = ema(smoothing=0.3, start=start, warmup=True)
+    average: Any = None
+    for event, state in stream(mlp(), points(), [algorithm], max_duration="3ep"):
+        if event is Event.FIT_START:
+            average = state.params["0.weight"]
+        if event is Event.BATCH_END:
+            n = state.timestamp.batch - (2 if start else 1)
+            decay = 0.0 if n < 0 else min(0.3, (1 + n) / (10 + n))
+            average = decay * average + (1 - decay) * state.params["0.weight"]
+            torch.testing.assert_close(state.algorithm_state["ema"]["params"]["0.weight"], average)
+    assert state.algorithm_state["ema"]["updates"] == (8 if start else 9)
+
+
+@pytest.mark.slow
+def test_its_warmup_keeps_every_law() -> None:
+    check_algorithm(lambda: ema(half_life="4ba", warmup=True), max_examples=4)

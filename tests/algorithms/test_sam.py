@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.algorithms import gradient_clipping, label_smoothing, perturb, sam
+from pure_loop.algorithms import gradient_clipping, label_smoothing, mixup, orthogonal_part, perturb, sam
+from pure_loop.testing import check_algorithm
 from tests.support.runs import (
     LR,
     by_hand,
@@ -185,3 +186,109 @@ def test_clipping_before_sam_in_the_list_clips_what_sam_found():
         train(mlp(), points(), [sam(0.5), gradient_clipping("norm", 0.1)]).params,
         train(mlp(), points(), [sam(0.5)]).params,
     )
+
+
+def _gradients(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(cross_entropy(model(inputs), targets), list(model.parameters())))
+
+
+def _nearby(model: nn.Module, inputs: Tensor, targets: Tensor, grads: list[Tensor], rho: float = 0.5) -> list[Tensor]:
+    """The gradient at the perturbed parameters."""
+    before = [p.detach().clone() for p in model.parameters()]
+    scale = rho / (norm(grads) + 1e-12)
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p.add_(scale * g)
+    found = _gradients(model, inputs, targets)
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.copy_(old)
+    return found
+
+
+def _set(model: nn.Module, grads: list[Tensor]) -> None:
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g
+
+
+def _orthogonal(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+    along = sum((x * y).sum() for x, y in zip(a, b, strict=True)) / sum((y * y).sum() for y in b)
+    return [x - along * y for x, y in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+def test_groups_with_a_perturbation_of_their_own(m: int, microbatch_size: int | None) -> None:
+    def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        parts: list[list[Tensor]] = []
+        for x, y in zip(inputs.split(m), targets.split(m), strict=True):
+            found = _nearby(model, x, y, _gradients(model, x, y))
+            parts.append([g * len(x) / len(inputs) for g in found])
+        _set(model, [torch.stack(column).sum(0) for column in zip(*parts, strict=True)])
+
+    wanted = by_hand(mlp(), points(), gradient)
+    close(train(mlp(), points(), [sam(rho=0.5, m=m)], microbatch_size=microbatch_size).params, wanted)
+
+
+def test_one_group_is_the_batch() -> None:
+    whole, group = (train(mlp(), points(), [sam(rho=0.5, m=m)]) for m in (None, 5))
+    close(whole.params, group.params)
+
+
+def test_the_gap_is_made_smaller_too() -> None:
+    def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        first = _gradients(model, inputs, targets)
+        second = _nearby(model, inputs, targets, first)
+        _set(model, [s - 0.4 * o for s, o in zip(second, _orthogonal(first, second), strict=True)])
+
+    close(train(mlp(), points(), [sam(rho=0.5, gap=0.4)]).params, by_hand(mlp(), points(), gradient))
+    equal(train(mlp(), points(), [sam(rho=0.5, gap=0.0)]).params, train(mlp(), points(), [sam(rho=0.5)]).params)
+
+
+def test_the_orthogonal_part_is_used_again() -> None:
+    count, kept = 0, [torch.zeros(())]
+
+    def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        nonlocal count, kept
+        first = _gradients(model, inputs, targets)
+        if count % 2 == 0:
+            second = _nearby(model, inputs, targets, first)
+            kept = _orthogonal(second, first)
+            _set(model, second)
+        else:
+            size = 0.7 * norm(first) / norm(kept)
+            _set(model, [g + size * v for g, v in zip(first, kept, strict=True)])
+        count += 1
+
+    close(train(mlp(), points(), [sam(rho=0.5, interval=2, reuse=0.7)]).params, by_hand(mlp(), points(), gradient))
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10_000))
+def test_an_orthogonal_part_is_orthogonal(seed: int) -> None:
+    a, b = ({"w": torch.randn(3, generator=g), "b": None} for g in (noise(seed), noise(seed + 1)))
+    part = orthogonal_part(a, b)["w"]
+    assert part is not None
+    assert abs(float(part @ b["w"])) < 1e-5
+    equal(orthogonal_part(a, {"w": torch.zeros(3), "b": None}), pl.FrozenDict(a))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"interval": 2, "reuse": 0.7}, {"gap": 0.3}, {"m": 2}], ids=str)
+def test_its_variants_keep_every_law(settings: dict[str, Any]) -> None:
+    expected = {"world_size": "groups are of each rank's own samples, and uneven ones are refused"}
+    check_algorithm(
+        lambda: sam(rho=0.1, **settings), max_examples=4, expected_failures=expected if "m" in settings else None
+    )
+
+
+def test_mixed_targets_are_cut_into_groups() -> None:
+    state = train(mlp(), points(), [mixup(), sam(rho=0.5, m=2)])
+    assert all(tensor.isfinite().all() for tensor in state.params.values())
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(pl.ArgumentError, match=r"reuse is for the batches between those of interval"):
+        sam(reuse=0.7)
+    with pytest.raises(pl.ArgumentError, match="m"):
+        sam(m=0)

@@ -137,6 +137,9 @@ def test_statistics_that_are_refused() -> None:
         ({"replace": True}, "needs an end"),
         ({"start": "soon"}, "start='soon'"),
         ({"interval": 0}, "interval"),
+        ({"reset_optimizer": True}, "without replace=True"),
+        ({"batchnorm_data": iter([])}, "an iterator"),
+        ({"batchnorm_data": [], "evaluate": False}, "evaluate is False"),
     ],
 )
 def test_settings_that_are_refused(settings: Any, text: str) -> None:
@@ -148,3 +151,27 @@ def test_a_rate_of_its_own_is_a_schedule() -> None:
     lr = pl.schedules.chain(pl.schedules.constant(0.1), ("0.5dur", pl.schedules.constant(0.05)))
     pairs = stream(mlp(), points(), [swa("0.5dur")], optimizer=pl.optim.sgd(lr=lr), loss=cross_entropy)
     assert pl.run(pairs).algorithm_state["swa"]["count"] == 2
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_optimizer_may_begin_anew(reset: bool) -> None:
+    algorithm = swa("1ep", "2ep", replace=True, reset_optimizer=reset)
+    options: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.01), "max_duration": "3ep"}
+    pairs = stream(mlp(), points(), [algorithm], **options)
+    ends = [state for event, state in pairs if event is Event.EPOCH_END]
+    moments = ends[1].opt_state["exp_avg"]["0.weight"]
+    assert torch.equal(moments, torch.zeros_like(moments)) == reset
+    assert not torch.equal(ends[2].opt_state["exp_avg"]["0.weight"], moments)
+
+
+def test_evaluations_take_statistics_of_the_mean() -> None:
+    data = images(3)
+    algorithm = swa("1ep", batchnorm_data=data)
+    pairs = stream(convnet(), data, [algorithm], max_duration="2ep", evaluators={"val": data}, eval_interval="1ep")
+    for event, state in pairs:
+        if event is Event.EVAL_BEFORE_FORWARD and state.timestamp.epoch == 2:
+            wanted = update_batchnorm(averaged(state, "swa"), data)
+            equal(state.buffers, wanted.buffers)
+    plain = pl.run(stream(convnet(), data, [swa("1ep")], max_duration="2ep"))
+    equal(state.params, plain.params)
+    equal(state.buffers, plain.buffers)
