@@ -32,7 +32,7 @@ from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
 from tests.support.samples import sample, simplest
-from tests.support.served import SERVED, module_of, required
+from tests.support.served import SERVED, module_of, required, served
 
 # Variables that keep the packages of trackers from any network.
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "SLACK_TOKEN": "x"}
@@ -94,6 +94,22 @@ def test_its_head_is_a_row_of_the_docs(method: Any) -> None:
 
 
 # Algorithms
+
+
+# Of which one example takes as long as ten of the others.
+LATER = dict.fromkeys(["compile_equality", "world_size", "rank_agreement"], "tried in the slow tier")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_keep_laws_on_one_rank(name: str) -> None:
+    factory = ALGORITHMS[name]
+    needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
+    expected = getattr(module_of(factory), "EXPECTED_FAILURES", {})
+    options: dict[str, Any] = {"expected_failures": {law: why for law, why in expected.items() if law not in LATER}}
+    problem = served(factory)
+    if problem is not None:
+        options["problems"] = problem
+    check_algorithm(simplest(built(factory, **needed)), max_examples=1, skip=LATER, **options)
 
 
 @pytest.mark.slow
