@@ -59,7 +59,7 @@ ENTRIES: dict[str, Entry] = {
     "colout": Entry("colout(0.15, 0.15)", picture="batch"),
     "cutmix": Entry("cutmix()", picture="batch"),
     "cutout": Entry("cutout(length=0.4)", picture="batch"),
-    "early_stopping": Entry('early_stopping("val/loss", patience=2)', options=_EVALUATED, note=_STOPPED),
+    "early_stopping": Entry('early_stopping("val/accuracy", patience=3)', options=_EVALUATED, note=_STOPPED),
     "ema": Entry('ema(half_life="20ba")'),
     "factorize": Entry("factorize(0.5, min_features=32)"),
     "gated_linear_units": Entry('gated_linear_units(hidden="two_thirds")', "text"),

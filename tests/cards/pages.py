@@ -24,9 +24,14 @@ def render(name: str, record: Mapping[str, Any]) -> str:
     if record["picture"]:
         parts.append(f"![{title}: what it does]({name}.png)")
     parts += ["## The method", _prose(formula)]
-    settings = settings_of(factory)
-    if settings:
-        rows = [f"| `{key}` | {setting.in_words} | {_default(setting.default)} |" for key, setting in settings.items()]
+    ranges = settings_of(factory)
+    rows = [
+        f"| `{key}` | {ranges[key].in_words if key in ranges else ''} | {_default(parameter.default)} |"
+        for key, parameter in inspect.signature(factory).parameters.items()
+        if key != "name"
+    ]
+    if rows:
+        rows = [row.replace("|  |", "| |") for row in rows]
         parts += ["## Settings", "\n".join(["| | range | default |", "|---|---|---|", *rows])]
     parts += ["## Effect and cost", _effect(record)]
     parts += ["## In a run", "\n".join(_in_a_run(record))]

@@ -36,9 +36,9 @@ def batch(entry: Entry, path: Path) -> None:
         if event is Event.BEFORE_FORWARD
     )
     count = 10
-    rows = [torch.nn.functional.pad(_row(source[:count]), (1, 1, 1, 1), value=1.0) for source in (images, after)]
+    rows = [torch.nn.functional.pad(_row(source[:count]), (1, 1, 1, 1)) for source in (images, after)]
     width = max(row.shape[1] for row in rows)
-    grid = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1]), value=1.0) for row in rows])
+    grid = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
     figure, axes = _axes(7, 7 * len(grid) / width)
     axes.imshow(grid, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
     axes.set_axis_off()
