@@ -11,8 +11,9 @@ import pytest
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.architecture.test_every_method import LOGGERS, NEEDED, OFFLINE
+from tests.architecture.test_every_method import LOGGERS, OFFLINE
 from tests.loggers.records import stream
+from tests.support.served import NEEDED
 
 PACKAGES = {
     "CometMLLogger": ("comet_ml", "comet_ml"),

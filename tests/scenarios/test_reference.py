@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES
-from tests.architecture.test_every_method import CALLBACKS, LOGGERS, OFFLINE, lacking, module_of, required
+from tests.architecture.test_every_method import CALLBACKS, LOGGERS, OFFLINE, lacking
 from tests.support import streams as sameness
 from tests.support.models import batches, mlp, plain
+from tests.support.served import module_of, required
 
 DATA = batches((6, 6, 5), seed=2)
 
