@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
     from pure_loop.tools.ablate import ablate
+    from pure_loop.tools.changes import blame, changes
+    from pure_loop.tools.diff import diff
     from pure_loop.tools.lr_find import lr_find
     from pure_loop.tools.profile import profile
 
@@ -79,9 +81,12 @@ __all__ = [
     "algorithm",
     "algorithms",
     "best",
+    "blame",
     "callbacks",
+    "changes",
     "checkpoint",
     "compose",
+    "diff",
     "distributed",
     "drive",
     "evaluate",
@@ -117,6 +122,9 @@ _LAZY: dict[str, str | None] = {
     "Script": "pure_loop.loop.training",
     "ablate": "pure_loop.tools.ablate",
     "best": "pure_loop.checkpoint",
+    "blame": "pure_loop.tools.changes",
+    "changes": "pure_loop.tools.changes",
+    "diff": "pure_loop.tools.diff",
     "drive": "pure_loop.entry.drive",
     "evaluate": "pure_loop.entry.evaluate",
     "explain": "pure_loop.entry.explain",

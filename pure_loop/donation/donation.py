@@ -77,10 +77,10 @@ class Donation:
         seen: whether a State has been yielded or observed since a compiled step last asked.
     """
 
-    __slots__ = ("_alone", "_always", "_shown", "compiled", "held", "seen")
+    __slots__ = ("_alone", "_shown", "always", "compiled", "held", "seen")
 
     def __init__(self, *, always: bool, compiled: bool = False) -> None:
-        self._always = always
+        self.always = always
         self.compiled = compiled
         self.seen = True
         self._alone = False
@@ -185,7 +185,7 @@ class Donation:
             held.unread = reading if held.overwrite_private is not None else None
             return held.params, held.trained, memory, held.overwrite_private if unread else None
         self.held = None
-        if not self._always or getattr(state.params, "protected", None):
+        if not self.always or getattr(state.params, "protected", None):
             return None
         if held.leaves is not None and not can_count():
             # A State that was kept inside the batch has the leaves as its parameters; so may the module, until now.

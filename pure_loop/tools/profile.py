@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from inspect import GEN_CREATED, getgeneratorstate
 from typing import Any
 
 import attrs
@@ -22,12 +21,11 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
 from pure_loop.checkpoint.storage import PathLike, storage_of
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.exporting.files import try_to_write
 from pure_loop.loop.stream import Stream
-from pure_loop.loop.training import Fit
-from pure_loop.state import State
+from pure_loop.tools.parts import Parts, replace_each, set_attribute, set_method
 from pure_loop.tools.profile_report import Profile, chrome_trace
 from pure_loop.tools.spans import Key, Recorder, TimedBatches
 
@@ -98,8 +96,8 @@ def profile(
         try_to_write(trace)
         if torch_profiler and "://" in os.fspath(trace):
             raise ArgumentError(f"profile: torch.profiler writes files of this machine, and trace={trace!r} is a URL.")
-    parts = _Parts.of(stream)
-    device = parts.device
+    parts = Parts.of(stream, "profile")
+    device = parts.state.device
     recorder = Recorder(
         warmup=warmup,
         batches=batches,
@@ -108,7 +106,7 @@ def profile(
         torch_profiler=_torch_profiler(device) if torch_profiler else None,
     )
     with ExitStack() as restoring:
-        parts.time(recorder, restoring)
+        _time(parts, recorder, restoring)
         _advance(stream, recorder)
         recorder.end()
     if not recorder.over or recorder.finished == warmup:
@@ -148,111 +146,33 @@ def _torch_profiler(device: torch.device) -> Any:
     return of_torch(activities=activities, acc_events=True)
 
 
-@attrs.frozen
-class _Parts:
-    """What of a stream is timed: the arguments of its generator, which has not begun."""
-
-    fit: Fit
-    handlers: dict[Event, tuple[Handler, ...]]
-    observers: dict[Event, tuple[Observer, ...]]
-    loggers: tuple[Logger, ...]
-    device: torch.device
-
-    @classmethod
-    def of(cls, stream: Any) -> _Parts:
-        """
-        Raises:
-            ArgumentTypeError: it is no stream of ``fit``.
-            ArgumentError: it has begun.
-        """
-        pairs = iter(stream) if isinstance(stream, Stream) else None
-        if not isinstance(pairs, Generator):
-            raise ArgumentTypeError(
-                f"profile({type(stream).__name__}): give the stream of fit itself, pl.profile(pl.fit(...))."
-            )
-        if getgeneratorstate(pairs) != GEN_CREATED:
-            raise ArgumentError(
-                "profile: the stream has begun: give a new one, pl.profile(pl.fit(...)); to profile from a State on, "
-                "pl.profile(pl.fit(state, ...))."
-            )
-        found: Mapping[str, Any] = _arguments(pairs)
-        run, script = found.get("run"), found.get("script")
-        begun = found if run is not None or not isinstance(script, Generator) else _arguments(script)
-        fit, state = begun.get("fit"), begun.get("state")
-        if not isinstance(fit, Fit) or not isinstance(state, State):
-            raise ArgumentTypeError(
-                "profile: this is the stream of another function than fit, or of pl.progress: give that of fit itself, "
-                "pl.profile(pl.fit(...))."
-            )
-        handlers, observers, closing = (
-            (run.handlers, run.observers, run.closing) if run is not None else (found[name] for name in _OF_A_DRIVER)
-        )
-        closed = (getattr(close, "__self__", None) for close in closing)
-        loggers = tuple(item for item in closed if isinstance(item, Logger))
-        return cls(fit, handlers, observers, loggers, state.device)
-
-    def time(self, recorder: Recorder, restoring: ExitStack) -> None:
-        """Replace what is timed, until ``restoring`` ends."""
-        stages, compiled = self.fit.stages, self.fit.compiled
-        timed = _timed_stages(type(stages), recorder, ends_batches=compiled is None)
-        _set(restoring, stages, "__class__", timed)
-        _time_batches(restoring, recorder, self.fit.source, "train data")
-        for evaluator in self.fit.evaluators:
-            _time_batches(restoring, recorder, evaluator.source, f"{evaluator.label} data")
-            if evaluator.metrics is not None:
-                measuring = Key("stage", f"{evaluator.label} metrics")
-                metrics = tuple(
-                    attrs.evolve(
-                        metric,
-                        update=recorder.timed(measuring, metric.update),
-                        compute=recorder.timed(measuring, metric.compute),
-                    )
-                    for metric in evaluator.metrics
+def _time(parts: Parts, recorder: Recorder, restoring: ExitStack) -> None:
+    """Replace what is timed, until ``restoring`` ends."""
+    stages, compiled = parts.fit.stages, parts.fit.compiled
+    timed = _timed_stages(type(stages), recorder, ends_batches=compiled is None)
+    set_attribute(restoring, stages, "__class__", timed)
+    _time_batches(restoring, recorder, parts.fit.source, "train data")
+    for evaluator in parts.fit.evaluators:
+        _time_batches(restoring, recorder, evaluator.source, f"{evaluator.label} data")
+        if evaluator.metrics is not None:
+            measuring = Key("stage", f"{evaluator.label} metrics")
+            metrics = tuple(
+                attrs.evolve(
+                    metric,
+                    update=recorder.timed(measuring, metric.update),
+                    compute=recorder.timed(measuring, metric.compute),
                 )
-                _set(restoring, evaluator, "metrics", metrics)
-        if compiled is None:
-            _time_each(restoring, self.handlers, functools.partial(_timed_handler, recorder))
-        else:
-            _time_compiled(restoring, recorder, compiled)
-        names = {type(logger).__name__ for logger in self.loggers} | {"Recorder"}
-        _time_each(restoring, self.observers, functools.partial(_timed_observer, recorder, names))
-        for logger in self.loggers:
-            _time_logger(restoring, recorder, logger)
-
-
-_OF_A_DRIVER = ("handlers", "observers", "closing")
-
-
-def _arguments(generator: Any) -> Mapping[str, Any]:
-    """The arguments of a generator that has not begun."""
-    variables: Any = generator.gi_frame.f_locals
-    found = dict(variables)
-    if isinstance(variables, dict):
-        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
-    return found
-
-
-def _set(restoring: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Set an attribute, of a frozen record too."""
-    restoring.callback(object.__setattr__, target, name, getattr(target, name))
-    object.__setattr__(target, name, value)
-
-
-def _set_method(restoring: ExitStack, target: Any, name: str, method: Any) -> None:
-    """Put a method into an instance, until ``restoring`` ends."""
-    variables: dict[str, Any] = vars(target)
-    if name in variables:
-        restoring.callback(variables.__setitem__, name, variables[name])
+                for metric in evaluator.metrics
+            )
+            set_attribute(restoring, evaluator, "metrics", metrics)
+    if compiled is None:
+        replace_each(restoring, parts.handlers, functools.partial(_timed_handler, recorder))
     else:
-        restoring.callback(variables.pop, name)
-    variables[name] = method
-
-
-def _time_each(restoring: ExitStack, table: dict[Event, tuple[Any, ...]], timed: Callable[[Event, Any], Any]) -> None:
-    """Replace what a table has for each event."""
-    for event, listed in list(table.items()):
-        restoring.callback(table.__setitem__, event, listed)
-        table[event] = tuple(timed(event, item) for item in listed)
+        _time_compiled(restoring, recorder, compiled)
+    names = {type(logger).__name__ for logger in parts.loggers} | {"Recorder"}
+    replace_each(restoring, parts.observers, functools.partial(_timed_observer, recorder, names))
+    for logger in parts.loggers:
+        _time_logger(restoring, recorder, logger)
 
 
 def _timed_handler(recorder: Recorder, event: Event, handler: Handler) -> Handler:
@@ -273,7 +193,7 @@ def _time_logger(restoring: ExitStack, recorder: Recorder, logger: Logger) -> No
         if name == "flush" or name.startswith("log_"):
             method = getattr(logger, name)
             if callable(method):
-                _set_method(restoring, logger, name, recorder.timed(Key("logger", type(logger).__name__), method))
+                set_method(restoring, logger, name, recorder.timed(Key("logger", type(logger).__name__), method))
 
 
 def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: str) -> None:
@@ -282,7 +202,7 @@ def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: s
     def timed(*args: Any, **kwargs: Any) -> TimedBatches:
         return TimedBatches.of(epoch(*args, **kwargs), key, recorder)
 
-    _set_method(restoring, source, "epoch", timed)
+    set_method(restoring, source, "epoch", timed)
 
 
 def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> None:
@@ -302,8 +222,8 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
             recorder.count_batches(result.timestamp.batch - before)
         return result
 
-    _set_method(restoring, compiled, "batch", counted_batch)
-    _set_method(restoring, compiled, "several", counted_several)
+    set_method(restoring, compiled, "batch", counted_batch)
+    set_method(restoring, compiled, "several", counted_several)
 
 
 def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> type[Any]:

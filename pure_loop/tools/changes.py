@@ -1,0 +1,173 @@
+"""``pl.changes`` and ``pl.blame``: what each algorithm and each part of the loop changed, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from pure_loop._internal.reprs import table
+from pure_loop._internal.suggestions import teaching
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.loop.stream import Stream
+from pure_loop.time import Timestamp
+from pure_loop.tools.steps import Step, distance, is_same, leaves_of, refuse_stepless, steps
+
+__all__ = ["Blame", "Change", "blame", "changes"]
+
+
+@attrs.frozen
+class Change:
+    """A leaf of the State that an algorithm, or the loop, gave another value.
+
+    Attributes:
+        event: at which the algorithm ran, or before which the loop computed.
+        timestamp: of the State after the change.
+        by: the name of the algorithm, or what the loop computed: ``"forward"``, ``"optimizer"``.
+        is_algorithm: whether an algorithm did.
+        leaf: its path: ``"params/0.weight"``, ``"algorithm_state/ema/params/0.weight"``, ``"loss"``.
+        norm: the L2 norm of the change; None where the leaf was not there before, is gone or is no number.
+    """
+
+    event: Event
+    timestamp: Timestamp
+    by: str
+    is_algorithm: bool
+    leaf: str
+    norm: float | None
+
+
+@teaching
+def changes(stream: Stream) -> Iterator[Change]:
+    """What each algorithm and each part of the loop changes, in order, while the stream runs.
+
+    A leaf counts as changed where its value is another one; an equal copy is none. States are kept from one step to the
+    next, so that updates are not written in place, and the host waits for values to be compared: this is to debug with.
+
+    Args:
+        stream: what ``pl.fit(...)`` returned, not begun and not compiled.
+
+    Raises:
+        ArgumentTypeError: it is no stream of ``fit``.
+        ArgumentError: it has begun, or is compiled.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, max_duration="1ba",
+    ...                 optimizer=pl.optim.sgd(lr=0.1), algorithms=[pl.algorithms.gradient_clipping("norm", 1e-3)])
+    >>> [(change.by, change.leaf) for change in changes(stream) if change.leaf.endswith("weight")]
+    [('backward', 'grads/weight'), ('gradient_clipping', 'grads/weight'), ('optimizer', 'params/weight')]
+    """
+    return _changes(steps(stream, "changes"))
+
+
+def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
+    before: Any = None
+    for step in all_steps:
+        now = leaves_of(step.state)
+        if before is not None:
+            for leaf in dict.fromkeys([*now, *before]):
+                # What belongs to a batch is gone after it: nothing has changed it.
+                if leaf not in now or (leaf in before and is_same(before[leaf], now[leaf])):
+                    continue
+                norm = distance(before[leaf], now[leaf]) if leaf in before else None
+                yield Change(step.event, step.state.timestamp, step.by, step.is_algorithm, leaf, norm)
+        before = now
+
+
+@attrs.frozen(repr=False)
+class Blame:
+    """Who changed the leaves of a run; a terminal or a notebook shows it as a table.
+
+    Attributes:
+        leaf: of which leaf; None: of all.
+        changes: in order.
+        idle: algorithms of the run that changed nothing, of all leaves.
+    """
+
+    leaf: str | None
+    changes: tuple[Change, ...]
+    idle: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str, int, int, float | None]]:
+        """By event and author: the event, the author, how many changes, of how many leaves, and their largest norm."""
+        grouped: dict[tuple[Event, str], list[Change]] = {}
+        for change in self.changes:
+            grouped.setdefault((change.event, change.by), []).append(change)
+        return [
+            (event.name, by, len(items), len({item.leaf for item in items}), _largest(items))
+            for (event, by), items in grouped.items()
+        ]
+
+    def __str__(self) -> str:
+        lines = [_HEAD, *([*map(str, row[:4]), _number(row[4])] for row in self.rows())]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+        shown = [
+            f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  "
+            + "  ".join(cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True))
+            for line in lines
+        ]
+        if self.idle:
+            shown.append(f"changed nothing: {', '.join(self.idle)}")
+        return "\n".join(shown)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [[*row[:4], _number(row[4])] for row in self.rows()]
+        return table(rows, head=_HEAD, caption=f"changed nothing: {', '.join(self.idle)}" if self.idle else "")
+
+
+_HEAD = ["event", "by", "changes", "leaves", "largest norm"]
+
+
+def _largest(items: Iterable[Change]) -> float | None:
+    return max((item.norm for item in items if item.norm is not None), default=None)
+
+
+def _number(norm: float | None) -> str:
+    return "" if norm is None else f"{norm:.3g}"
+
+
+@teaching
+def blame(stream: Stream, leaf: str | None = None) -> Blame:
+    """Run a stream to its end, and say who changed a leaf of the State, when, in order.
+
+    Args:
+        stream: what ``pl.fit(...)`` returned, not begun and not compiled.
+        leaf: a path such as ``"params/0.weight"`` or ``"loss"``; None: all leaves.
+
+    Returns:
+        A :class:`Blame`: a table by event and algorithm, the changes, and the algorithms that changed nothing.
+
+    Raises:
+        ArgumentTypeError: it is no stream of ``fit``, or the leaf is no text.
+        ArgumentError: it has begun, or is compiled; or no State of the run has the leaf.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> idle = pl.Algorithm("idle", {pl.Event.BATCH_END: lambda state: state})
+    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, max_duration="1ep",
+    ...                 optimizer=pl.optim.sgd(lr=0.1), algorithms=[idle])
+    >>> report = blame(stream, "params/weight")
+    >>> [(row[0], row[1], row[2]) for row in report.rows()], report.idle
+    ([('BATCH_END', 'optimizer', 3)], ('idle',))
+    """
+    if leaf is not None and not isinstance(leaf, str):
+        raise ArgumentTypeError(f'blame: leaf={leaf!r} is no text: a path such as "params/0.weight".')
+    parts = refuse_stepless(stream, "blame")
+    names = dict.fromkeys(handler.algorithm for handlers in parts.handlers.values() for handler in handlers)
+    known: set[str] = set(leaves_of(parts.state))
+    chosen: list[Change] = []
+    active: set[str] = set()
+    for change in _changes(steps(stream, "blame")):
+        known.add(change.leaf)
+        active.add(change.by)
+        if leaf is None or change.leaf == leaf:
+            chosen.append(change)
+    if leaf is not None and leaf not in known:
+        some = ", ".join(sorted(known)[:8])
+        raise ArgumentError(f"blame: no State of the run has the leaf {leaf!r}; there are {some}, ....")
+    return Blame(leaf, tuple(chosen), tuple(name for name in names if name not in active))

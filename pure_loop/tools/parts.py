@@ -1,0 +1,112 @@
+"""The parts of a stream of ``fit`` that tools replace, for as long as they look at it: handlers, observers, stages.
+
+Nothing in the loop depends on that, and a stream that no tool looks at has nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from inspect import GEN_CREATED, getgeneratorstate
+from typing import Any
+
+import attrs
+
+from pure_loop.algorithm import Handler
+from pure_loop.callback import Logger, Observer
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
+from pure_loop.loop.stream import Stream
+from pure_loop.loop.training import Fit
+from pure_loop.state import State
+
+__all__ = ["Parts", "replace_each", "set_attribute", "set_method"]
+
+
+@attrs.frozen
+class Parts:
+    """What a stream of ``fit`` is made of: the arguments of its generator, which has not begun.
+
+    Attributes:
+        fit: the call of ``fit``.
+        handlers: of algorithms, by event.
+        observers: what callbacks and loggers are called by.
+        loggers: those that are there.
+        state: with which the stream begins.
+    """
+
+    fit: Fit
+    handlers: dict[Event, tuple[Handler, ...]]
+    observers: dict[Event, tuple[Observer, ...]]
+    loggers: tuple[Logger, ...]
+    state: State
+
+    @classmethod
+    def of(cls, stream: Any, function: str) -> Parts:
+        """
+        Raises:
+            ArgumentTypeError: it is no stream of ``fit``.
+            ArgumentError: it has begun.
+        """
+        pairs = iter(stream) if isinstance(stream, Stream) else None
+        if not isinstance(pairs, Generator):
+            raise ArgumentTypeError(
+                f"{function}({type(stream).__name__}): give the stream of fit itself, pl.{function}(pl.fit(...))."
+            )
+        if getgeneratorstate(pairs) != GEN_CREATED:
+            raise ArgumentError(
+                f"{function}: the stream has begun: give a new one, pl.{function}(pl.fit(...)); from a State on, "
+                f"pl.{function}(pl.fit(state, ...))."
+            )
+        found: Mapping[str, Any] = _arguments(pairs)
+        run, script = found.get("run"), found.get("script")
+        begun = found if run is not None or not isinstance(script, Generator) else _arguments(script)
+        fit, state = begun.get("fit"), begun.get("state")
+        if not isinstance(fit, Fit) or not isinstance(state, State):
+            raise ArgumentTypeError(
+                f"{function}: this is the stream of another function than fit, or of pl.progress: give that of fit "
+                f"itself, pl.{function}(pl.fit(...))."
+            )
+        handlers, observers, closing = (
+            (run.handlers, run.observers, run.closing) if run is not None else (found[name] for name in _OF_A_DRIVER)
+        )
+        closed = (getattr(close, "__self__", None) for close in closing)
+        loggers = tuple(item for item in closed if isinstance(item, Logger))
+        return cls(fit, handlers, observers, loggers, state)
+
+
+_OF_A_DRIVER = ("handlers", "observers", "closing")
+
+
+def _arguments(generator: Any) -> Mapping[str, Any]:
+    """The arguments of a generator that has not begun."""
+    variables: Any = generator.gi_frame.f_locals
+    found = dict(variables)
+    if isinstance(variables, dict):
+        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
+    return found
+
+
+def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:
+    """Set an attribute, of a frozen record too."""
+    restoring.callback(object.__setattr__, target, name, getattr(target, name))
+    object.__setattr__(target, name, value)
+
+
+def set_method(restoring: ExitStack, target: Any, name: str, method: Any) -> None:
+    """Put a method into an instance, until ``restoring`` ends."""
+    variables: dict[str, Any] = vars(target)
+    if name in variables:
+        restoring.callback(variables.__setitem__, name, variables[name])
+    else:
+        restoring.callback(variables.pop, name)
+    variables[name] = method
+
+
+def replace_each(
+    restoring: ExitStack, table: dict[Event, tuple[Any, ...]], replace: Callable[[Event, Any], Any]
+) -> None:
+    """Replace what a table has for each event, until ``restoring`` ends."""
+    for event, listed in list(table.items()):
+        restoring.callback(table.__setitem__, event, listed)
+        table[event] = tuple(replace(event, item) for item in listed)

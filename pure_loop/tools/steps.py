@@ -1,0 +1,159 @@
+"""A stream step by step: the State after what the loop computed before each event, and after each algorithm at it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.algorithm import Handler
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.state import State
+from pure_loop.tools.parts import Parts, replace_each
+
+__all__ = ["LOOP", "Step", "distance", "is_same", "leaves_of", "refuse_stepless", "steps"]
+
+# What the loop computes before an event; before others it only goes on to the next part.
+LOOP = {
+    Event.AFTER_DATALOADER: "data",
+    Event.BEFORE_FORWARD: "split into microbatches",
+    Event.AFTER_FORWARD: "forward",
+    Event.AFTER_LOSS: "loss",
+    Event.AFTER_BACKWARD: "backward",
+    Event.AFTER_TRAIN_BATCH: "gradients: scale, clip",
+    Event.BATCH_END: "optimizer",
+    Event.EVAL_BATCH_START: "data of the evaluation",
+    Event.EVAL_AFTER_FORWARD: "forward of the evaluation",
+    Event.EVAL_END: "metrics",
+}
+# What every event changes, and what no two runs have in common.
+_PASSING = frozenset({"event", "position", "timestamp", "previous_timestamp"})
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """A State on its way from one event to the next.
+
+    Attributes:
+        event: the one at which it is, or is about to be observed.
+        by: what made it: the name of an algorithm, or what the loop computed (:data:`LOOP`).
+        is_algorithm: whether an algorithm did.
+        state: the State.
+    """
+
+    event: Event
+    by: str
+    is_algorithm: bool
+    state: State
+
+
+def steps(stream: Any, function: str) -> Iterator[Step]:
+    """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
+
+    Args:
+        stream: of ``fit``, with every event watched, and not compiled.
+        function: for errors.
+
+    Raises:
+        ArgumentTypeError: it is no stream of ``fit``.
+        ArgumentError: it has begun; it is compiled: what is in a graph has no steps; or ``donate=True``.
+    """
+    return _steps(stream, refuse_stepless(stream, function))
+
+
+def refuse_stepless(stream: Any, function: str) -> Parts:
+    """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
+    parts = Parts.of(stream, function)
+    if parts.fit.compiled is not None:
+        raise ArgumentError(
+            f"{function}: the stream is compiled, and a graph has no steps between events: leave out compile=, which "
+            "trains the same up to rounding."
+        )
+    donation = parts.fit.stages.donation
+    if donation is not None and donation.always:
+        raise ArgumentError(
+            f"{function}: with donate=True a step writes to the memory of the States before it, with which they are "
+            "compared: leave out donate=True, which trains the same."
+        )
+    return parts
+
+
+def _steps(stream: Any, parts: Parts) -> Iterator[Step]:
+    noted: list[Step] = []
+    with ExitStack() as restoring:
+        replace_each(restoring, parts.handlers, functools.partial(_noted, noted, [0]))
+        for event, state in iter(stream):
+            if not noted:
+                noted.append(Step(event, LOOP.get(event, "loop"), False, state))
+            yield from noted
+            noted.clear()
+
+
+def _noted(noted: list[Step], depth: list[int], event: Event, handler: Handler) -> Handler:
+    """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
+
+    def call(state: State, *stages: Any) -> Any:
+        if not depth[0] and not noted:
+            noted.append(Step(event, LOOP.get(event, "loop"), False, state))
+        depth[0] += 1
+        try:
+            result = handler.function(state, *stages)
+        finally:
+            depth[0] -= 1
+        if not depth[0] and isinstance(result, State):
+            noted.append(Step(event, handler.algorithm, True, result))
+        return result
+
+    return attrs.evolve(handler, function=call)
+
+
+def leaves_of(state: State) -> Mapping[str, Any]:
+    """The leaves of a State by their paths, as ``params/0.weight``, without what every event changes."""
+    tree: Any = state
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
+    named: dict[str, Any] = {
+        "/".join(map(str, path)): value
+        for path, value in zip(paths, values, strict=True)
+        if path[0] not in _PASSING and value is not None
+    }
+    if state.frozen:
+        named["frozen"] = state.frozen
+    return named
+
+
+def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+    """Whether two leaves are equal by value, NaN to NaN; tensors up to a distance relative to the larger norm."""
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach(), b.detach().to(a.device)
+    if torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()):
+        return True
+    gap = distance(a, b)
+    if not tolerance or gap is None:
+        return False
+    largest = max(float(torch.linalg.vector_norm(item.to(torch.float64))) for item in (a, b))
+    return gap <= tolerance * largest
+
+
+def distance(a: Any, b: Any) -> float | None:
+    """The L2 norm of the difference of two leaves; None where they are not of one shape, or no numbers."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.is_complex() or b.is_complex():
+            return None
+        a, b = a.detach().to(torch.float64), b.detach().to(a.device, torch.float64)
+        return float(torch.linalg.vector_norm(b - a))
+    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
+        return float(abs(b - a))
+    return None
