@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pure_loop.tools.diff import diff
     from pure_loop.tools.lr_find import lr_find
     from pure_loop.tools.profile import profile
+    from pure_loop.tools.rewind import rewind
 
 __all__ = [
     "Algorithm",
@@ -108,6 +109,7 @@ __all__ = [
     "progress",
     "random",
     "rehearse",
+    "rewind",
     "run",
     "save",
     "schedules",
@@ -137,6 +139,7 @@ _LAZY: dict[str, str | None] = {
     "profile": "pure_loop.tools.profile",
     "progress": "pure_loop.progress",
     "rehearse": "pure_loop.rehearsal.rehearse",
+    "rewind": "pure_loop.tools.rewind",
     "save": "pure_loop.checkpoint",
     "Stages": "pure_loop.stages.stages",
     **dict.fromkeys(

@@ -119,6 +119,10 @@ class ResumeError(PureLoopError, ValueError):
     """Training can't resume from this State: not at a boundary, or it doesn't fit the model or optimizer."""
 
 
+class RewindError(PureLoopError, RuntimeError):
+    """What ``rewind`` trains again is not what was recorded."""
+
+
 class CheckpointError(PureLoopError, ValueError):
     """A file is no checkpoint, is damaged or truncated, or holds values of unknown classes."""
 

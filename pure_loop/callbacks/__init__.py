@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pure_loop.callbacks.activation_monitor import ActivationMonitor
     from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
     from pure_loop.callbacks.export_for_inference_callback import ExportForInferenceCallback
+    from pure_loop.callbacks.flight_recorder import FlightRecorder
     from pure_loop.callbacks.generate import Generate
     from pure_loop.callbacks.grad_monitor import GradMonitor
     from pure_loop.callbacks.image_visualizer import ImageVisualizer
@@ -37,6 +38,7 @@ __all__ = [
     "ActivationMonitor",
     "CheckpointSaver",
     "ExportForInferenceCallback",
+    "FlightRecorder",
     "Generate",
     "GradMonitor",
     "ImageVisualizer",
@@ -56,6 +58,7 @@ if not TYPE_CHECKING:
             "ActivationMonitor": "pure_loop.callbacks.activation_monitor",
             "CheckpointSaver": "pure_loop.callbacks.checkpoint_saver",
             "ExportForInferenceCallback": "pure_loop.callbacks.export_for_inference_callback",
+            "FlightRecorder": "pure_loop.callbacks.flight_recorder",
             "Generate": "pure_loop.callbacks.generate",
             "GradMonitor": "pure_loop.callbacks.grad_monitor",
             "ImageVisualizer": "pure_loop.callbacks.image_visualizer",

@@ -1,0 +1,157 @@
+"""Keeps what a run needs so that every event of it can be visited again: States at an interval, and a journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import deque
+from typing import IO, Annotated, Any
+
+import torch
+from torch import Tensor
+
+from pure_loop._internal.version import __version__
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import LoggerGroup, Run
+from pure_loop.callbacks._intervals import is_due, read_interval
+from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
+from pure_loop.checkpoint.files import SUFFIX, in_parts, save
+from pure_loop.checkpoint.flight import JOURNAL, RUN, digest_of, line_of
+from pure_loop.errors import ArgumentError
+from pure_loop.event import Event
+from pure_loop.ranges import AtLeast, checked
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.state import State
+
+__all__ = ["FlightRecorder"]
+
+EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint events, and refuse it"}
+
+
+@checked
+class FlightRecorder(CheckpointSaver):
+    """Keeps States at an interval, and a line of a journal for each batch, for :func:`pure_loop.rewind`.
+
+    The folder has ``ba0.safetensors`` and so on, the States; ``journal.jsonl``: batch, epoch, loss, seconds and, where
+    it is due, a digest of the parameters; and ``run.json``: the versions and settings of the run. A run that resumes
+    adds to them, and a line that a killed run did not finish is passed over. States are written in a thread while
+    training continues. Of several ranks the first one records.
+
+    Args:
+        folder: where to; one run's.
+        keep: how often a State is kept: ``"100ba"``, ``"1ep"``; the first one always is. From it the events up to the
+            next one are computed again.
+        digest: how often the journal has a digest of all parameters, which are read for it; 0: never.
+        in_memory: how many of the last States ``recorder.states`` has, at BATCH_CHECKPOINT; their memory is not written
+            to by the steps after them.
+        keep_last: how many of the newest States stay in the folder; None: all.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: at once; at FIT_START for parameters in shards.
+        CheckpointWriteError: (an OSError) at FIT_START, before any training, where the folder can't be written to.
+
+    >>> import tempfile, torch, pure_loop as pl
+    >>> folder = tempfile.mkdtemp()
+    >>> net, data = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 6
+    >>> settings = dict(loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep")
+    >>> state = pl.run(pl.fit(net, data, callbacks=[FlightRecorder(folder, keep="5ba")], **settings))
+    >>> event, state = next(pl.rewind(folder, "8ba", "after_loss", net, data, **settings))
+    >>> event.name, state.timestamp.batch
+    ('AFTER_LOSS', 8)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: CadenceLike = "100ba",
+        digest: CadenceLike = "10ba",
+        in_memory: Annotated[int, AtLeast(0)] = 0,
+        keep_last: Annotated[int | None, AtLeast(1)] = None,
+    ) -> None:
+        if "://" in os.fspath(folder):
+            raise ArgumentError(f"FlightRecorder({os.fspath(folder)!r}): a journal is of this machine: a local folder.")
+        super().__init__(
+            folder, interval=keep, filename=f"ba{{batch}}{SUFFIX}", keep_last=keep_last, latest=None, signals=()
+        )
+        self._digest = read_interval(digest, "FlightRecorder digest")
+        self.states: deque[State] = deque(maxlen=in_memory)
+        self._journal: IO[str] | None = None
+        self._waiting: list[tuple[State, Any, Tensor, float]] = []
+        self._settings: dict[str, Any] = {}
+        self._last = 0.0
+
+    def bind(self, run: Run) -> None:
+        """
+        Raises:
+            ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021, or another saver of this folder.
+        """
+        super().bind(run)
+        self._settings = {
+            "optimizer": None if run.optimizer is None else run.optimizer.name,
+            "max_duration": str(run.max_duration),
+            "precision": run.precision,
+            "microbatch_size": run.microbatch_size,
+            "ranks": run.ranks,
+        }
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        if in_parts(state):
+            raise ArgumentError(
+                "FlightRecorder keeps whole States, and with parallel='shard' each rank has a shard of them: record "
+                "with parallel='replicate', or save sharded States by a CheckpointSaver."
+            )
+        super().fit_start(state, logger)
+        self.states.clear()
+        self._waiting.clear()
+        if self.rank:
+            return
+        path = os.path.join(self.folder, f"ba{state.timestamp.batch}{SUFFIX}")
+        if not os.path.exists(path) or not state.timestamp.batch:
+            save(state, path)
+        facts = {
+            "pure_loop": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "model": type(state.model.skeleton).__name__,
+            "seed": state.seed,
+            "batches_per_epoch": state.timestamp.batches_per_epoch,
+            "algorithms": sorted(state.algorithm_state),
+            **self._settings,
+        }
+        with open(os.path.join(self.folder, RUN), "w") as file:
+            json.dump(facts, file, indent=1)
+        self._journal = open(os.path.join(self.folder, JOURNAL), "a", buffering=1)  # noqa: SIM115 - closed in close()
+        self._last = time.perf_counter()
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        if self._journal is None:
+            return
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        digest = digest_of(state.params) if is_due(self._digest, state, Event.BATCH_END) else None
+        self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))  # type: ignore[arg-type]
+        # Numbers of a device are waited for where its parameters are read anyway.
+        if digest is not None or state.device.type == "cpu" or len(self._waiting) >= 100:
+            self._write_lines(self._journal)
+
+    def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
+        super().batch_checkpoint(state, logger)
+        if self.states.maxlen:
+            self.states.append(state)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                self._write_lines(journal)
+                journal.close()
+
+    def _write_lines(self, journal: IO[str]) -> None:
+        for timestamp, digest, loss, seconds in self._waiting:
+            journal.write(line_of(timestamp, float(loss), seconds, digest) + "\n")
+        self._waiting.clear()

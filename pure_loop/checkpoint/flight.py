@@ -1,0 +1,185 @@
+"""What a flight recorder leaves in its folder: a journal of batches and the facts of the run; and how it is read."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from pure_loop._internal.dtensor import full_tensor
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError
+from pure_loop.time import Time, Timestamp, TimeUnit
+
+__all__ = ["JOURNAL", "RUN", "Flight", "Line", "digest_of", "line_of", "read_flight"]
+
+JOURNAL, RUN = "journal.jsonl", "run.json"
+_KEPT = re.compile(r"ba(\d+)\.safetensors")
+
+
+def digest_of(params: Mapping[str, Tensor]) -> str:
+    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same bits.
+
+    >>> import torch
+    >>> digest_of({"w": torch.tensor([1.0, 2.0])}) == digest_of({"w": torch.tensor([1.0, 2.0])})
+    True
+    """
+    result = 0
+    for tensor in params.values():
+        numbers = full_tensor(tensor.detach()).cpu().contiguous()
+        size = numbers.numel() * numbers.element_size()
+        if size:
+            result = zlib.crc32((ctypes.c_char * size).from_address(numbers.data_ptr()), result)
+    return f"{result:08x}"
+
+
+def line_of(timestamp: Timestamp, loss: float, seconds: float, digest: str | None) -> str:
+    """A line of the journal: of a batch that is finished."""
+    fields: dict[str, Any] = {
+        "batch": timestamp.batch,
+        "epoch": timestamp.epoch,
+        "loss": loss.hex() if math.isfinite(loss) else str(loss),
+        "seconds": round(seconds, 6),
+    }
+    if digest is not None:
+        fields["digest"] = digest
+    return json.dumps(fields, separators=(",", ":"))
+
+
+@attrs.frozen
+class Line:
+    """A batch of the journal.
+
+    Attributes:
+        batch: how many were finished with it.
+        epoch: in which it was, from 0.
+        loss: of the whole batch.
+        seconds: since the batch before.
+        digest: of the parameters after it; None: not due.
+    """
+
+    batch: int
+    epoch: int
+    loss: float
+    seconds: float
+    digest: str | None
+
+
+@attrs.frozen
+class Flight:
+    """A recorded run.
+
+    Attributes:
+        folder: where it is.
+        lines: of its batches by number; of a batch that was trained again, the last.
+        kept: the numbers of batches after which a State is kept, in order.
+        facts: its versions and settings.
+    """
+
+    folder: str
+    lines: Mapping[int, Line]
+    kept: tuple[int, ...]
+    facts: Mapping[str, Any]
+
+    def path(self, batch: int) -> str:
+        """The file of a State that is kept."""
+        return os.path.join(self.folder, f"ba{batch}.safetensors")
+
+    def batch_of(self, when: Any, *, inside: bool) -> int:
+        """The number of batches that are finished at an event of the batch that is meant.
+
+        Args:
+            when: ``"3417ba"``, ``"2ep"``, a timestamp, ``"worst"`` or ``"nonfinite"``.
+            inside: whether the event comes before the end of its batch: for the latter two, that of the batch.
+
+        Raises:
+            ArgumentError: there is no such batch.
+            ArgumentTypeError: something else.
+        """
+        if isinstance(when, Timestamp):
+            return when.batch
+        if when in ("worst", "nonfinite"):
+            return self._step_of(when) + (not inside)
+        if not isinstance(when, str | Time):
+            raise ArgumentTypeError(
+                f'rewind: when={when!r} of type {type(when).__name__}: "3417ba", "2ep", a timestamp, "worst" or '
+                '"nonfinite".'
+            )
+        time = Time.parse(when)
+        if time.unit is TimeUnit.BATCH:
+            return int(time.value)
+        if time.unit is TimeUnit.EPOCH:
+            before = [line.batch for line in self.lines.values() if line.epoch < time.value]
+            if any(line.epoch >= time.value for line in self.lines.values()) or not time.value:
+                return max(before, default=0)
+            epochs = max((line.epoch for line in self.lines.values()), default=0)
+            raise ArgumentError(f"rewind: when={str(when)!r}: the journal ends in epoch {epochs}, counted from 0.")
+        raise ArgumentError(f'rewind: when={str(when)!r}: write batches or epochs, "3417ba" or "2ep".')
+
+    def _step_of(self, when: str) -> int:
+        """The number of the batch itself, counted from 0."""
+        if not self.lines:
+            raise ArgumentError(f"rewind: when={when!r}, and the journal of {self.folder} has no batch.")
+        broken = [line.batch - 1 for line in self.lines.values() if not math.isfinite(line.loss)]
+        if when == "nonfinite":
+            # The run ended in the batch after the last line, where it was not the end.
+            return min(broken, default=max(self.lines))
+        if broken:
+            return min(broken)
+        return max(self.lines.values(), key=lambda line: (line.loss, -line.batch)).batch - 1
+
+
+def read_flight(folder: str | os.PathLike[str]) -> Flight:
+    """What a :class:`pure_loop.callbacks.FlightRecorder` left in a folder.
+
+    Raises:
+        CheckpointNotFoundError: it has left nothing there.
+    """
+    place = os.fspath(folder)
+    try:
+        names = os.listdir(place)
+    except OSError as error:
+        raise CheckpointNotFoundError(f"rewind: {place!r} can't be read: {error.strerror}.") from None
+    if JOURNAL not in names:
+        shown = ", ".join(sorted(names)[:4]) or "nothing"
+        raise CheckpointNotFoundError(
+            f"rewind: {place!r} is not the folder of a FlightRecorder: it has no {JOURNAL}, but {shown}. Record the run "
+            f"with callbacks=[pl.callbacks.FlightRecorder({place!r})]."
+        )
+    lines: dict[int, Line] = {}
+    with open(os.path.join(place, JOURNAL)) as file:
+        for text in file:
+            line = _read(text)
+            if line is not None:
+                lines.pop(line.batch, None)
+                lines[line.batch] = line
+    # What is after the newest line is of a run that was resumed from before it, and trained again.
+    newest = next(reversed(lines), 0)
+    lines = {batch: lines[batch] for batch in sorted(lines) if batch <= newest}
+    try:
+        with open(os.path.join(place, RUN)) as file:
+            facts = json.load(file)
+    except (OSError, ValueError):
+        facts = {}
+    kept = sorted(int(match[1]) for match in map(_KEPT.fullmatch, names) if match)
+    return Flight(place, lines, tuple(kept), facts)
+
+
+def _read(text: str) -> Line | None:
+    """None: a line that a killed run did not finish."""
+    if not text.endswith("\n"):
+        return None
+    try:
+        fields = json.loads(text)
+        loss = fields["loss"]
+        number = float.fromhex(loss) if "x" in loss else float(loss)
+        return Line(fields["batch"], fields["epoch"], number, fields["seconds"], fields.get("digest"))
+    except (ValueError, KeyError, TypeError):
+        return None

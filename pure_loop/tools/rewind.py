@@ -1,0 +1,201 @@
+"""``pl.rewind``: the stream of a recorded run, from one event of one batch on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.suggestions import refuse_misfit, teaching
+from pure_loop._internal.version import __version__
+from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.checkpoint.flight import Flight, Line, digest_of, read_flight
+from pure_loop.entry.fit import fit
+from pure_loop.errors import ArgumentError, RewindError
+from pure_loop.event import Event
+from pure_loop.loop.stream import Stream
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.state import State
+from pure_loop.time import Time, Timestamp
+
+__all__ = ["rewind"]
+
+# Those of a batch before it is counted, to which a State that is kept after the batch before leads.
+_INSIDE = frozenset(
+    {
+        *(Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD),
+        *(Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+        Event.AFTER_TRAIN_BATCH,
+    }
+)
+_BEFORE = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD})
+
+
+@teaching
+def rewind(
+    folder: str | os.PathLike[str],
+    when: str | Time | Timestamp,
+    event: Event | str,
+    model: nn.Module,
+    train_dataloader: Any,
+    *,
+    occurrence: int = 0,
+    **settings: Any,
+) -> Stream:
+    """A stream from exactly this event of a recorded run on, bit for bit as that run was.
+
+    The batches since the nearest kept State are trained again; on the way losses and digests are compared with those of
+    the journal. Callbacks and loggers may be others than the run's; they see the events on the way, too.
+
+    Args:
+        folder: of the :class:`pure_loop.callbacks.FlightRecorder`.
+        when: ``"3417ba"``: so many batches are finished at the event, as in ``state.timestamp.batch``; ``"2ep"``; a
+            timestamp; ``"worst"``: the batch of the highest loss; ``"nonfinite"``: the first whose loss is not finite,
+            or in which the run ended.
+        event: such as ``"after_loss"``.
+        model, train_dataloader: as the run had them; a State that is kept replaces the model's values.
+        occurrence: which of several such events of a batch, from 0: one for each microbatch.
+        **settings: the other arguments of :func:`pure_loop.fit`, as the run had them.
+
+    Returns:
+        A stream whose first pair is the event.
+
+    Raises:
+        ArgumentError: an event that the batch does not have, a batch beyond the end, nothing kept before it; from the
+            stream, where only training again shows it.
+        ArgumentTypeError: an argument that ``fit`` doesn't have, or one of another type.
+        CheckpointNotFoundError: the folder has no record.
+        RewindError: (from the stream) a loss or a digest is not that of the journal: other data, settings or versions.
+
+    An example is at :class:`pure_loop.callbacks.FlightRecorder`.
+    """
+    refuse_misfit(fit, (model, train_dataloader), settings)
+    for name in ("load_path", "autoresume"):
+        if settings.get(name) is not None:
+            raise ArgumentError(f"rewind: {name}= is what the recorded folder stands for: leave it out.")
+    occurrence = check_integer("occurrence", occurrence, least=0, where="rewind")
+    try:
+        target = Event(event)
+    except ValueError:
+        raise ArgumentError(f'rewind: event={event!r} is no event; write one such as "after_loss".') from None
+    if target in _BEFORE:
+        raise ArgumentError(f"rewind: {target.name} comes before anything is kept; the first event is FIT_START.")
+    flight = read_flight(folder)
+    batch = flight.batch_of(when, inside=target in _INSIDE)
+    start = _nearest(flight, batch, target)
+    watch = settings.pop("watch", None)
+    if watch is not None:
+        settings["watch"] = {*watch, target}
+    checking = _Checking(flight, settings)
+    callbacks = settings.pop("callbacks", ())
+    callbacks = [callbacks] if isinstance(callbacks, Callback) or callable(callbacks) else [*callbacks]
+    stream = fit(model, train_dataloader, load_path=flight.path(start), callbacks=[*callbacks, checking], **settings)
+    seen = None if watch is None else frozenset(Event(item) for item in watch)
+    return Stream(_from(stream, target, batch, occurrence, start, seen))
+
+
+def _nearest(flight: Flight, batch: int, event: Event) -> int:
+    """The number of the State from which to train again."""
+    if flight.lines and batch > max(flight.lines):
+        raise ArgumentError(
+            f"rewind: batch {batch} is beyond the end: the journal of {flight.folder} has {max(flight.lines)} batches."
+        )
+    last = batch if event in _INSIDE or event is Event.FIT_START else batch - 1
+    before = [kept for kept in flight.kept if kept <= last]
+    if not before:
+        raise ArgumentError(
+            f"rewind: no State is kept before {event.name} of batch {batch}; there are those after "
+            f"{', '.join(map(str, flight.kept[:8])) or 'no'} batches."
+        )
+    return before[-1]
+
+
+def _from(
+    stream: Stream, target: Event, batch: int, occurrence: int, start: int, watch: frozenset[Event] | None
+) -> Generator[tuple[Event, State], None, Any]:
+    pairs = iter(stream)
+    left = occurrence
+    seen = 0
+    while True:
+        try:
+            event, state = next(pairs)
+        except StopIteration:
+            raise ArgumentError(_missing(target, batch, occurrence, seen)) from None
+        if event in _BEFORE or (event is Event.FIT_START and target is not Event.FIT_START):
+            continue
+        if state.timestamp.batch > batch:
+            pairs.close()
+            raise ArgumentError(_missing(target, batch, occurrence, seen))
+        if event is target and state.timestamp.batch == batch:
+            seen += 1
+            if not left:
+                break
+            left -= 1
+    yield event, state
+    del state
+    if watch is None:
+        return (yield from pairs)
+    for event, state in pairs:
+        if event in watch:
+            yield event, state
+    return None
+
+
+def _missing(target: Event, batch: int, occurrence: int, seen: int) -> str:
+    times = {0: "not", 1: "once"}.get(seen, f"{seen} times")
+    return (
+        f"rewind: with {batch} batches finished {target.name} comes {times}, and occurrence={occurrence} was asked for. "
+        "At BATCH_END and after it the batch itself is counted; evaluations come where one is due."
+    )
+
+
+class _Checking(Callback):
+    """Compares losses and digests with those of a journal."""
+
+    all_ranks = False
+
+    def __init__(self, flight: Flight, settings: Mapping[str, Any]) -> None:
+        self._flight = flight
+        self._settings = settings
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        line = self._flight.lines.get(state.timestamp.batch)
+        if line is None:
+            return
+        loss: Any = total_loss(state.loss)  # type: ignore[arg-type]
+        value = float(loss) if isinstance(loss, Tensor) else loss
+        if value != line.loss and not (value != value and line.loss != line.loss):
+            raise RewindError(self._said(line, f"its loss is {value!r}, and was {line.loss!r}", state))
+        if line.digest is not None:
+            digest = digest_of(state.params)
+            if digest != line.digest:
+                raise RewindError(
+                    self._said(line, f"its parameters have the digest {digest}, and had {line.digest}", state)
+                )
+
+    def _said(self, line: Line, what: str, state: State) -> str:
+        facts = self._flight.facts
+        now = {
+            "pure_loop": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "model": type(state.model.skeleton).__name__,
+            "seed": state.seed,
+            "batches_per_epoch": state.timestamp.batches_per_epoch,
+            "algorithms": sorted(state.algorithm_state),
+        }
+        others = [
+            f"{name} is {value!r}, and was {facts[name]!r}"
+            for name, value in now.items()
+            if name in facts and facts[name] != value
+        ]
+        known = "; ".join(others) or "what the journal knows (versions, model, seed, length of the data) is the same"
+        return (
+            f"batch {line.batch - 1} is not that of the recorded run: {what}. {known[0].upper()}{known[1:]}. Look for "
+            "other data, in another order, other settings, or code that has changed since."
+        )

@@ -1,0 +1,184 @@
+"""``FlightRecorder`` and ``pl.rewind``: each event of each batch of a recorded run comes back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.callbacks import FlightRecorder
+from pure_loop.errors import RewindError
+from pure_loop.testing.case import Case
+from pure_loop.testing.comparison import differences
+from pure_loop.testing.strategies import algorithms as random_algorithms
+from pure_loop.testing.strategies import cases, plans
+from tests.support.runs import convnet, images, mlp, points, stream
+from tests.support.tiers import examples
+
+UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
+
+
+@examples(20, 1000)
+@given(
+    case=cases(problems=["mlp", "convolution"], plans=plans(max_batches=8, orders=["current"])),
+    composition=random_algorithms(problem="mlp"),
+    keep=st.sampled_from(["1ba", "2ba", "3ba", "1ep"]),
+    data=st.data(),
+)
+def test_any_event_of_any_run_comes_back(case: Case, composition: Any, keep: str, data: Any) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = FlightRecorder(folder, keep=keep, digest="1ba")
+        recorded = list(case.stream([composition], callbacks=[recorder]))
+        visits: dict[Any, int] = {}
+        places = []
+        for position, (event, state) in enumerate(recorded):
+            key = event, state.timestamp.batch
+            if event not in UNKEPT:
+                places.append((position, event, state.timestamp.batch, visits.get(key, 0)))
+            visits[key] = visits.get(key, 0) + 1
+        for position, event, batch, occurrence in data.draw(
+            st.lists(st.sampled_from(places), min_size=1, max_size=3, unique=True)
+        ):
+            arguments = {**case.arguments(), "algorithms": [composition]}
+            pairs = pl.rewind(
+                folder, f"{batch}ba", event, case.model(), case.data(), occurrence=occurrence, **arguments
+            )
+            again = [next(pairs), *([] if position + 1 == len(recorded) else [next(pairs)])]
+            for (wanted_event, wanted), (seen_event, seen) in zip(recorded[position:], again, strict=False):
+                assert seen_event is wanted_event
+                assert not differences(seen, wanted)
+
+
+def record(folder: Path, data: Any = None, **settings: Any) -> list[Any]:
+    recorder = FlightRecorder(folder, **{"keep": "4ba", "digest": "1ba", **settings.pop("recorder", {})})
+    return list(stream(convnet(), data or images(), callbacks=[recorder], **settings))
+
+
+def back(folder: Path, when: Any, event: Any, data: Any = None, **settings: Any) -> Any:
+    options = {"loss": torch.nn.functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
+    options |= {"clock": lambda: 0.0, "strict": True}
+    return pl.rewind(folder, when, event, convnet(), data or images(), **{**options, **settings})
+
+
+def test_a_run_that_was_resumed_adds_to_its_journal(tmp_path: Path) -> None:
+    whole = list(stream(convnet(), images(), max_duration="3ep"))
+    half = pl.run(stream(convnet(), images(), callbacks=[FlightRecorder(tmp_path, keep="2ba")], max_duration="1ep"))
+    pl.run(stream(half, images(), callbacks=[FlightRecorder(tmp_path, keep="2ba")], max_duration="3ep"))
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == list(range(1, 10))
+    event, state = next(back(tmp_path, "7ba", "after_backward", max_duration="3ep"))
+    wanted = [item for at, item in whole if at is event and item.timestamp.batch == 7]
+    assert not differences(state, wanted[0], without=frozenset({"algorithm_state"}))
+
+
+def test_a_line_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
+    record(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(journal.read_text()[:-9])
+    assert next(back(tmp_path, "4ba", "batch_end"))[1].timestamp.batch == 4
+    assert len(max(journal.read_text().splitlines(), key=len)) < 200
+
+
+def test_the_worst_batch_and_the_first_that_is_not_finite(tmp_path: Path) -> None:
+    data = images(6)
+    data[4] = (data[4][0] * 50, data[4][1])
+    recorded = record(tmp_path, data, max_duration="1ep")
+    losses = {state.timestamp.batch - 1: float(state.loss) for event, state in recorded if event is Event.BATCH_END}
+    worst = max(losses, key=losses.__getitem__)
+    _, state = next(back(tmp_path, "worst", "after_loss", data, max_duration="1ep"))
+    assert state.timestamp.batch == worst
+    assert float(state.loss) == losses[worst]
+    _, state = next(back(tmp_path, "worst", "batch_end", data, max_duration="1ep"))
+    assert state.timestamp.batch == worst + 1
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+def test_the_batch_that_is_not_finite(tmp_path: Path, nonfinite: Any) -> None:
+    data = images(5)
+    data[3] = (data[3][0] * float("nan"), data[3][1])
+    recorder = FlightRecorder(tmp_path, keep="2ba")
+    run = stream(convnet(), data, callbacks=[recorder], max_duration="1ep", nonfinite=nonfinite)
+    if nonfinite == "error":
+        with pytest.raises(pl.NonFiniteError):
+            pl.run(run)
+    else:
+        pl.run(run)
+    settings = {"max_duration": "1ep", "nonfinite": nonfinite}
+    event, state = next(back(tmp_path, "nonfinite", "before_forward", data, **settings))
+    assert (event, state.timestamp.batch) == (Event.BEFORE_FORWARD, 3)
+    assert state.batch[0].isnan().all()
+
+
+@pytest.mark.parametrize("change", ["data", "rate", "code"])
+def test_what_is_another_run_is_refused_on_the_way(tmp_path: Path, change: str) -> None:
+    record(tmp_path, recorder={"keep": "100ba"})
+    data = images()
+    data[1] = (data[1][0] + 1e-3, data[1][1])
+    settings: dict[str, Any] = {
+        "data": {"data": data},
+        "rate": {"optimizer": pl.optim.sgd(lr=0.2)},
+        "code": {"algorithms": [pl.algorithms.gradient_noise()]},
+    }[change]
+    with pytest.raises(RewindError, match=r"is not that of the recorded run: its (loss|parameters)"):
+        next(back(tmp_path, "5ba", "after_loss", **settings))
+
+
+def test_new_callbacks_and_a_watch(tmp_path: Path) -> None:
+    record(tmp_path)
+    seen = []
+    pairs = back(
+        *(tmp_path, "5ba", "after_loss"),
+        watch={"batch_end"},
+        callbacks=[lambda event, state: seen.append(event)],
+    )
+    assert [event for event, _ in pairs] == [Event.AFTER_LOSS, Event.BATCH_END]
+    assert Event.AFTER_BACKWARD in seen
+
+
+def test_states_in_memory() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = FlightRecorder(folder, in_memory=3)
+        whole = list(stream(mlp(), points(), callbacks=[recorder]))
+    wanted = [state for event, state in whole if event is Event.BATCH_CHECKPOINT][-3:]
+    assert [state.timestamp.batch for state in recorder.states] == [4, 5, 6]
+    for mine, other in zip(recorder.states, wanted, strict=True):
+        assert not differences(mine, other)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pl.CheckpointNotFoundError, match="is not the folder of a FlightRecorder"):
+        back(tmp_path, "1ba", "after_loss")
+    record(tmp_path)
+    for arguments, settings, text in (
+        (("9ba", "after_loss"), {}, r"beyond the end: the journal of .* has 6 batches"),
+        (("2ba", "init"), {}, "INIT comes before anything is kept"),
+        (("2ba", "after_los"), {}, "is no event"),
+        (("2s", "after_loss"), {}, "write batches or epochs"),
+        (("7ep", "after_loss"), {}, "the journal ends in epoch 1"),
+        (("2ba", "after_loss"), {"autoresume": "somewhere"}, "autoresume= is what the recorded folder stands for"),
+        (("2ba", "after_loss"), {"occurrence": -1}, "occurrence"),
+    ):
+        with pytest.raises(pl.ArgumentError, match=text):
+            back(tmp_path, *arguments, **settings)
+    with pytest.raises(pl.ArgumentTypeError, match="when=2.5 of type float"):
+        back(tmp_path, 2.5, "after_loss")
+    with pytest.raises(pl.ArgumentError, match="EVAL_START comes not, and occurrence=0"):
+        next(back(tmp_path, "2ba", "eval_start"))
+    with pytest.raises(pl.ArgumentError, match="AFTER_LOSS comes once, and occurrence=3"):
+        next(back(tmp_path, "2ba", "after_loss", occurrence=3))
+    (tmp_path / "ba0.safetensors").unlink()
+    with pytest.raises(pl.ArgumentError, match=r"no State is kept before AFTER_LOSS of batch 2; there are .* 4, 6"):
+        back(tmp_path, "2ba", "after_loss")
+    with pytest.raises(pl.ArgumentError, match="a journal is of this machine"):
+        FlightRecorder("memory://runs")
