@@ -100,7 +100,8 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
 def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> Tensor:
     """The inner product of two sets of tensors, each taken as one long vector; shape (), on their device.
 
-    Names that one of them lacks, or has None for, count for nothing. Of tensors in parts (DTensors) it is that of the
+    Names that one of them lacks, or has None for, count for nothing; those of 16 bits are multiplied in float32, and of
+    complex numbers it is the real part. Of tensors in parts (DTensors) it is that of the
     whole, and all ranks have to call it.
 
     >>> inner_product({"a": torch.tensor([1.0, 2.0]), "b": None}, {"a": torch.tensor([3.0, 4.0])})
@@ -113,9 +114,13 @@ def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]
     sharded = next((one for one, _ in pairs if is_sharded(one)), None)
     if sharded is not None:
         pairs = [(local_tensor(one), local_tensor(other)) for one, other in pairs]
-    parts = [(one * other).sum() for one, other in pairs]
+    parts = [(_wide(one) * _wide(other).conj()).sum().real for one, other in pairs]
     total = torch.stack([part.to(parts[0]) for part in parts]).sum()
     return total if sharded is None else all_reduce_over_shards(total, sharded)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALVES else tensor
 
 
 @torch.no_grad()

@@ -54,7 +54,8 @@ def blur(images: Tensor, stride: tuple[int, ...], filtered: tuple[int, ...] | No
     tensor([[1., 1.]])
     """
     # [1 2 1] is [1 1] twice, and the mean over what is inside repeats the edge. No filter tensor, no padded copy,
-    # and a backward that is deterministic on every device, which that of reflection padding is not.
+    # and a backward that is deterministic on every device, which that of reflection padding is not; but for volumes, of
+    # which torch's mean on a GPU is not.
     average: Any = _AVERAGES[len(stride)]
     kernel = tuple(2 if s > 1 else 1 for s in (stride if filtered is None else filtered))
     once = average(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)

@@ -103,7 +103,7 @@ def ema(
         start: when weights begin to be averaged: ``"0.1dur"``, ``"1000ba"``; until then the average is the weights
             themselves, which leaves the first, bad ones out. None: at once.
         warmup: at the n-th update no more than ``(1 + n) / (10 + n)`` of the average stays, so that it follows the
-            weights at first, as timm and TensorFlow do it; updates before ``start`` do not count.
+            weights at first, as TensorFlow does it; updates before ``start`` do not count.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
@@ -149,7 +149,7 @@ def ema(
         decay = smoothing if life is None else _decay(life, memory["updated"], now)
         assert decay is not None
         begins = first is None or part_of_span(first, now) >= 1
-        updates = memory["updates"] if warmup else 0
+        updates = memory.get("updates", 0) if warmup else 0
         if not begins:
             decay = 0.0
         elif warmup:

@@ -126,10 +126,11 @@ def layer_freezing(
     cadence = as_predicate(at, "layer_freezing: at")
 
     def begin(state: State) -> FrozenDict[str, Any]:
-        count = len(freezable(state.model.skeleton, layers))
+        count = len(trained_layers(state))
         if count < 2:
             raise ModelError(
-                f"layer_freezing: the model has {count} layer with parameters, and the last one is never frozen: leave "
+                f"layer_freezing: the model has {count} layer with parameters that are trained, and the last one is "
+                "never frozen: leave "
                 "layer_freezing out, or say what its layers are, layers=lambda name: ...."
             )
         return FrozenDict(depth=0, buffers=FrozenDict())
@@ -137,7 +138,7 @@ def layer_freezing(
     def depth_at(state: State, before: int) -> int:
         now = state.timestamp
         first = part_of_training(begins, now, "layer_freezing")
-        count = len(freezable(state.model.skeleton, layers))
+        count = len(trained_layers(state))
         depth = frozen_count(now.elapsed or 0.0, count, first, strength_at(level, now))
         # It never falls by itself: training that resumes with a longer duration does not train layers again.
         return depth if callable(level) else max(before, depth)
@@ -152,14 +153,27 @@ def layer_freezing(
         if depth == memory["depth"]:
             return state
         names = _names(state, depth)
-        # Names that another algorithm has frozen stay so.
+        # Those that another algorithm froze stay so, but for layers of this one that train again.
         frozen = (state.frozen - _names(state, memory["depth"])) | {key for key in names if key in state.params}
+        if frozen.issuperset(state.model.trainable):
+            return state  # the last layer shares its parameters with an earlier one
         kept = {key: memory["buffers"].get(key, state.buffers[key]) for key in names if key in state.buffers}
         memory = FrozenDict(depth=depth, buffers=FrozenDict(kept if batchnorm == "frozen" else {}))
         return state.replace(frozen=frozen).remember(name, memory)
 
     def _names(state: State, depth: int) -> set[str]:
-        return {key for layer in freezable(state.model.skeleton, layers)[:depth] for key in layer}
+        chosen = trained_layers(state)
+        kept = {key for layer in chosen[depth:] for key in layer}
+        return {key for layer in chosen[:depth] for key in layer} - kept
+
+    def trained_layers(state: State) -> list[list[str]]:
+        trained = frozenset(state.model.trainable)
+        return [layer for layer in freezable(state.model.skeleton, layers) if not trained.isdisjoint(layer)]
+
+    def resume(state: State) -> State:
+        """A checkpoint that is older than ``State.frozen`` has the depth alone."""
+        depth = state.algorithm_state[name]["depth"]
+        return state.replace(frozen=state.frozen | (_names(state, depth) & state.params.keys())) if depth else state
 
     def put_back(state: State) -> State:
         kept: Mapping[str, Tensor] = state.algorithm_state[name]["buffers"]
@@ -170,6 +184,6 @@ def layer_freezing(
 
     return Algorithm(
         name,
-        {Event.BATCH_END: end, Event.EPOCH_END: decide},
+        {Event.FIT_START: resume, Event.BATCH_END: end, Event.EPOCH_END: decide},
         init=begin,
     )

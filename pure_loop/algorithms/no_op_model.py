@@ -20,6 +20,7 @@ from pure_loop.ranges import checked
 __all__ = ["NoOp", "apply_no_op_model", "no_op_model"]
 
 SERVES = "no model"
+_MOST_KNOWN = 64
 
 
 class NoOp(nn.Module):
@@ -53,6 +54,8 @@ class NoOp(nn.Module):
         if outputs is None:
             outputs = self._shapes(args, kwargs)
             if key is not None:
+                if len(self.known) >= _MOST_KNOWN:
+                    self.known.clear()  # of text, each batch may have another length
                 self.known[key] = outputs
 
         def zeros(tensor: Tensor) -> Tensor:

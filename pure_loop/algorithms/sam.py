@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import map_local
+from pure_loop._internal.weights import is_number
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import global_norm, in_dtypes_of, inner_product
 from pure_loop.loop.training import LoopStages
+from pure_loop.random import derive
 from pure_loop.ranges import Above, AtLeast, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
@@ -131,8 +133,9 @@ def sam(
 
     At AFTER_TRAIN_BATCH it takes the gradient of the batch again, at perturbed parameters, computed as the loop
     computes it: the same microbatches, dropout masks and precision, and the other algorithms from BEFORE_FORWARD
-    to AFTER_BACKWARD. Only the gradient is kept: loss, outputs, BatchNorm's statistics and the other algorithms' state
-    are those at the parameters themselves. A batch with SAM takes twice as long.
+    to AFTER_BACKWARD. With ``m``, groups draw masks of their own. Only the gradient is kept: loss, outputs, BatchNorm's
+    statistics and the other algorithms' state are those at the parameters themselves. A batch with SAM takes twice as
+    long.
 
     Args:
         rho: how far away, above 0; a number, or a schedule.
@@ -141,9 +144,10 @@ def sam(
         adaptive: measure the distance in the size of each weight (ASAM); a good rho is then 10 times larger.
         m: how many samples have a perturbation of their own (m-sharpness), each group of which takes two gradients;
             None: all of a batch have one. ``clip_grad`` clips the gradient of each group. On several ranks, groups of
-            this size on each rank at a time, into which its part of the batch divides evenly.
+            this size on each rank at a time, into which the parts of a batch divide evenly, all of one weight.
         reuse: between the batches of ``interval``, add this much of the part of the last second gradient that is
             orthogonal to the first (LookSAM, where it is 0.7); a number, or a schedule. None: they take plain steps.
+            ``clip_grad`` clips before this and before ``gap``, and ``gradient_clipping`` clips what comes of them.
         gap: how much of the part of the first gradient that is orthogonal to the second is taken away, which makes the
             difference of the two losses smaller (GSAM); 0: none; a number, or a schedule.
         name: another one, if there are several.
@@ -174,15 +178,16 @@ def sam(
             return stages.gradients(nearby(state, state.grads))
         groups, task = stages.microbatches(state.batch, m), stages.task
         weights = task.weigh_parts(state.batch, groups)
-        if stages.engine.ranks > 1 and len({*weights, float(m)}) > 1:
-            raise ArgumentError(
-                f"sam: a rank's part of batch {state.timestamp.batch} divides into groups of {weights} samples, and on "
-                f"several ranks all have m={m}: choose an m that divides it, and leave out uneven batches."
-            )
+        if stages.engine.ranks > 1:
+            _refuse_uneven(groups, weights, m, state, stages)
         total = 1 if task.summed else sum(weights)
         sums: dict[str, Tensor | None] = dict.fromkeys(state.grads)
-        for group, weight in zip(groups, weights, strict=True):
-            part = state.replace(batch=group)
+        for index, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+            if is_number(weight) and not weight:
+                continue  # a group of padding, which has no mean
+            # Each draws numbers of its own, as microbatches do.
+            seed = derive(state.seed, name, index) if index else state.seed
+            part = state.replace(batch=group, seed=seed)
             first = stages.gradients(part).grads
             assert first is not None
             grads = stages.gradients(nearby(part, first)).grads
@@ -202,7 +207,7 @@ def sam(
             if reuse is None:
                 return state
             kept = state.algorithm_state[name]
-            length = global_norm(kept)
+            length = global_norm({key: kept[key] for key, grad in grads.items() if grad is not None})
             size = strength_at(reuse, now) * global_norm(grads) / torch.where(length == 0, 1.0, length)
             return state.replace(grads=_plus(grads, kept, size))
         result = second(state, stages)
@@ -210,11 +215,17 @@ def sam(
         assert sharp is not None
         if reuse is not None:
             orthogonal = orthogonal_part(sharp, grads)
-            kept = {
-                key: before if orthogonal[key] is None else orthogonal[key]
-                for key, before in state.algorithm_state[name].items()
-            }
-            state = state.remember(name, FrozenDict(kept))
+            # What is not finite, of a step that is skipped, must not come again in the steps after it.
+            finite = torch.isfinite(global_norm(orthogonal))
+            before: Mapping[str, Tensor] = state.algorithm_state[name]
+            names = [key for key in before if orthogonal[key] is not None]
+
+            def chosen(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+                return [torch.where(finite, a, b) for a, b in zip(new, old, strict=True)]
+
+            ours: list[Any] = [orthogonal[key] for key in names]
+            kept = dict(zip(names, map_local(chosen, ours, [before[key] for key in names]), strict=True))
+            state = state.remember(name, FrozenDict({**before, **kept}))
         strength = strength_at(gap, now)
         if callable(gap) or strength:
             sharp = _plus(sharp, orthogonal_part(grads, sharp), torch.as_tensor(-strength))
@@ -224,3 +235,21 @@ def sam(
         return FrozenDict((key, torch.zeros_like(state.params[key])) for key in state.model.trainable)
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen}, init=None if reuse is None else begin, claims=CLAIMS)
+
+
+def _refuse_uneven(groups: list[Any], weights: list[Any], m: int, state: State, stages: LoopStages) -> None:
+    """
+    Raises:
+        ArgumentError: on several ranks, where groups are not all of one size and weight, or not as many on each rank.
+    """
+    task = stages.task
+    _, count = stages.engine.weigh(weights, state, split=True, summed=task.summed)  # all ranks call it
+    samples = [task.samples(group) for group in groups]
+    same = all(is_number(weight) and weight == weights[0] for weight in weights)
+    if count != len(groups) or set(samples) != {m} or not same:
+        raise ArgumentError(
+            f"sam: this rank's part of batch {state.timestamp.batch} divides into groups of {samples} samples with the "
+            f"weights {[float(weight) for weight in weights]}, and of several ranks each has {count} groups of m={m} "
+            "samples of one weight: choose an m that divides the parts, and leave out uneven batches and targets that "
+            "are ignored."
+        )

@@ -142,7 +142,8 @@ def swa(
         start: when the first weights join the mean: ``"0.75dur"``, ``"10ep"``.
         end: when the last ones do; None: at the end of training.
         interval: how often: ``"1ep"``, ``"100ba"``.
-        replace: train on from the mean when ``end`` is reached. The state of the optimizer stays.
+        replace: train on from the mean when ``end`` is reached. The state of the optimizer stays, unless
+            ``reset_optimizer``.
         evaluate: evaluation and prediction use the mean, as soon as there is one.
         reset_optimizer: with ``replace``, the optimizer begins anew from the mean.
         batchnorm_data: batches, as ``fit`` takes them, of which evaluation and prediction take BatchNorm's statistics
@@ -202,7 +203,8 @@ def swa(
     def update_and_reset(state: State, stages: LoopStages) -> State:
         before = state.algorithm_state[name]["replaced"]
         state = update(state)
-        if before or not state.algorithm_state[name]["replaced"]:
+        memory = state.algorithm_state[name]
+        if before or not memory["replaced"] or not int(memory["count"]):
             return state
         assert stages.optimizer is not None
         optimizer = state.model.served_by(stages.optimizer)
@@ -214,11 +216,12 @@ def swa(
 
     events = _ANY_END if period.unit is TimeUnit.DURATION else _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
 
-    def show(state: State) -> State:
+    def show_with_statistics(state: State, stages: LoopStages) -> State:
         shown = mean(state)
-        return shown if batchnorm_data is None or shown is state else update_batchnorm(shown, batchnorm_data)
+        assert batchnorm_data is not None
+        return shown if shown is state else update_batchnorm(shown, batchnorm_data, task=stages.task)
 
     handlers: dict[Any, Any] = {events: update_and_reset if reset_optimizer else update}
     if evaluate:
-        handlers[Event.EVAL_START, Event.PREDICT_START] = show
+        handlers[Event.EVAL_START, Event.PREDICT_START] = mean if batchnorm_data is None else show_with_statistics
     return Algorithm(name, handlers, init=begin)

@@ -24,6 +24,7 @@ from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
+from pure_loop.time import Timestamp
 
 __all__ = ["FlightRecorder"]
 
@@ -79,7 +80,7 @@ class FlightRecorder(CheckpointSaver):
         self._digest = read_interval(digest, "FlightRecorder digest")
         self.states: deque[State] = deque(maxlen=in_memory)
         self._journal: IO[str] | None = None
-        self._waiting: list[tuple[State, Any, Tensor, float]] = []
+        self._waiting: list[tuple[Timestamp, str | None, Tensor, float]] = []
         self._settings: dict[str, Any] = {}
         self._last = 0.0
 

@@ -150,8 +150,8 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
     if JOURNAL not in names:
         shown = ", ".join(sorted(names)[:4]) or "nothing"
         raise CheckpointNotFoundError(
-            f"rewind: {place!r} is not the folder of a FlightRecorder: it has no {JOURNAL}, but {shown}. Record the run "
-            f"with callbacks=[pl.callbacks.FlightRecorder({place!r})]."
+            f"rewind: {place!r} is not the folder of a FlightRecorder: it has no {JOURNAL}, but {shown}. Record the "
+            f"run with callbacks=[pl.callbacks.FlightRecorder({place!r})]."
         )
     lines: dict[int, Line] = {}
     with open(os.path.join(place, JOURNAL)) as file:

@@ -45,7 +45,7 @@ from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.update import apply_optimizer, select
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, fresh_draft_of, with_fields
 
 __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_handlers", "update"]
 
@@ -382,7 +382,9 @@ class TracedStages(LoopStages):
         microbatch, task = state.microbatch, self.task
         what = f"the forward of {type(state.model.skeleton).__name__} in evaluation"
         _leave_out_recurrence(what, state.model)
-        params = self.engine.leaves(state, index=index, last=False)
+        # What is frozen in training an evaluation may differentiate by.
+        thawed = with_fields(state, frozen=frozenset()) if gradients else state
+        params = self.engine.leaves(thawed, index=index, last=False)
         with (
             refusing_to_differentiate("forward", gradients),
             GradMode(gradients),

@@ -17,7 +17,7 @@ from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.notes import noting
 from pure_loop.stages.settings import StageSettings
 from pure_loop.stages.update import as_state
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, fresh_draft_of, with_fields
 
 __all__ = ["EvaluationStage"]
 
@@ -40,7 +40,7 @@ class EvaluationStage(StageSettings):
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.engine.rank)
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
-        params = self.engine.leaves(state, index=index, last=False)
+        params = self.engine.leaves(_thawed(state), index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
         with about, refusing, self._guard("validate", seed, state), GradMode(gradients), self._autocast(state):
@@ -70,3 +70,8 @@ class EvaluationStage(StageSettings):
             return module.loss(outputs, microbatch)
 
         return self.engine.apply(state, method, state.params, training=training)
+
+
+def _thawed(state: State) -> State:
+    """What is frozen in training an evaluation may differentiate by."""
+    return with_fields(state, frozen=frozenset()) if state.frozen else state

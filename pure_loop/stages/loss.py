@@ -121,6 +121,11 @@ def detached_loss(state: State) -> LossError:
             f"the loss of batch {state.timestamp.batch} has no graph, because the stream is run inside "
             "torch.inference_mode(), which nothing can undo from within: run it outside."
         )
+    if state.frozen:
+        return LossError(
+            f"the loss of batch {state.timestamp.batch} depends on no parameter that is trained now: state.frozen has "
+            f"{len(state.frozen)} of the model's, {', '.join(sorted(state.frozen)[:3])} among them. Freeze fewer."
+        )
     return LossError(
         f"the loss of batch {state.timestamp.batch} does not depend on any parameter that requires a gradient: was it "
         "detached, computed under torch.no_grad(), turned into a number with .item(), or from other data than outputs?"

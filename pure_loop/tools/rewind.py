@@ -105,7 +105,9 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
         raise ArgumentError(
             f"rewind: batch {batch} is beyond the end: the journal of {flight.folder} has {max(flight.lines)} batches."
         )
-    last = batch if event in _INSIDE or event is Event.FIT_START else batch - 1
+    first = flight.kept[0] if flight.kept else 0
+    # That of FIT_START is from before all events of its boundary.
+    last = batch if event in _INSIDE or event is Event.FIT_START or batch == first else batch - 1
     before = [kept for kept in flight.kept if kept <= last]
     if not before:
         raise ArgumentError(
@@ -149,8 +151,8 @@ def _from(
 def _missing(target: Event, batch: int, occurrence: int, seen: int) -> str:
     times = {0: "not", 1: "once"}.get(seen, f"{seen} times")
     return (
-        f"rewind: with {batch} batches finished {target.name} comes {times}, and occurrence={occurrence} was asked for. "
-        "At BATCH_END and after it the batch itself is counted; evaluations come where one is due."
+        f"rewind: with {batch} batches finished {target.name} comes {times}, and occurrence={occurrence} was asked "
+        "for. At BATCH_END and after it the batch itself is counted; evaluations come where one is due."
     )
 
 
@@ -167,7 +169,7 @@ class _Checking(Callback):
         line = self._flight.lines.get(state.timestamp.batch)
         if line is None:
             return
-        loss: Any = total_loss(state.loss)  # type: ignore[arg-type]
+        loss: Any = total_loss(state.loss)
         value = float(loss) if isinstance(loss, Tensor) else loss
         if value != line.loss and not (value != value and line.loss != line.loss):
             raise RewindError(self._said(line, f"its loss is {value!r}, and was {line.loss!r}", state))

@@ -125,7 +125,7 @@ def test_two_ranks() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(pl.ModelError, match="has 1 layer with parameters, and the last one is never frozen"):
+    with pytest.raises(pl.ModelError, match="has 1 layer with parameters that are trained, and the last"):
         train(nn.Linear(4, 3), points(), [layer_freezing()])
     with pytest.raises(pl.ArgumentError, match="goes by the clock"):
         layer_freezing("10s")
@@ -133,3 +133,37 @@ def test_what_is_refused() -> None:
         layer_freezing(level=1.5)
     with pytest.raises(pl.ArgumentTypeError, match="is not a function of a parameter's name"):
         layer_freezing(layers=3)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_from_before_names_were_kept_resumes_frozen() -> None:
+    run: dict[str, Any] = {**ADAMW, "max_duration": "8ba"}
+    algorithm = layer_freezing("0.25dur", at="1ba")
+    kept = next(
+        state
+        for event, state in stream(net(), points(size=6), [algorithm], **run)
+        if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 5
+    )
+    assert kept.frozen
+    old, new = (train(state, points(size=6), [algorithm], **run) for state in (kept.replace(frozen=()), kept))
+    equal(old.params, new.params)
+    assert old.frozen == new.frozen
+
+
+def test_a_last_layer_that_is_not_trained_is_no_layer() -> None:
+    model = net()
+    model[5].requires_grad_(False)  # type: ignore[index, operator]
+    end = train(model, points(size=6), [layer_freezing(0, at="1ba")], **ADAMW)
+    assert end.algorithm_state["layer_freezing"]["depth"] == 3
+    assert not {"4.weight", "4.bias"} & end.frozen
+
+
+def test_a_last_layer_with_the_weights_of_an_earlier_one_is_trained() -> None:
+    first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    last.weight = first.weight
+    end = train(
+        nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4, bias=False), last),
+        points(size=6),
+        [layer_freezing(0, at="1ba")],
+        **ADAMW,
+    )
+    assert end.frozen != set(end.model.trainable)

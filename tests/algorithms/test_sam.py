@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import gradient_clipping, label_smoothing, mixup, orthogonal_part, perturb, sam
 from pure_loop.testing import check_algorithm
+from pure_loop.testing.ranks import RankError
 from tests.support.runs import (
     LR,
     by_hand,
@@ -30,6 +32,7 @@ from tests.support.runs import (
     stream,
     train,
 )
+from tests.support.worlds import pool
 
 
 def norm(tensors: Any) -> Tensor:
@@ -292,3 +295,93 @@ def test_what_is_refused() -> None:
         sam(reuse=0.7)
     with pytest.raises(pl.ArgumentError, match="m"):
         sam(m=0)
+
+
+def test_groups_draw_masks_of_their_own() -> None:
+    masks = []
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            mask = torch.rand(2)
+            masks.append(mask)
+            outputs: Tensor = self.layer(inputs) * mask.sum()
+            return outputs
+
+    train(Noted(), points(1, size=4), [sam(m=2)], max_duration="1ba", strict=False)
+    assert len(masks) == 5
+    assert torch.equal(masks[1], masks[2])  # both gradients of a group
+    assert not torch.equal(masks[1], masks[3])
+
+
+def test_a_group_of_padding_counts_for_nothing() -> None:
+    data = points(2, size=4)
+    for _, targets in data:
+        targets[:2] = -100
+    whole, groups = (
+        train(mlp(), data, [sam(m=m)], task=pl.Task(weight=lambda batch: int((batch[1] != -100).sum())))
+        for m in (None, 2)
+    )
+    close(whole.params, groups.params)
+
+
+def test_a_step_that_is_skipped_is_not_used_again() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) * (float("inf") if float(targets[0]) == 2 else 1.0)
+
+    data = [
+        (inputs, torch.full_like(targets, 2 if index == 0 else 1)) for index, (inputs, targets) in enumerate(points(4))
+    ]
+    state = train(
+        mlp(), data, [sam(interval=4, reuse=0.7)], loss=loss, nonfinite="skip", max_duration="4ba", strict=False
+    )
+    assert int(state.skipped) == 1
+    assert all(tensor.isfinite().all() for tensor in state.algorithm_state["sam"].values())
+
+
+def test_what_is_frozen_has_no_part_in_the_size() -> None:
+    freeze = pl.Algorithm("freeze", {Event.BATCH_END: lambda s: s.replace(frozen={"0.weight", "0.bias"})})
+    plain: dict[int, Any] = {}
+
+    def note(state: pl.State) -> pl.State:
+        plain[state.timestamp.batch] = dict(state.grads or {})
+        return state
+
+    # What is later in the list comes first after a computation.
+    algorithms = [freeze, sam(rho=0.5, interval=9, reuse=0.7), pl.Algorithm("note", {Event.AFTER_TRAIN_BATCH: note})]
+    for event, state in stream(mlp(), points(), algorithms, max_duration="2ba", strict=False):
+        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 1:
+            before = [plain[1][name] for name in ("2.weight", "2.bias")]
+            added = [state.grads[name] - old for name, old in zip(("2.weight", "2.bias"), before, strict=True)]
+            torch.testing.assert_close(norm(added), 0.7 * norm(before))
+
+
+def test_products_of_half_precision_and_complex_numbers() -> None:
+    half = {"w": torch.full((1000,), 10.0, dtype=torch.float16)}
+    assert pl.gradients.inner_product(half, half) == 100_000
+    numbers = {"w": torch.tensor([1 + 1j, 2j])}
+    assert pl.gradients.inner_product(numbers, numbers) == 6
+    part = orthogonal_part(half, half)["w"]
+    assert part is not None
+    assert not part.any()
+
+
+def on_a_rank(rank: int, m: int, size: int, mse: bool) -> Any:
+    options: dict[str, Any] = {"parallel": "replicate", "seed": 0, "max_duration": "2ba", "strict": False}
+    data = points(2, size=size)
+    if mse:
+        data = [(inputs, inputs[:, :3] * 0.5) for inputs, _ in data]
+        options["loss"] = functional.mse_loss
+    return {key: value.clone() for key, value in train(mlp(), data, [sam(rho=0.5, m=m)], **options).params.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mse", [False, True])
+def test_groups_on_two_ranks(mse: bool) -> None:
+    one, two = pool().run(partial(on_a_rank, m=2, size=8, mse=mse))
+    equal(one, two)
+    with pytest.raises(RankError, match=r"choose an m that divides the parts"):
+        pool().run(partial(on_a_rank, m=1, size=5, mse=mse))

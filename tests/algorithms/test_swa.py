@@ -175,3 +175,27 @@ def test_evaluations_take_statistics_of_the_mean() -> None:
     plain = pl.run(stream(convnet(), data, [swa("1ep")], max_duration="2ep"))
     equal(state.params, plain.params)
     equal(state.buffers, plain.buffers)
+
+
+def test_statistics_are_of_the_forwards_of_the_task() -> None:
+    data = images(2)
+    task = pl.Task(
+        forward=lambda module, batch: module(batch[0] / 10),
+        loss=lambda outputs, batch: cross_entropy(outputs, batch[1]),
+    )
+    algorithm = swa("0ba", interval="1ba", batchnorm_data=data)
+    pairs = stream(convnet(), data, [algorithm], task=task, loss=None, max_duration="1ep", evaluators={"val": data})
+    seen = []
+    for event, state in pairs:
+        if event is Event.EVAL_BEFORE_FORWARD:
+            equal(state.buffers, update_batchnorm(averaged(state, "swa"), data, task=task).buffers)
+            seen.append(event)
+    assert seen
+    evaluated = pl.run(pl.evaluate(state, data, task=task, algorithms=[algorithm]))
+    assert torch.isfinite(torch.as_tensor(evaluated.metrics["eval"]["loss"]))
+
+
+def test_an_optimizer_is_not_reset_for_a_mean_of_nothing() -> None:
+    algorithm = swa("1ba", "2ba", interval="1ep", replace=True, reset_optimizer=True)
+    end = train(mlp(), points(), [algorithm], optimizer=pl.optim.adamw(lr=0.01), max_duration="1ep")
+    assert end.opt_state["exp_avg"]["0.weight"].any()

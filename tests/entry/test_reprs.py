@@ -27,7 +27,7 @@ def negative(outputs: Any, batch: Any) -> Any:
 REPRS: dict[str, tuple[Any, str]] = {
     "algorithm": (
         lambda: pl.algorithms.sam(rho=0.1),
-        "sam(rho=0.1, epsilon=1e-12, interval=1, adaptive=False)",
+        "sam(rho=0.1, epsilon=1e-12, interval=1, adaptive=False, gap=0.0)",
     ),
     "algorithm of another name": (
         lambda: pl.algorithms.gradient_clipping("norm", 1.0, name="mine"),
@@ -37,10 +37,10 @@ REPRS: dict[str, tuple[Any, str]] = {
         lambda: pl.Algorithm("mine", {pl.Event.BATCH_END: mine}),
         "Algorithm('mine', batch_end)",
     ),
-    "times in algorithms": (lambda: pl.algorithms.ema("100ba"), "ema(half_life='100ba')"),
+    "times in algorithms": (lambda: pl.algorithms.ema("100ba"), "ema(half_life='100ba', warmup=False)"),
     "composition": (
         lambda: pl.compose(pl.algorithms.ema("2ep"), pl.algorithms.lookahead()),
-        "compose(ema(half_life='2ep'), lookahead(interval=5, rate=0.5))",
+        "compose(ema(half_life='2ep', warmup=False), lookahead(interval=5, rate=0.5))",
     ),
     "evaluator": (
         lambda: pl.Evaluator(DATA, interval="10ba", metrics=[pl.metrics.accuracy()]),

@@ -226,3 +226,45 @@ def test_two_ranks(kind: str, compiled: bool) -> None:
     for frozen, dropped in pool().run(partial(on_a_rank, kind=kind, compiled=compiled)):
         for name, tensor in frozen.items():
             assert torch.equal(tensor, dropped[name]), name
+
+
+class Inner(nn.Module):
+    """A forward with an inner step by its own parameter, in evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs @ self.weight.T + self.other
+        if self.training:
+            return outputs
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad((inputs @ self.weight.T).square().mean(), self.weight)
+        return outputs - gradient.sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluations_may_differentiate_by_what_is_frozen(compiled: bool) -> None:
+    freeze = freezing((frozenset({"weight"}),))
+    settings: dict[str, Any] = {"strict": False, "compile": "where possible" if compiled else False}
+    evaluator = pl.Evaluator(points(1), gradients=True)
+    with interpreted():
+        end = train(Inner(), points(), [freeze], evaluators={"val": evaluator}, **settings)
+    assert torch.isfinite(torch.as_tensor(end.metrics["val"]["loss"]))
+    assert torch.equal(end.params["weight"], torch.ones(3, 4))
+
+
+def test_a_loss_of_what_is_frozen_says_so() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(1, 1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs: torch.Tensor = self.used(inputs)
+            return outputs
+
+    freeze = freezing((frozenset({"used.weight", "used.bias"}),))
+    with pytest.raises(pl.LossError, match=r"state\.frozen has 2 of the model's, used\.bias, used\.weight"):
+        train(Two(), points(), [freeze])
