@@ -133,7 +133,7 @@ class FlightRecorder(CheckpointSaver):
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         digest = digest_of(state.params) if is_due(self._digest, state, Event.BATCH_END) else None
-        self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))  # type: ignore[arg-type]
+        self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))
         # Numbers of a device are waited for where its parameters are read anyway.
         if digest is not None or state.device.type == "cpu" or len(self._waiting) >= 100:
             self._write_lines(self._journal)

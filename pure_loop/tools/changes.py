@@ -106,7 +106,7 @@ class Blame:
         widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
         shown = [
             f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  "
-            + "  ".join(cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True))
+            + "  ".join(cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)).rstrip()
             for line in lines
         ]
         if self.idle:

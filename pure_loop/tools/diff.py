@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
 from pure_loop._internal.reprs import shown
@@ -44,12 +45,26 @@ class Divergence:
     def __str__(self) -> str:
         size = "" if self.norm is None else f", {self.norm:.3g} apart"
         more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
+        place = _first_place(self.a, self.b)
+        a, b = (
+            _text(value) if place is None else f"{_text(value)}, number {place[0]} is {number!r}"
+            for value, number in zip((self.a, self.b), place[1:] if place else (None, None), strict=True)
+        )
         return (
             f"The runs part at {self.event.name}, batch {self.timestamp.batch} (epoch {self.timestamp.epoch}), after "
-            f"{self.by}: {self.leaf}{more}{size}.\n  a: {_text(self.a)}\n  b: {_text(self.b)}"
+            f"{self.by}: {self.leaf}{more}{size}.\n  a: {a}\n  b: {b}"
         )
 
     __repr__ = __str__
+
+
+def _first_place(a: Any, b: Any) -> tuple[int, Any, Any] | None:
+    """Where two tensors of one shape differ first, and the numbers there."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
+        return None
+    one, other = a.detach().flatten(), b.detach().to(a.device).flatten()
+    index = int(((one != other) & ~((one != one) & (other != other))).nonzero()[0])
+    return index, one[index].item(), other[index].item()
 
 
 def _text(value: Any) -> str:

@@ -146,6 +146,7 @@ def test_a_line_that_is_another_is_named(line: str) -> None:
     assert (where.event.name, where.by) == (event, by)
     assert where.leaf.startswith(leaf)
     assert event in str(where)
+    assert str(where).count("\n") == 2
 
 
 def _bound(algorithm: pl.Algorithm) -> tuple[Event, str]:
