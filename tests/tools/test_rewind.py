@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pure_loop.testing.strategies import algorithms as random_algorithms
 from pure_loop.testing.strategies import cases, plans
 from tests.support.runs import convnet, images, mlp, points, stream
 from tests.support.tiers import examples
+from tests.support.worlds import pool
 
 UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
 
@@ -184,3 +186,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
         back(tmp_path, "2ba", "after_loss")
     with pytest.raises(pl.ArgumentError, match=r"a journal is of this machine"):
         FlightRecorder("memory://runs")
+
+
+def on_a_rank(rank: int, folder: str) -> Any:
+    options: dict[str, Any] = {"parallel": "replicate", "seed": 0, "strict": False}
+    recorder = FlightRecorder(folder, keep="2ba", digest="1ba")
+    data = images(3, size=8)
+    wanted: Any = None
+    for event, state in stream(convnet(), data, callbacks=[recorder], **options):
+        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 3:
+            wanted = {name: None if grad is None else grad.clone() for name, grad in (state.grads or {}).items()}
+    torch.distributed.barrier()
+    pairs = back(Path(folder), "3ba", "after_train_batch", data, **options)
+    _, state = next(pairs)
+    same = all(torch.equal(grad, wanted[name]) for name, grad in (state.grads or {}).items() if grad is not None)
+    pl.run(pairs)
+    return same
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    assert pool().run(partial(on_a_rank, folder=str(tmp_path))) == [True, True]
