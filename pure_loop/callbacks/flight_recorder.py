@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections import deque
 from typing import IO, Annotated, Any
 
-import torch
 from torch import Tensor
 
-from pure_loop._internal.version import __version__
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
-from pure_loop.checkpoint.flight import JOURNAL, RUN, digest_of, line_of
+from pure_loop.checkpoint.flight import JOURNAL, RUN, digest_of, facts_of, line_of
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
@@ -112,16 +109,7 @@ class FlightRecorder(CheckpointSaver):
         path = os.path.join(self.folder, f"ba{state.timestamp.batch}{SUFFIX}")
         if not os.path.exists(path) or not state.timestamp.batch:
             save(state, path)
-        facts = {
-            "pure_loop": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "model": type(state.model.skeleton).__name__,
-            "seed": state.seed,
-            "batches_per_epoch": state.timestamp.batches_per_epoch,
-            "algorithms": sorted(state.algorithm_state),
-            **self._settings,
-        }
+        facts = {**facts_of(state), **self._settings}
         with open(os.path.join(self.folder, RUN), "w") as file:
             json.dump(facts, file, indent=1)
         self._journal = open(os.path.join(self.folder, JOURNAL), "a", buffering=1)  # noqa: SIM115 - closed in close()

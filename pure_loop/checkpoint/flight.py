@@ -6,19 +6,23 @@ import ctypes
 import json
 import math
 import os
+import platform
 import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.version import __version__
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError
+from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["JOURNAL", "RUN", "Flight", "Line", "digest_of", "line_of", "read_flight"]
+__all__ = ["JOURNAL", "RUN", "Flight", "Line", "digest_of", "facts_of", "line_of", "read_flight"]
 
 JOURNAL, RUN = "journal.jsonl", "run.json"
 _KEPT = re.compile(r"ba(\d+)\.safetensors")
@@ -38,6 +42,19 @@ def digest_of(params: Mapping[str, Tensor]) -> str:
         if size:
             result = zlib.crc32((ctypes.c_char * size).from_address(numbers.data_ptr()), result)
     return f"{result:08x}"
+
+
+def facts_of(state: State) -> dict[str, Any]:
+    """What of a run can be compared with another: versions, the model, and the length of the data."""
+    return {
+        "pure_loop": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "model": type(state.model.skeleton).__name__,
+        "seed": state.seed,
+        "batches_per_epoch": state.timestamp.batches_per_epoch,
+        "algorithms": sorted(state.algorithm_state),
+    }
 
 
 def line_of(timestamp: Timestamp, loss: float, seconds: float, digest: str | None) -> str:

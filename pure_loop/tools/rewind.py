@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.suggestions import refuse_misfit, teaching
-from pure_loop._internal.version import __version__
 from pure_loop.callback import Callback, LoggerGroup
-from pure_loop.checkpoint.flight import Flight, Line, digest_of, read_flight
+from pure_loop.checkpoint.flight import Flight, Line, digest_of, facts_of, read_flight
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event
@@ -182,15 +179,7 @@ class _Checking(Callback):
 
     def _said(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts
-        now = {
-            "pure_loop": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "model": type(state.model.skeleton).__name__,
-            "seed": state.seed,
-            "batches_per_epoch": state.timestamp.batches_per_epoch,
-            "algorithms": sorted(state.algorithm_state),
-        }
+        now = facts_of(state)
         others = [
             f"{name} is {value!r}, and was {facts[name]!r}"
             for name, value in now.items()
