@@ -8,6 +8,7 @@ which only ``get_state`` shows: it is read and written with nothing in the place
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 __all__ = ["put_back", "set_aside"]
@@ -50,19 +51,34 @@ def _can_exchange(numpy_random: Any) -> bool:
 
 
 def _read_pair(singleton: Any) -> dict[str, Any]:
-    own = singleton._bit_generator
-    singleton._bit_generator = _Nothing()
-    try:
+    with _nothing_in(singleton):
         pair: dict[str, Any] = singleton.get_state(legacy=False)
-    finally:
-        singleton._bit_generator = own
     return pair
 
 
 def _write_pair(singleton: Any, pair: dict[str, Any]) -> None:
-    own = singleton._bit_generator
-    singleton._bit_generator = _Nothing()
-    try:
+    with _nothing_in(singleton):
         singleton.set_state(pair)
-    finally:
-        singleton._bit_generator = own
+
+
+class _nothing_in:  # noqa: N801 - a context manager, which is entered for each batch
+    """Nothing in the place of the words, while no other code runs in this thread.
+
+    The garbage collector may close a stream, whose guard would set aside the nothing and could not put it back.
+    """
+
+    __slots__ = ("_collecting", "_own", "_singleton")
+
+    def __init__(self, singleton: Any) -> None:
+        self._singleton = singleton
+
+    def __enter__(self) -> None:
+        self._collecting = gc.isenabled()
+        gc.disable()
+        self._own = self._singleton._bit_generator
+        self._singleton._bit_generator = _Nothing()
+
+    def __exit__(self, *_: object) -> None:
+        self._singleton._bit_generator = self._own
+        if self._collecting:
+            gc.enable()

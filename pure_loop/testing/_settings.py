@@ -35,7 +35,7 @@ def built(factory: Callable[..., T], **fixed: st.SearchStrategy[Any]) -> st.Sear
     >>> from hypothesis import find
     >>> from pure_loop.algorithms import sam
     >>> find(built(sam), lambda made: True)
-    sam(rho=..., adaptive=False)
+    sam(rho=..., adaptive=False, gap=0.0)
     """
     settings = {name: setting for name, setting in settings_of(factory).items() if setting.range.typical != ()}
     ways = alternatives_in(settings)

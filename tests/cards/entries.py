@@ -77,7 +77,7 @@ ENTRIES: dict[str, Entry] = {
     "progressive_resizing": Entry("progressive_resizing(0.5, increment=2)", picture="height"),
     "randaugment": Entry("randaugment(operations=1, magnitude=5)", picture="batch"),
     "reduce_on_plateau": Entry(
-        'reduce_on_plateau("val/loss", patience=1, factor=0.3)', picture="rate", options=_EVALUATED
+        'reduce_on_plateau("val/accuracy", patience=2, factor=0.3)', picture="rate", options=_EVALUATED
     ),
     "sam": Entry("sam(rho=0.05)"),
     "selective_backprop": Entry("selective_backprop(0.5)"),

@@ -71,7 +71,7 @@ def height(entry: Entry, path: Path) -> None:
 
 
 def length(entry: Entry, path: Path) -> None:
-    _course(entry, path, "tokens of a sequence", lambda state: state.microbatch[0].shape[-1], Event.BEFORE_FORWARD)
+    _course(entry, path, "tokens", lambda state: state.microbatch[0].shape[-1], Event.BEFORE_FORWARD)
 
 
 def frozen(entry: Entry, path: Path) -> None:
@@ -84,7 +84,7 @@ def rate(entry: Entry, path: Path) -> None:
     def scale(state: pl.State) -> float:
         return 1.0 if state.lr_scale is None else float(state.lr_scale)
 
-    _course(entry, path, "factor of the learning rate", scale, Event.BATCH_START)
+    _course(entry, path, "factor of the rate", scale, Event.BATCH_START)
 
 
 def biases(entry: Entry, path: Path) -> None:

@@ -98,7 +98,7 @@ def test_resumed_in_the_middle() -> None:
 
 def test_its_repr_is_the_call() -> None:
     assert repr(algorithms.sam(rho=FALLING)) == (
-        "sam(rho=linear(start=0.5, end=0.1, time='1dur'), epsilon=1e-12, interval=1, adaptive=False)"
+        "sam(rho=linear(start=0.5, end=0.1, time='1dur'), epsilon=1e-12, interval=1, adaptive=False, gap=0.0)"
     )
 
 

@@ -117,6 +117,7 @@ def small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setattr(generate, "pages", lambda: [page])
     monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "cards", dict)
     return page
 
 
