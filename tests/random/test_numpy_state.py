@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy
 import pytest
@@ -24,10 +25,15 @@ class Cycle:
 @pytest.mark.parametrize("collecting", [True, False])
 def test_nothing_runs_in_the_middle_of_an_exchange(collecting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Collecting(numpy_state._Nothing):
-        def __init__(self) -> None:
-            super().__init__()
+        @property
+        def state(self) -> Any:
             if gc.isenabled():  # the collector may run at any new object
                 gc.collect()
+            return self.words
+
+        @state.setter
+        def state(self, words: Any) -> None:
+            self.words = words
 
     monkeypatch.setattr(numpy_state, "_Nothing", Collecting)
     numpy.random.seed(3)
