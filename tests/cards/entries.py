@@ -24,6 +24,7 @@ class Entry:
         picture: the name of a function of :mod:`tests.cards.pictures`; "": there is nothing to draw.
         options: other arguments of ``fit``, for both runs.
         note: what a reader of the numbers has to know.
+        unkept: laws that it does not keep on some cases, with the reason, besides those that its module names.
     """
 
     code: str
@@ -31,6 +32,7 @@ class Entry:
     picture: str = ""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     note: str = ""
+    unkept: Mapping[str, str] = attrs.field(factory=dict)
 
     def make(self) -> Any:
         """The algorithm."""
@@ -49,6 +51,7 @@ def shifted(image: torch.Tensor) -> torch.Tensor:
 
 _EVALUATED: dict[str, Any] = {"eval_interval": "1ep"}
 _STOPPED = "Stopping saves the time of the epochs that are left."
+_SETTLED = "At the end of a cosine the weights hardly move, so that their mean is what they are."
 _HALF: dict[str, Any] = {"precision": "amp_bf16"}
 
 ENTRIES: dict[str, Entry] = {
@@ -80,11 +83,14 @@ ENTRIES: dict[str, Entry] = {
         'reduce_on_plateau("val/accuracy", patience=2, factor=0.3)', picture="rate", options=_EVALUATED
     ),
     "sam": Entry("sam(rho=0.05)"),
-    "selective_backprop": Entry("selective_backprop(0.5)"),
+    "selective_backprop": Entry(
+        "selective_backprop(0.5)",
+        unkept={"order": "fewer samples are fewer microbatches, where a batch is split"},
+    ),
     "sequence_length_warmup": Entry("sequence_length_warmup(max_length=64)", "text", "length"),
     "squeeze_excite": Entry("squeeze_excite(8, min_channels=32)"),
     "stochastic_depth": Entry("stochastic_depth(Block, 0.2)"),
-    "swa": Entry("swa()"),
+    "swa": Entry("swa()", note=_SETTLED),
     "threshold_stopping": Entry('threshold_stopping("val/accuracy", 0.97)', options=_EVALUATED, note=_STOPPED),
     "transform": Entry("transform(shifted)", picture="batch", note="`shifted` moves an image by a pixel at most."),
     "weight_standardization": Entry("weight_standardization()"),

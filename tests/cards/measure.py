@@ -49,7 +49,7 @@ def measured(name: str, entry: Entry) -> dict[str, Any]:
         "metric": problem.metric,
         "better": problem.better,
         **_effect(entry),
-        "laws": _laws(name),
+        "laws": _laws(name, entry),
         "commutes": _company(name),
     }
 
@@ -90,12 +90,12 @@ def _made(name: str) -> Any:
     return simplest(built(factory, **needed))
 
 
-def _laws(name: str) -> dict[str, list[str]]:
+def _laws(name: str, entry: Entry) -> dict[str, list[str]]:
     """The result of each law, and the reason of those that it does not keep."""
     factory = ALGORITHMS[name]
     problem = served(factory)
     options: dict[str, Any] = {} if problem is None else {"problems": problem}
-    expected = getattr(module_of(factory), "EXPECTED_FAILURES", {})
+    expected = {**getattr(module_of(factory), "EXPECTED_FAILURES", {}), **entry.unkept}
     report = check_algorithm(_made(name), max_examples=3, expected_failures=expected, **options)
     return {outcome.law: [outcome.result, outcome.reason] for outcome in report.outcomes}
 
