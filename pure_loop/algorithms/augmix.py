@@ -13,6 +13,7 @@ With ``consistency``, a sample and two such images of it have to get like probab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -101,14 +102,14 @@ def augmix_images(
     *,
     mean: Normalization = None,
     std: Normalization = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Images mixed with chains of random operations, for a dataset or a loop of one's own.
-
-    It draws from torch's global generator.
 
     Args:
         images: (n, channels, height, width): uint8, or floats from 0 to 1.
         severity, width, depth, alpha, operations, mean, std: as in :func:`augmix`.
+        generator: of which one number seeds what is drawn; None: torch's global generator draws.
 
     Returns:
         Of the shape and dtype of ``images``.
@@ -125,7 +126,12 @@ def augmix_images(
         return images
     names = tuple(OPERATIONS) if operations == "all" else SAFE
     pixels = as_pixels(images, mean, std, "augmix", checks=True)
-    changed = _augmented(pixels, severity, width, depth, alpha, names)
+    drawing: AbstractContextManager[Any] = nullcontext()
+    if generator is not None:
+        number = torch.randint(2**62, (), generator=generator, device=generator.device)
+        drawing = seeded(int(number), images.device)
+    with drawing:
+        changed = _augmented(pixels, severity, width, depth, alpha, names)
     return from_pixels(changed, images, mean, std, before=pixels)
 
 

@@ -101,3 +101,16 @@ def test_what_is_refused() -> None:
     normalized = [(torch.randn(4, 3, 9, 9, generator=noise()), torch.zeros(4, dtype=torch.int64))]
     with pytest.raises(pl.DataError, match=r"augmix\(mean=, std=\)"):
         train(Net(), normalized, [augmix()])
+
+
+def test_images_of_a_generator_of_ones_own() -> None:
+    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    one, two, other = (augmix_images(images, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    generator = torch.Generator().manual_seed(1)
+    first = augmix_images(images, generator=generator)
+    assert torch.equal(first, one)
+    assert not torch.equal(augmix_images(images, generator=generator), first)
