@@ -83,7 +83,9 @@ def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> Froze
         (
             name,
             # A buffer may have taken another shape or dtype since the last update.
-            average[name].to(tensor.dtype) if name in average and _is_of(average[name], tensor) else tensor,
+            average[name].to(tensor.device, tensor.dtype)
+            if name in average and _is_of(average[name], tensor)
+            else tensor,
         )
         for name, tensor in tensors.items()
     )

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import map_local
+from pure_loop._internal.dtensor import is_sharded, map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import averageable, averaged, begun, widened
 from pure_loop.algorithms._spans import as_span, part_of_span
@@ -85,6 +85,7 @@ def ema(
     *,
     start: Any = None,
     warmup: bool = False,
+    offload: bool = False,
     name: str = "ema",
 ) -> Algorithm:
     """Exponential moving average: evaluation and prediction use the average, training the weights.
@@ -104,6 +105,8 @@ def ema(
             themselves, which leaves the first, bad ones out. None: at once.
         warmup: at the n-th update no more than ``(1 + n) / (10 + n)`` of the average stays, so that it follows the
             weights at first, as TensorFlow does it; updates before ``start`` do not count.
+        offload: keep the average in RAM, and not in the memory of the device. Each update copies all weights there and
+            waits for them, so write an ``interval`` of many batches; not with ``parallel="shard"``.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
@@ -130,15 +133,23 @@ def ema(
         _refuse_inside(life, life.unit, period, period.unit)
     cadence = every(period)
 
+    def kept(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+        chosen = averageable(tensors)
+        if not offload:
+            return chosen
+        if any(map(is_sharded, chosen.values())):
+            raise ArgumentError(
+                "ema: offload=True with parallel='shard': each rank has a shard of the average already."
+            )
+        return FrozenDict((key, tensor.detach().to("cpu")) for key, tensor in chosen.items())
+
     def begin(state: State) -> FrozenDict[str, Any]:
         duration = state.timestamp.max_duration
         period_unit = _in_counts(period, duration)[1]
         unit = None if life is None else _in_counts(life, duration)[1]
         if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
             _refuse_inside(life, unit, period, period_unit)
-        memory = FrozenDict(
-            params=averageable(state.params), buffers=averageable(state.buffers), updated=_counts(state.timestamp)
-        )
+        memory = FrozenDict(params=kept(state.params), buffers=kept(state.buffers), updated=_counts(state.timestamp))
         return memory | {"updates": 0} if warmup else memory
 
     def update(state: State) -> State:
@@ -155,9 +166,10 @@ def ema(
         elif warmup:
             updates += 1
             decay = min(decay, updates / (9 + updates))
-        params = moving_average(memory["params"], state.params, decay)
+        params = moving_average(memory["params"], kept(state.params) if offload else state.params, decay)
         # Buffers may come, go and change their shapes.
-        buffers = moving_average(begun(memory["buffers"], averageable(state.buffers)), state.buffers, decay)
+        now_there = kept(state.buffers) if offload else state.buffers
+        buffers = moving_average(begun(memory["buffers"], averageable(now_there)), now_there, decay)
         after = FrozenDict(params=params, buffers=buffers, updated=_counts(now))
         return state.remember(name, after | {"updates": updates} if warmup else after)
 

@@ -240,3 +240,22 @@ def test_the_average_follows_the_weights_at_first(start: Any) -> None:
 @pytest.mark.slow
 def test_its_warmup_keeps_every_law() -> None:
     check_algorithm(lambda: ema(half_life="4ba", warmup=True), max_examples=4)
+
+
+def test_an_average_in_memory_is_the_same() -> None:
+    one, two = (train(convnet(), images(), [ema(half_life="2ba", offload=offload)]) for offload in (False, True))
+    equal(one.algorithm_state, two.algorithm_state)
+
+
+@pytest.mark.gpu
+def test_an_average_beside_a_device() -> None:
+    options: dict[str, Any] = {"device": "cuda", "strict": False, "evaluators": {"val": images(1)}}
+    one, two = (
+        train(convnet(), images(), [ema(half_life="4ba", interval="2ba", offload=offload)], **options)
+        for offload in (False, True)
+    )
+    average = two.algorithm_state["ema"]["params"]
+    assert {tensor.device.type for tensor in average.values()} == {"cpu"}
+    assert {tensor.device.type for tensor in averaged(two).params.values()} == {"cuda"}
+    close({name: tensor.cpu() for name, tensor in one.algorithm_state["ema"]["params"].items()}, average)
+    torch.testing.assert_close(one.metrics["val"]["loss"], two.metrics["val"]["loss"])
