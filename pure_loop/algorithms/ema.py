@@ -168,8 +168,8 @@ def ema(
             decay = min(decay, updates / (9 + updates))
         params = moving_average(memory["params"], kept(state.params) if offload else state.params, decay)
         # Buffers may come, go and change their shapes.
-        now_there = kept(state.buffers) if offload else state.buffers
-        buffers = moving_average(begun(memory["buffers"], averageable(now_there)), now_there, decay)
+        of_buffers = kept(state.buffers) if offload else state.buffers
+        buffers = moving_average(begun(memory["buffers"], averageable(of_buffers)), of_buffers, decay)
         after = FrozenDict(params=params, buffers=buffers, updated=_counts(now))
         return state.remember(name, after | {"updates": updates} if warmup else after)
 

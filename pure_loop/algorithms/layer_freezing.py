@@ -130,8 +130,7 @@ def layer_freezing(
         if count < 2:
             raise ModelError(
                 f"layer_freezing: the model has {count} layer with parameters that are trained, and the last one is "
-                "never frozen: leave "
-                "layer_freezing out, or say what its layers are, layers=lambda name: ...."
+                "never frozen: leave layer_freezing out, or say what its layers are, layers=lambda name: ...."
             )
         return FrozenDict(depth=0, buffers=FrozenDict())
 

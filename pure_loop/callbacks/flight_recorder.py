@@ -15,7 +15,7 @@ from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
-from pure_loop.checkpoint.flight import JOURNAL, RUN, digest_of, facts_of, line_of
+from pure_loop.checkpoint.flight import ENDED, JOURNAL, RUN, digest_of, facts_of, line_of
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
@@ -32,10 +32,10 @@ EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint even
 class FlightRecorder(CheckpointSaver):
     """Keeps States at an interval, and a line of a journal for each batch, for :func:`pure_loop.rewind`.
 
-    The folder has ``ba0.safetensors`` and so on, the States; ``journal.jsonl``: batch, epoch, loss, seconds and, where
-    it is due, a digest of the parameters; and ``run.json``: the versions and settings of the run. A run that resumes
-    adds to them, and a line that a killed run did not finish is passed over. States are written in a thread while
-    training continues. Of several ranks the first one records.
+    The folder has the States, ``start-ba0.safetensors`` of FIT_START and ``ba100.safetensors``; ``journal.jsonl``:
+    batch, epoch, loss, seconds and, where it is due, a digest of the parameters; and ``run.json``: the versions and
+    settings of the run. A run that resumes adds to them, and a line that a killed run did not finish is left out.
+    States are written in a thread while training continues. Of several ranks the first one records.
 
     Args:
         folder: where to; one run's.
@@ -44,7 +44,7 @@ class FlightRecorder(CheckpointSaver):
         digest: how often the journal has a digest of all parameters, which are read for it; 0: never.
         in_memory: how many of the last States ``recorder.states`` has, at BATCH_CHECKPOINT; their memory is not written
             to by the steps after them.
-        keep_last: how many of the newest States stay in the folder; None: all.
+        keep_last: how many of the newest States stay in the folder, besides those of FIT_START; None: all.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once; at FIT_START for parameters in shards.
@@ -106,9 +106,8 @@ class FlightRecorder(CheckpointSaver):
         self._waiting.clear()
         if self.rank:
             return
-        path = os.path.join(self.folder, f"ba{state.timestamp.batch}{SUFFIX}")
-        if not os.path.exists(path) or not state.timestamp.batch:
-            save(state, path)
+        # Of another name than those of which ``keep_last`` removes the oldest.
+        save(state, os.path.join(self.folder, f"start-ba{state.timestamp.batch}{SUFFIX}"))
         facts = {**facts_of(state), **self._settings}
         with open(os.path.join(self.folder, RUN), "w") as file:
             json.dump(facts, file, indent=1)
@@ -130,6 +129,12 @@ class FlightRecorder(CheckpointSaver):
         super().batch_checkpoint(state, logger)
         if self.states.maxlen:
             self.states.append(state)
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        super().fit_end(state, logger)
+        if self._journal is not None:
+            self._write_lines(self._journal)
+            self._journal.write(ENDED)
 
     def close(self) -> None:
         try:

@@ -22,10 +22,12 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoun
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["JOURNAL", "RUN", "Flight", "Line", "digest_of", "facts_of", "line_of", "read_flight"]
+__all__ = ["ENDED", "JOURNAL", "RUN", "Flight", "Line", "digest_of", "facts_of", "line_of", "read_flight"]
 
 JOURNAL, RUN = "journal.jsonl", "run.json"
-_KEPT = re.compile(r"ba(\d+)\.safetensors")
+# The line of a journal at FIT_END.
+ENDED = '{"ended":true}\n'
+_KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
 def digest_of(params: Mapping[str, Tensor]) -> str:
@@ -96,18 +98,22 @@ class Flight:
     Attributes:
         folder: where it is.
         lines: of its batches by number; of a batch that was trained again, the last.
-        kept: the numbers of batches after which a State is kept, in order.
+        kept: the files of States by the number of batches that are finished in them, in order.
+        starts: those of them that are States of FIT_START.
         facts: its versions and settings.
+        has_ended: whether its last line says that training reached its end.
     """
 
     folder: str
     lines: Mapping[int, Line]
-    kept: tuple[int, ...]
+    kept: Mapping[int, str]
+    starts: frozenset[int]
     facts: Mapping[str, Any]
+    has_ended: bool
 
     def path(self, batch: int) -> str:
         """The file of a State that is kept."""
-        return os.path.join(self.folder, f"ba{batch}.safetensors")
+        return os.path.join(self.folder, self.kept[batch])
 
     def batch_of(self, when: Any, *, inside: bool) -> int:
         """The number of batches that are finished at an event of the batch that is meant.
@@ -146,7 +152,12 @@ class Flight:
             raise ArgumentError(f"rewind: when={when!r}, and the journal of {self.folder} has no batch.")
         broken = [line.batch - 1 for line in self.lines.values() if not math.isfinite(line.loss)]
         if when == "nonfinite":
-            # The run ended in the batch after the last line, where it was not the end.
+            if not broken and self.has_ended:
+                raise ArgumentError(
+                    f"rewind: when='nonfinite': all losses in the journal of {self.folder} are finite, and the run "
+                    'reached its end. The highest of them is that of when="worst".'
+                )
+            # Training ended in the batch after the last line.
             return min(broken, default=max(self.lines))
         if broken:
             return min(broken)
@@ -171,9 +182,11 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
             f"run with callbacks=[pl.callbacks.FlightRecorder({place!r})]."
         )
     lines: dict[int, Line] = {}
+    has_ended = False
     with open(os.path.join(place, JOURNAL)) as file:
         for text in file:
             line = _read(text)
+            has_ended = text == ENDED
             if line is not None:
                 lines.pop(line.batch, None)
                 lines[line.batch] = line
@@ -185,8 +198,10 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
             facts = json.load(file)
     except (OSError, ValueError):
         facts = {}
-    kept = sorted(int(match[1]) for match in map(_KEPT.fullmatch, names) if match)
-    return Flight(place, lines, tuple(kept), facts)
+    matches = [match for match in map(_KEPT.fullmatch, sorted(names)) if match]
+    kept = {int(match[2]): match[0] for match in matches}
+    starts = frozenset(int(match[2]) for match in matches if match[1])
+    return Flight(place, lines, dict(sorted(kept.items())), starts, facts, has_ended)
 
 
 def _read(text: str) -> Line | None:

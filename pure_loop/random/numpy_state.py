@@ -51,17 +51,17 @@ def _can_exchange(numpy_random: Any) -> bool:
 
 
 def _read_pair(singleton: Any) -> dict[str, Any]:
-    with _nothing_in(singleton):
+    with _WithoutWords(singleton):
         pair: dict[str, Any] = singleton.get_state(legacy=False)
     return pair
 
 
 def _write_pair(singleton: Any, pair: dict[str, Any]) -> None:
-    with _nothing_in(singleton):
+    with _WithoutWords(singleton):
         singleton.set_state(pair)
 
 
-class _nothing_in:  # noqa: N801 - a context manager, which is entered for each batch
+class _WithoutWords:
     """Nothing in the place of the words, while no other code runs in this thread.
 
     The garbage collector may close a stream, whose guard would set aside the nothing and could not put it back.

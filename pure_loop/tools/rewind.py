@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,10 +44,10 @@ def rewind(
     occurrence: int = 0,
     **settings: Any,
 ) -> Stream:
-    """A stream from exactly this event of a recorded run on, bit for bit as that run was.
+    """The stream of a recorded run from exactly this event on, bit for bit.
 
     The batches since the nearest kept State are trained again; on the way losses and digests are compared with those of
-    the journal. Callbacks and loggers may be others than the run's; they see the events on the way, too.
+    the journal. Callbacks and loggers may be others than the run's; they observe the events on the way, too.
 
     Args:
         folder: of the :class:`pure_loop.callbacks.FlightRecorder`.
@@ -88,12 +88,12 @@ def rewind(
     watch = settings.pop("watch", None)
     if watch is not None:
         settings["watch"] = {*watch, target}
-    checking = _Checking(flight, settings)
+    checking = _Checking(flight)
     callbacks = settings.pop("callbacks", ())
     callbacks = [callbacks] if isinstance(callbacks, Callback) or callable(callbacks) else [*callbacks]
     stream = fit(model, train_dataloader, load_path=flight.path(start), callbacks=[*callbacks, checking], **settings)
-    seen = None if watch is None else frozenset(Event(item) for item in watch)
-    return Stream(_from(stream, target, batch, occurrence, start, seen))
+    watched = None if watch is None else frozenset(Event(item) for item in watch)
+    return Stream(_pairs_from(stream, target, batch, occurrence, watched))
 
 
 def _nearest(flight: Flight, batch: int, event: Event) -> int:
@@ -102,23 +102,23 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
         raise ArgumentError(
             f"rewind: batch {batch} is beyond the end: the journal of {flight.folder} has {max(flight.lines)} batches."
         )
-    first = flight.kept[0] if flight.kept else 0
-    # That of FIT_START is from before all events of its boundary.
-    last = batch if event in _INSIDE or event is Event.FIT_START or batch == first else batch - 1
+    # A State of FIT_START is from before all events of the first batches, and another from after its own BATCH_END.
+    begins = batch in flight.starts and batch == min(flight.kept)
+    last = batch if event in _INSIDE or event is Event.FIT_START or begins else batch - 1
     before = [kept for kept in flight.kept if kept <= last]
     if not before:
         raise ArgumentError(
             f"rewind: no State is kept before {event.name} of batch {batch}; there are those after "
-            f"{', '.join(map(str, flight.kept[:8])) or 'no'} batches."
+            f"{', '.join(map(str, list(flight.kept)[:8])) or 'no'} batches."
         )
     return before[-1]
 
 
-def _from(
-    stream: Stream, target: Event, batch: int, occurrence: int, start: int, watch: frozenset[Event] | None
+def _pairs_from(
+    stream: Stream, target: Event, batch: int, occurrence: int, watch: frozenset[Event] | None
 ) -> Generator[tuple[Event, State], None, Any]:
+    """The pairs of a stream from an event on, and after it those that are watched; None: all."""
     pairs = iter(stream)
-    left = occurrence
     seen = 0
     while True:
         try:
@@ -132,9 +132,8 @@ def _from(
             raise ArgumentError(_missing(target, batch, occurrence, seen))
         if event is target and state.timestamp.batch == batch:
             seen += 1
-            if not left:
+            if seen > occurrence:
                 break
-            left -= 1
     yield event, state
     del state
     if watch is None:
@@ -146,10 +145,10 @@ def _from(
 
 
 def _missing(target: Event, batch: int, occurrence: int, seen: int) -> str:
-    times = {0: "not", 1: "once"}.get(seen, f"{seen} times")
+    count = {0: "no", 1: "one"}.get(seen, str(seen))
     return (
-        f"rewind: with {batch} batches finished {target.name} comes {times}, and occurrence={occurrence} was asked "
-        "for. At BATCH_END and after it the batch itself is counted; evaluations come where one is due."
+        f"rewind: occurrence={occurrence} is counted from 0, and with {batch} batches finished there is {count} "
+        f"{target.name}. From BATCH_END on the batch itself is counted, and an evaluation has events where one is due."
     )
 
 
@@ -158,9 +157,8 @@ class _Checking(Callback):
 
     all_ranks = False
 
-    def __init__(self, flight: Flight, settings: Mapping[str, Any]) -> None:
+    def __init__(self, flight: Flight) -> None:
         self._flight = flight
-        self._settings = settings
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         line = self._flight.lines.get(state.timestamp.batch)
@@ -169,15 +167,15 @@ class _Checking(Callback):
         loss: Any = total_loss(state.loss)
         value = float(loss) if isinstance(loss, Tensor) else loss
         if value != line.loss and not (value != value and line.loss != line.loss):
-            raise RewindError(self._said(line, f"its loss is {value!r}, and was {line.loss!r}", state))
+            raise RewindError(self._refusal(line, f"its loss is {value!r}, and was {line.loss!r}", state))
         if line.digest is not None:
             digest = digest_of(state.params)
             if digest != line.digest:
                 raise RewindError(
-                    self._said(line, f"its parameters have the digest {digest}, and had {line.digest}", state)
+                    self._refusal(line, f"its parameters have the digest {digest}, and had {line.digest}", state)
                 )
 
-    def _said(self, line: Line, what: str, state: State) -> str:
+    def _refusal(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts
         now = facts_of(state)
         others = [

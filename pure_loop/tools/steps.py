@@ -21,7 +21,7 @@ from pure_loop.tools.parts import Parts, replace_each
 
 __all__ = ["LOOP", "Step", "distance", "is_same", "leaves_of", "refuse_stepless", "steps"]
 
-# What the loop computes before an event; before others it only goes on to the next part.
+# What the loop computes before an event; before others it computes nothing.
 LOOP = {
     Event.AFTER_DATALOADER: "data",
     Event.BEFORE_FORWARD: "split into microbatches",
