@@ -206,8 +206,6 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
 
 def _read(text: str) -> Line | None:
     """None: a line that a killed run did not finish."""
-    if not text.endswith("\n"):
-        return None
     try:
         fields = json.loads(text)
         loss = fields["loss"]

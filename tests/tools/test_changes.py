@@ -37,6 +37,13 @@ def test_each_change_has_an_author() -> None:
     assert clipped.event is Event.AFTER_TRAIN_BATCH
 
 
+def test_calls_inside_an_algorithm_are_its_own() -> None:
+    """SAM computes each batch again, with the algorithms between; of that it keeps the gradient alone."""
+    run = stream(mlp(), points(), [scaled(2.0, Event.AFTER_LOSS, "loss"), pl.algorithms.sam()], max_duration="1ep")
+    report = pl.blame(run, "loss")
+    assert [change.by for change in report.changes if change.by == "scaled"] == ["scaled"] * 3
+
+
 def test_the_norm_is_that_of_the_update() -> None:
     before: Any = None
     norms = []
