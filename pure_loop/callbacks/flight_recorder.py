@@ -70,7 +70,9 @@ class FlightRecorder(CheckpointSaver):
         keep_last: Annotated[int | None, AtLeast(1)] = None,
     ) -> None:
         if "://" in os.fspath(folder):
-            raise ArgumentError(f"FlightRecorder({os.fspath(folder)!r}): a journal is of this machine: a local folder.")
+            raise ArgumentError(
+                f"FlightRecorder({os.fspath(folder)!r}): its journal is a local file; give a local folder."
+            )
         super().__init__(
             folder, interval=keep, filename=f"ba{{batch}}{SUFFIX}", keep_last=keep_last, latest=None, signals=()
         )

@@ -183,7 +183,7 @@ class _Checking(Callback):
             for name, value in now.items()
             if name in facts and facts[name] != value
         ]
-        known = "; ".join(others) or "what the journal knows (versions, model, seed, length of the data) is the same"
+        known = "; ".join(others) or "what the journal records (versions, model, seed, length of the data) is the same"
         return (
             f"batch {line.batch - 1} is not that of the recorded run: {what}. {known[0].upper()}{known[1:]}. Look for "
             "other data, in another order, other settings, or code that has changed since."

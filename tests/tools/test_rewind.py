@@ -206,7 +206,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "start-ba0.safetensors").unlink()
     with pytest.raises(pl.ArgumentError, match=r"no State is kept before AFTER_LOSS of batch 2; there are .* 4, 6"):
         back(tmp_path, "2ba", "after_loss")
-    with pytest.raises(pl.ArgumentError, match=r"a journal is of this machine"):
+    with pytest.raises(pl.ArgumentError, match=r"its journal is a local file"):
         FlightRecorder("memory://runs")
 
 
