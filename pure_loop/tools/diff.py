@@ -107,9 +107,9 @@ def diff(stream_a: Stream, stream_b: Stream, *, tolerance: float = 0.0) -> Diver
             step = next((item for item in (a, b) if item is not None and item.is_algorithm), a or b)
             mine, theirs = (_where(item) for item in (a, b))
             return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
-        found = _first_difference(a, b, tolerance)
-        if found is not None:
-            return found
+        divergence = _first_difference(a, b, tolerance)
+        if divergence is not None:
+            return divergence
     return None
 
 

@@ -58,9 +58,9 @@ class Parts:
                 f"{function}: the stream has begun: give a new one, pl.{function}(pl.fit(...)); from a State on, "
                 f"pl.{function}(pl.fit(state, ...))."
             )
-        found: Mapping[str, Any] = _arguments(pairs)
-        run, script = found.get("run"), found.get("script")
-        begun = found if run is not None or not isinstance(script, Generator) else _arguments(script)
+        arguments: Mapping[str, Any] = _arguments(pairs)
+        run, script = arguments.get("run"), arguments.get("script")
+        begun = arguments if run is not None or not isinstance(script, Generator) else _arguments(script)
         fit, state = begun.get("fit"), begun.get("state")
         if not isinstance(fit, Fit) or not isinstance(state, State):
             raise ArgumentTypeError(
@@ -68,7 +68,9 @@ class Parts:
                 f"itself, pl.{function}(pl.fit(...))."
             )
         handlers, observers, closing = (
-            (run.handlers, run.observers, run.closing) if run is not None else (found[name] for name in _OF_A_DRIVER)
+            (run.handlers, run.observers, run.closing)
+            if run is not None
+            else (arguments[name] for name in _OF_A_DRIVER)
         )
         closed = (getattr(close, "__self__", None) for close in closing)
         loggers = tuple(item for item in closed if isinstance(item, Logger))
@@ -81,10 +83,10 @@ _OF_A_DRIVER = ("handlers", "observers", "closing")
 def _arguments(generator: Any) -> Mapping[str, Any]:
     """The arguments of a generator that has not begun."""
     variables: Any = generator.gi_frame.f_locals
-    found = dict(variables)
+    arguments = dict(variables)
     if isinstance(variables, dict):
         variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
-    return found
+    return arguments
 
 
 def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:
