@@ -26,6 +26,7 @@ __all__ = [
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
+    "IdleAlgorithmError",
     "ImpurityError",
     "LossError",
     "MissingExtraError",
@@ -123,6 +124,10 @@ class NonFiniteError(PureLoopError, FloatingPointError):
 
 class ImpurityError(PureLoopError, RuntimeError):
     """``strict=True`` found that a State changed by value after it was yielded or passed to user code."""
+
+
+class IdleAlgorithmError(PureLoopError, RuntimeError):
+    """``pl.blame`` found, with ``strict``, that an algorithm changed nothing in a whole run."""
 
 
 class RehearsalError(PureLoopError, RuntimeError):

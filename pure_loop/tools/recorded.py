@@ -54,9 +54,9 @@ def diff_recorded(a: Any, b: Any, *, tolerance: float, operations: bool) -> Dive
         if math.isinf(end):
             return None
         raise RewindError(
-            f"diff: the recorded runs differ with {int(end)} batches finished, and trained again from {equal} on they do "
-            "not: the streams that were made are not those of the runs (other data, settings or code), or a difference "
-            "of the machine did not come back."
+            f"diff: the recorded runs differ with {int(end)} batches finished, and trained again from {equal} on they "
+            "do not: the streams that were made are not those of the runs (other data, settings or code), or a "
+            "difference of the machine did not come back."
         )
     if not operations:
         return divergence

@@ -92,9 +92,7 @@ def test_an_operation_is_named(tmp_path: Path) -> None:
 
 def test_a_difference_that_does_not_come_back(tmp_path: Path) -> None:
     a, b = record(tmp_path / "a"), record(tmp_path / "b", optimizer=changed_from(12))
-    with pytest.raises(
-        pl.RewindError, match="differ with 14 batches finished, and trained again from 10 on they do not"
-    ):
+    with pytest.raises(pl.RewindError, match="differ with 14 batches finished, and trained again from 10 on"):
         pl.diff(a, (b[0], b[1], a[2]))
 
 
