@@ -139,7 +139,8 @@ class Block:
 
 def pages() -> list[Path]:
     """README.md and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    folders = (ROOT / "docs", ROOT / "docs" / "tutorials")
+    return [ROOT / "README.md", *(page for folder in folders for page in sorted(folder.glob("*.md")))]
 
 
 def blocks(text: str) -> list[Block]:

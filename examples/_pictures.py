@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 try:
@@ -230,3 +230,21 @@ def records(
     bottom.set_xlim(0, whole[-1][0])
     bottom.set_xlabel("Batch")
     figure.savefig(path, dpi=160)
+
+
+def searches(path: str, plot: Callable[..., Any], losses: Sequence[Series], batch: int, by: str) -> None:
+    """The loss around a spike, drawn by ``plot``, and how far two runs are apart, with where they part."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1)
+    plot(axes=top, around=60)
+    top.set_title("The loss jumped: the batch that pl.rewind visits", loc="left", fontweight="bold", fontsize=12)
+    before, after = losses
+    gaps = [(at, abs(one - other)) for (at, one), (_, other) in zip(before, after, strict=True)]
+    bottom.plot(*zip(*gaps, strict=True), color=INK, lw=1.2)
+    bottom.axvline(batch, color=COLORS[1], lw=2)
+    bottom.text(batch, max(gap for _, gap in gaps), f"  pl.diff: batch {batch}, {by}", color=COLORS[1], va="top")
+    bottom.set_title(
+        "The refactoring: how far its losses are from those before", loc="left", fontweight="bold", fontsize=12
+    )
+    bottom.set(xlabel="batch", ylabel="difference of the loss", xlim=(0, gaps[-1][0]))
+    figure.savefig(path)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pure_loop.tools.ablate import ablate
     from pure_loop.tools.changes import blame, changes
     from pure_loop.tools.diff import diff
+    from pure_loop.tools.inspection import inspect
     from pure_loop.tools.lr_find import lr_find
     from pure_loop.tools.profile import profile
     from pure_loop.tools.rewind import rewind
@@ -96,6 +97,7 @@ __all__ = [
     "export",
     "fit",
     "gradients",
+    "inspect",
     "largest_microbatch",
     "latest",
     "load",
@@ -131,6 +133,7 @@ _LAZY: dict[str, str | None] = {
     "evaluate": "pure_loop.entry.evaluate",
     "explain": "pure_loop.entry.explain",
     "export": "pure_loop.exporting",
+    "inspect": "pure_loop.tools.inspection",
     "largest_microbatch": "pure_loop.entry.largest_microbatch",
     "latest": "pure_loop.checkpoint",
     "load": "pure_loop.checkpoint",

@@ -573,8 +573,10 @@ def record_operations(operations: list[Operation]) -> Iterator[None]:
     with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn=_checksum, hash_inputs=True):
         yield
     for call in mode.operators:
-        log = getattr(call, "log", None) or {}
-        inputs, outputs = (tuple(optree.tree_leaves(log.get(name))) for name in ("input_hash", "hash"))  # None left out
+        log: Any = getattr(call, "log", None) or {}
+        inputs, outputs = (
+            tuple(optree.tree_leaves(log.get(name, ()))) for name in ("input_hash", "hash")
+        )  # None left out
         operations.append(Operation(str(getattr(call, "op", call)), inputs, outputs))
 
 

@@ -16,7 +16,7 @@ from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
-from pure_loop.checkpoint.flight import ENDED, JOURNAL, RUN, digest_of, facts_of, line_of
+from pure_loop.checkpoint.flight import ENDED, JOURNAL, RUN, digest_of, digest_of_batch, facts_of, line_of
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
@@ -82,6 +82,7 @@ class FlightRecorder(CheckpointSaver):
         self._journal: IO[str] | None = None
         self._waiting: list[tuple[Timestamp, str | None, Tensor, float]] = []
         self._settings: dict[str, Any] = {}
+        self._facts: dict[str, Any] | None = None
         self._last = 0.0
 
     def bind(self, run: Run) -> None:
@@ -111,15 +112,17 @@ class FlightRecorder(CheckpointSaver):
             return
         # Of another name than those of which ``keep_last`` removes the oldest.
         save(state, os.path.join(self.folder, f"start-ba{state.timestamp.batch}{SUFFIX}"))
-        facts = {**facts_of(state), **self._settings}
-        with open(os.path.join(self.folder, RUN), "w") as file:
-            json.dump(facts, file, indent=1)
+        self._facts = {**facts_of(state), **self._settings}
+        self._write_facts()
         self._journal = open(os.path.join(self.folder, JOURNAL), "a", buffering=1)  # noqa: SIM115 - closed in close()
         self._last = time.perf_counter()
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         if self._journal is None:
             return
+        if self._facts is not None and "first_batch" not in self._facts:
+            self._facts["first_batch"] = [state.timestamp.batch, digest_of_batch(state.batch)]
+            self._write_facts()
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         digest = digest_of(state.params) if is_due(self._digest, state, Event.BATCH_END) else None
@@ -153,6 +156,10 @@ class FlightRecorder(CheckpointSaver):
             if journal is not None:
                 self._write_lines(journal)
                 journal.close()
+
+    def _write_facts(self) -> None:
+        with open(os.path.join(self.folder, RUN), "w") as file:
+            json.dump(self._facts, file, indent=1)
 
     def _write_lines(self, journal: IO[str]) -> None:
         for timestamp, digest, loss, seconds in self._waiting:

@@ -13,16 +13,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import optree
 import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.version import __version__
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["ENDED", "JOURNAL", "RUN", "Flight", "Line", "digest_of", "facts_of", "line_of", "read_flight"]
+__all__ = [
+    "ENDED",
+    "JOURNAL",
+    "RUN",
+    "Flight",
+    "Line",
+    "digest_of",
+    "digest_of_batch",
+    "facts_of",
+    "line_of",
+    "read_flight",
+]
 
 JOURNAL, RUN = "journal.jsonl", "run.json"
 # The line of a journal at FIT_END.
@@ -44,6 +57,12 @@ def digest_of(params: Mapping[str, Tensor]) -> str:
         if size:
             result = zlib.crc32((ctypes.c_char * size).from_address(numbers.data_ptr()), result)
     return f"{result:08x}"
+
+
+def digest_of_batch(batch: Any) -> str:
+    """The same of the tensors of a batch."""
+    leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
+    return digest_of({str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 
 
 def facts_of(state: State) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Generator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.extras import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup
-from pure_loop.checkpoint.flight import Flight, Line, digest_of, facts_of, read_flight
+from pure_loop.checkpoint.flight import Flight, Line, digest_of, digest_of_batch, facts_of, read_flight
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event
@@ -20,7 +22,7 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["rewind"]
+__all__ = ["Rewound", "rewind"]
 
 # Those of a batch before it is counted, to which a State that is kept after the batch before leads.
 _INSIDE = frozenset(
@@ -43,7 +45,7 @@ def rewind(
     *,
     occurrence: int = 0,
     **settings: Any,
-) -> Stream:
+) -> Rewound:
     """The stream of a recorded run from exactly this event on, bit for bit.
 
     The batches since the nearest kept State are trained again; on the way losses and digests are compared with those of
@@ -60,7 +62,7 @@ def rewind(
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them.
 
     Returns:
-        A stream whose first pair is the event.
+        A stream whose first pair is the event. Its method ``plot("spike.png")`` draws the recorded losses around it.
 
     Raises:
         ArgumentError: an event that the batch does not have, a batch beyond the end, nothing kept before it; from the
@@ -93,7 +95,54 @@ def rewind(
     callbacks = [callbacks] if isinstance(callbacks, Callback) or callable(callbacks) else [*callbacks]
     stream = fit(model, train_dataloader, load_path=flight.path(start), callbacks=[*callbacks, checking], **settings)
     watched = None if watch is None else frozenset(Event(item) for item in watch)
-    return Stream(_pairs_from(stream, target, batch, occurrence, watched))
+    return Rewound(_pairs_from(stream, target, batch, occurrence, watched), flight, batch - (target not in _INSIDE))
+
+
+class Rewound(Stream):
+    """The stream of :func:`rewind`; it knows the journal of the run."""
+
+    __slots__ = ("_batch", "_flight")
+
+    def __init__(self, pairs: Generator[tuple[Event, State], None, Any], flight: Flight, batch: int) -> None:
+        super().__init__(pairs)
+        self._flight, self._batch = flight, max(batch, 0)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, around: int = 100, axes: Any = None) -> Any:
+        """Draw the recorded losses around the batch, and the States that are kept; needs the extra ``plot``.
+
+        Args:
+            path: of a picture to write, ``"spike.png"``; None: none is written.
+            around: how many batches before and after it.
+            axes: of matplotlib, to draw on; None: new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ArgumentError: ``around`` is less than 1.
+            MissingExtraError: matplotlib is not installed.
+        """
+        around = check_integer("around", around, least=1, where="plot")
+        if axes is None:
+            figure = require("matplotlib.figure", "plot", "rewind(...).plot").Figure
+            axes = figure(figsize=(6, 3), layout="constrained").subplots()
+        first, last = self._batch - around, self._batch + around
+        losses = {line.batch - 1: line.loss for line in self._flight.lines.values() if first <= line.batch - 1 <= last}
+        axes.plot(list(losses), list(losses.values()), color="C0", linewidth=1.2, label="loss")
+        finite = [loss for loss in losses.values() if math.isfinite(loss)]
+        broken = [batch for batch, loss in losses.items() if not math.isfinite(loss)]
+        axes.plot(
+            broken, [max(finite, default=0.0)] * len(broken), "x", color="C3", label="not finite" if broken else ""
+        )
+        kept = [batch for batch in self._flight.kept if first <= batch <= last]
+        axes.plot(kept, [min(finite, default=0.0)] * len(kept), "|", color="0.5", markersize=8, label="kept State")
+        axes.axvline(self._batch, color="C3", alpha=0.4, linewidth=4, label=f"batch {self._batch}")
+        axes.set(xlabel="batch", ylabel="loss")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        if path is not None:
+            axes.figure.savefig(path)
+        return axes
 
 
 def _nearest(flight: Flight, batch: int, event: Event) -> int:
@@ -159,11 +208,15 @@ class _Checking(Callback):
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
+        # Of the batch that was first in the record: its number, and a digest of its tensors.
+        self._number, self._digest = flight.facts.get("first_batch", (None, None))
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         line = self._flight.lines.get(state.timestamp.batch)
         if line is None:
             return
+        if line.batch == self._number and digest_of_batch(state.batch) != self._digest:
+            raise RewindError(self._refusal(line, "its data are other numbers", state))
         loss: Any = total_loss(state.loss)
         value = float(loss) if isinstance(loss, Tensor) else loss
         if value != line.loss and not (value != value and line.loss != line.loss):

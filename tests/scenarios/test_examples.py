@@ -124,6 +124,14 @@ def test_fork(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert_picture(tmp_path / "fork.png", width=1200, colors=20)
 
 
+def test_loss_jumped(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("loss_jumped").main(["--output", str(tmp_path / "jumped.png")]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^ +\d+ +1234 +\d+", output, re.MULTILINE)
+    assert "The runs part at BATCH_END, batch 1 (epoch 0), after optimizer" in output
+    assert_picture(tmp_path / "jumped.png", width=900, colors=20)
+
+
 def test_early_stopping(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("early_stopping").main(["--quick", "--output", str(tmp_path / "stopping.png")]) == 0
     output = capsys.readouterr().out

@@ -140,6 +140,28 @@ def test_what_is_another_run_is_refused_on_the_way(tmp_path: Path, change: str) 
         next(back(tmp_path, "5ba", "after_loss", **settings))
 
 
+def test_the_first_batch_is_compared_by_itself(tmp_path: Path) -> None:
+    record(tmp_path, recorder={"keep": "100ba", "digest": 0})
+    data = images()
+    # A label that a loss of a mean over labels would show, too: the digest says that it is the data.
+    data[0] = (data[0][0], data[0][1].roll(1))
+    with pytest.raises(RewindError, match=r"batch 0 is .*: its data are other numbers"):
+        next(back(tmp_path, "5ba", "after_loss", data))
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    record(tmp_path, recorder={"keep": "3ba"})
+    rewound = back(tmp_path, "4ba", "after_loss")
+    axes = rewound.plot(tmp_path / "spike.png", around=2)
+    assert (tmp_path / "spike.png").read_bytes().startswith(b"\x89PNG")
+    batches, losses = axes.lines[0].get_data()
+    assert list(batches) == [2, 3, 4, 5, 6][: len(batches)]
+    _, state = next(rewound)
+    assert float(state.loss.detach()) == list(losses)[list(batches).index(4)]
+    with pytest.raises(pl.ArgumentError, match="around"):
+        rewound.plot(around=0)
+
+
 def test_losses_are_compared_where_there_is_no_digest(tmp_path: Path) -> None:
     record(tmp_path, recorder={"keep": "100ba", "digest": 0})
     with pytest.raises(RewindError, match=r"batch 1 is .*: its loss is [\d.]+, and was [\d.]+"):
