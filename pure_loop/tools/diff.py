@@ -102,7 +102,7 @@ def diff(stream_a: Stream, stream_b: Stream, *, tolerance: float = 0.0) -> Diver
     ('BATCH_END', 1, 'optimizer', 'params/weight')
     """
     tolerance = check_number("tolerance", tolerance, least=0, where="diff")
-    for a, b in zip_longest(steps(stream_a, "diff"), steps(stream_b, "diff")):
+    for a, b in zip_longest(*(steps(stream, "diff", copied=True) for stream in (stream_a, stream_b))):
         if a is None or b is None or (a.event, a.by) != (b.event, b.by):
             step = next((item for item in (a, b) if item is not None and item.is_algorithm), a or b)
             mine, theirs = (_where(item) for item in (a, b))
