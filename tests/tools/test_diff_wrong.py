@@ -299,7 +299,7 @@ def compared_loop(make: Callable[[], Any], folder: Path) -> Divergence | None:
     wrong = make()
     replacements = inspect.getclosurevars(wrong).nonlocals.get("replacements")
     settings: dict[str, Any] = {"callbacks": [lambda event, state: None]}
-    # Callbacks come after the algorithms of an event: one at that event would be named for what they write to the State.
+    # Callbacks come after the algorithms of an event, of which one would be named for what they write to the State.
     chosen: list[Any] = [] if make is loops.callbacks_shift_the_seed else members()
     if make in RESUMED:
         settings["start"] = half_of(*chosen)

@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -98,20 +97,20 @@ class Run:
         return places([*first, *(item for item in rest if item[0] is not Event.FIT_START)])
 
     def until_cut(self, folder: str | None, path: str) -> list[tuple[Event, pl.Timestamp, Leaves]]:
-        """The events up to the State that is saved for the resumed run."""
+        """The events up to the State from which the run resumes: that after ``cut`` batches, or after the last."""
         pairs = self.stream(folder)
-        kept = []
-        last = None
+        events = []
+        length = 0
         for event, state in pairs:
-            if last is None:
-                kept.append((event, state.timestamp, frozen_copy(state)))
-                if event is Event.BATCH_CHECKPOINT and (state.timestamp.batch == self.cut or state.has_ended()):
-                    last = state.timestamp.batch
-                    pl.save(state, path)
-            if last is not None and state.timestamp.batch >= last + self.beyond:
+            batch = state.timestamp.batch
+            if batch > self.cut + self.beyond:
                 break
+            events.append((event, state.timestamp, frozen_copy(state)))
+            if event is Event.BATCH_CHECKPOINT and batch <= self.cut:
+                pl.save(state, path)
+                length = len(events)
         pairs.close()
-        return [item for item in kept if item[0] not in UNKEPT]
+        return [item for item in events[:length] if item[0] not in UNKEPT]
 
     def rewound(self, folder: str, when: Any, event: Any, occurrence: int) -> Any:
         return pl.rewind(
