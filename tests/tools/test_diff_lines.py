@@ -154,7 +154,7 @@ class Line:
 
     Attributes:
         before, after: settings of the two runs that are others than those of all runs.
-        where: the event, how many batches are finished, the author, and the leaf or how it begins.
+        where: the event, how many batches are finished, the author, and the leaf.
     """
 
     before: Settings
@@ -407,6 +407,37 @@ def test_other_betas_are_named(betas: tuple[float, float]) -> None:
     assert (where.event, where.timestamp.batch, where.by) == (Event.BATCH_END, 1, "optimizer")
     assert ("opt_state/exp_avg/0.weight" in where.leaves) is (betas[0] != 0.9)
     assert ("opt_state/exp_avg_sq/0.weight" in where.leaves) is (betas[1] != 0.999)
+
+
+ON_A_GPU = [
+    *("another rate", "dropout", "a target", "another clip", "the half-life of ema", "the rho of sam"),
+    "an algorithm's weight of microbatches",
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_line_that_is_another_is_named_on_a_gpu(name: str) -> None:
+    line = LINES[name]
+    cuda = {"device": "cuda"}
+    assert pl.diff(run({**line.before, **cuda}), run({**line.before, **cuda})) is None
+    where = pl.diff(run({**line.before, **cuda}), run({**line.after, **cuda}))
+    assert where is not None
+    assert (where.event.name, where.timestamp.batch, where.by, where.leaf) == line.where
+    assert str(where)
+
+
+@pytest.mark.gpu
+def test_runs_on_a_cpu_and_a_gpu_are_equal_within_a_tolerance() -> None:
+    # Without dropout, for which a GPU draws other numbers, and without the bias before a BatchNorm, whose gradient is
+    # nothing but rounding: relative to its norm it is another on each device.
+    settings = {"model": lambda: net(lambda module: (setattr(module[0], "bias", None), setattr(module[5], "p", 0.0)))}
+    assert pl.diff(run(settings), run({**settings, "device": "cuda"}), tolerance=1e-2) is None
+    faster = run({**settings, **sgd(lr=0.2), "device": "cuda"})
+    where = pl.diff(run(settings), faster, tolerance=1e-2)
+    assert where is not None
+    assert (where.event.name, where.timestamp.batch, where.by, where.leaf) == STEP
+    assert str(where)
 
 
 def test_there_are_fifty_lines() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.callbacks import FlightRecorder
+from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS
 from pure_loop.testing._settings import built
@@ -227,3 +229,23 @@ def test_a_thousand_events_of_random_runs_come_back() -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_events_of_runs_with_each_algorithm_come_back(name: str) -> None:
     prove(4, 5, serving(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("resumes", ["never", "appends"])
+def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_path: Path) -> None:
+    plan = Plan(
+        batches=(4, 2, 3),
+        max_duration="2ep",
+        microbatch_size=2,
+        evaluators={"val": EvaluatorPlan(batches=(2,), interval="2ba")},
+    )
+    algorithms = [pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise()]
+    case = Case(plan=plan, problem="mlp", precision=precision)
+    run = Run(case, algorithms, is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
+    recorded = run.record(str(tmp_path))
+    # On a GPU losses wait for a digest; all are in the journal where the run has ended.
+    assert len([line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "batch" in line]) >= 6
+    for position in range(0, len(recorded), 5):
+        comes_back(run, str(tmp_path), recorded, position, by_batch)
