@@ -7,6 +7,8 @@ where, and what to write instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AlgorithmReturnError",
     "AlgorithmStructureError",
@@ -24,6 +26,7 @@ __all__ = [
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
+    "IdleAlgorithmError",
     "ImpurityError",
     "LossError",
     "MissingExtraError",
@@ -35,6 +38,7 @@ __all__ = [
     "PureLoopError",
     "RehearsalError",
     "ResumeError",
+    "RewindError",
     "StreamAttributeError",
     "TimeFormatError",
     "WrappedModelError",
@@ -98,11 +102,32 @@ class GradientsNotReadyError(PureLoopError, RuntimeError):
 
 
 class NonFiniteError(PureLoopError, FloatingPointError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss or a gradient is NaN or infinite.
+
+    Attributes:
+        state: the State before the update, with its batch, if the step has not written to its parameters; else None.
+        index: the number of the batch, from 0: ``timestamp.batch`` inside it.
+        batch: the batch; None: not known, as where an accelerator is only asked later.
+        kind: what was first not finite: ``"batch"``, ``"parameter"``, ``"buffer"``, ``"output"`` (of a module),
+            ``"loss"``, ``"algorithm"``, ``"gradient"`` or ``"step"`` (of the optimizer); None: not known.
+        name: of the parameter, buffer or module, or the path in the batch.
+        rows: of the batch, from 0, in which it is not finite; empty: not by rows.
+    """
+
+    state: Any = None
+    index: int | None = None
+    batch: Any = None
+    kind: str | None = None
+    name: str | None = None
+    rows: tuple[int, ...] = ()
 
 
 class ImpurityError(PureLoopError, RuntimeError):
     """``strict=True`` found that a State changed by value after it was yielded or passed to user code."""
+
+
+class IdleAlgorithmError(PureLoopError, RuntimeError):
+    """``pl.blame`` found, with ``strict``, that an algorithm changed nothing in a whole run."""
 
 
 class RehearsalError(PureLoopError, RuntimeError):

@@ -410,10 +410,12 @@ class State(Record):
             return
         batch = int(self.nonfinite)
         if batch >= 0:
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"the loss, a gradient or a parameter after the step of batch {batch} was NaN or infinite "
                 f"(noticed at batch {self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
+            error.index = batch
+            raise error
 
     if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 

@@ -7,7 +7,9 @@ release that moves a private name keeps ``import pure_loop`` or training from wo
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
@@ -21,6 +23,7 @@ __all__ = [
     "KEPT_ITERATOR",
     "WRAPPER_OF_FUNCTIONS",
     "DispatchMode",
+    "Operation",
     "amp_update_scale",
     "any_autocast_enabled",
     "any_global_hook",
@@ -53,6 +56,7 @@ __all__ = [
     "no_dispatch",
     "of_one_pass",
     "record_memory_history",
+    "record_operations",
     "register_pytree",
     "registered_pytrees",
     "replaceable_world",
@@ -538,6 +542,40 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class Operation(NamedTuple):
+    """An operation of torch that ran: its name, and checksums of the tensors it took and of what it returned."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def _checksum(tensor: Tensor) -> int | None:
+    """Of the bytes of a tensor; None of one without numbers."""
+    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None
+    numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = numbers.numel() * numbers.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(numbers.data_ptr())) if size else 0
+
+
+@contextmanager
+def record_operations(operations: list[Operation]) -> Iterator[None]:
+    """Append the operations of torch inside the ``with`` to a list; none, where this torch can't record them."""
+    try:
+        from torch.utils._debug_mode import DebugMode
+    except ImportError:
+        missing["torch.utils._debug_mode.DebugMode"] = "pl.diff(operations=True) names no operation"
+        yield
+        return
+    with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn=_checksum, hash_inputs=True):
+        yield
+    for call in mode.operators:
+        log = getattr(call, "log", None) or {}
+        inputs, outputs = (tuple(optree.tree_leaves(log.get(name))) for name in ("input_hash", "hash"))  # None left out
+        operations.append(Operation(str(getattr(call, "op", call)), inputs, outputs))
 
 
 def config_of_compiler() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import deque
 from typing import IO, Annotated, Any
@@ -16,7 +17,7 @@ from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
 from pure_loop.checkpoint.flight import ENDED, JOURNAL, RUN, digest_of, facts_of, line_of
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.stages.nonfinite import total_loss
@@ -139,6 +140,12 @@ class FlightRecorder(CheckpointSaver):
             self._journal.write(ENDED)
 
     def close(self) -> None:
+        why = sys.exception()
+        if isinstance(why, NonFiniteError) and why.index is not None and not self.rank:
+            why.add_note(
+                f'To look at the batch: event, state = next(pl.rewind({self.folder!r}, "{why.index}ba", "batch_start", '
+                "model, train_dataloader, **settings)), with the arguments of this run."
+            )
         try:
             super().close()
         finally:

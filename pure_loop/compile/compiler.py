@@ -304,7 +304,7 @@ class Compiler:
             if stopped is not None:
                 number, report = stopped
                 before, now, _ = calls[number][0].timestamps
-                raise _nonfinite(_timed(state, now, before), report)
+                raise _nonfinite(_timed(state, now, before), report, calls[number][1][0])
             if failed is not None:
                 raise failed
             state = _timed(state, now, before)
@@ -315,7 +315,7 @@ class Compiler:
     def _ended(self, state: State, run: Run, now: Timestamp) -> State:
         """The State after a batch whose end is not observed, outside of it."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
-            raise _nonfinite(state, int(report))
+            raise _nonfinite(state, int(report), state.batch)
         draft = fresh_draft_of(state)
         for name, value in zip(run.names, run.durable, strict=True):
             setattr(draft, name, value)
@@ -388,7 +388,9 @@ def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
     return draft  # type: ignore[no-any-return]
 
 
-def _nonfinite(state: State, report: int) -> NonFiniteError:
+def _nonfinite(state: State, report: int, batch: Any) -> NonFiniteError:
+    from pure_loop.stages.search import origin_in_batch  # no other run needs it
+
     t = state.timestamp
     what = (
         "the gradients, or what the optimizer's step made of them, are not finite (which one can't be told from a "
@@ -396,6 +398,14 @@ def _nonfinite(state: State, report: int) -> NonFiniteError:
         if report == UPDATE_BAD
         else "the loss is not finite"
     )
-    return NonFiniteError(
-        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
+    origin = None if batch is None else origin_in_batch(batch)
+    if origin is not None:
+        what += f": {origin.words}"
+    result = NonFiniteError(
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. "
+        f"{NON_FINITE_ADVICE if origin is None else origin.advice}"
     )
+    result.index, result.batch = t.batch, batch
+    if origin is not None:
+        result.kind, result.name, result.rows = origin.kind, origin.name, origin.rows
+    return result

@@ -14,11 +14,17 @@ from torch import Tensor
 from pure_loop._internal.cloning import clone_all
 from pure_loop._internal.scalars import KINDS, cell_of, is_transformed, one_on
 from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
-from pure_loop.errors import NonFiniteError
 from pure_loop.stages.engine import worth_checking_references
-from pure_loop.state import NON_FINITE_ADVICE, State
 
-__all__ = ["find_nonfinite", "gradients_nonfinite", "is_nonfinite", "loss_is_finite", "nonfinite_error", "total_loss"]
+__all__ = [
+    "find_nonfinite",
+    "gradients_nonfinite",
+    "is_finite_number",
+    "is_nonfinite",
+    "loss_is_finite",
+    "real_numbers",
+    "total_loss",
+]
 
 
 def total_loss(loss: Any) -> Tensor:
@@ -77,9 +83,14 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> b
     if number.value:
         return True
     _zeros.append((result, number))
+    return not is_finite_number(loss)
+
+
+def is_finite_number(loss: Tensor) -> bool:
+    """Whether a 0-d tensor on the CPU is finite."""
     # Only torch's own class is known to have its number at its address.
     kind = KINDS.get(loss.dtype) if type(loss) is Tensor and not is_transformed(loss) else None
-    return not math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
+    return math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
 
 
 _SINGLE, _DOUBLE = {torch.float32}, {torch.float64}
@@ -98,7 +109,7 @@ def _look(tensors: list[Tensor], result: Tensor) -> None:
 
 def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The same of a loss and of gradients, which may be aliased: nothing is written."""
-    looked_at = [gradient for gradient in map(_real, grads) if gradient.is_floating_point()]
+    looked_at = [gradient for gradient in map(real_numbers, grads) if gradient.is_floating_point()]
     if loss.is_cpu:
         if not worth_checking_references(looked_at):
             return find_nonfinite(loss, clone_all(looked_at))
@@ -111,7 +122,7 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
 def _any_nonfinite(loss: Tensor, tensors: list[Tensor]) -> Tensor:
     """The same by the largest element of each tensor, which is NaN where one is; of any dtypes and devices."""
     devices: dict[torch.device, list[Tensor]] = {}
-    for item in map(_real, tensors):
+    for item in map(real_numbers, tensors):
         if item.numel():
             devices.setdefault(item.device, []).append(item)
     numbers = [loss.detach()]
@@ -122,28 +133,8 @@ def _any_nonfinite(loss: Tensor, tensors: list[Tensor]) -> Tensor:
     return (~torch.isfinite(torch.stack(moved))).any().float().reshape(1)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real_numbers(tensor: Tensor) -> Tensor:
     """The numbers in a tensor, real ones."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def nonfinite_error(state: State) -> NonFiniteError:
-    """The error that names the batch, and what in it is not finite; waits for the device."""
-    t, grads = state.timestamp, state._grads or {}
-    bad = [name for name, g in grads.items() if g is not None and not bool(torch.isfinite(_real(g)).all())]
-    if not loss_is_finite(state.loss):
-        what = f"the loss is {total_loss(state.loss).item()}"
-    elif bad:
-        more = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
-        what = f"the gradient of {bad[0]!r}{more} is not finite"
-    else:
-        what = "loss and gradients are finite, and the optimizer's step made parameters that are not"
-        return NonFiniteError(
-            f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. Lower the learning rate: no "
-            'batch is to blame, and nonfinite="skip" leaves none out for that.'
-        )
-    return NonFiniteError(
-        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {NON_FINITE_ADVICE}"
-    )

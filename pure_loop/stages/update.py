@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -14,8 +15,9 @@ from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import set_grad_enabled
+from pure_loop.data.group import parts_of
 from pure_loop.donation.donation import Taken
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
@@ -25,9 +27,9 @@ from pure_loop.stages.engine import Engine
 from pure_loop.stages.nonfinite import (
     find_nonfinite,
     gradients_nonfinite,
+    is_finite_number,
     is_nonfinite,
     loss_is_finite,
-    nonfinite_error,
     total_loss,
 )
 from pure_loop.stages.settings import StageSettings
@@ -85,6 +87,9 @@ class UpdateStage(StageSettings):
         taken = None
         in_place = self.writes_in_place and state.loss_scale is None
         if in_place:
+            loss = total_loss(state.loss)
+            if loss.is_cpu and not is_finite_number(loss):  # before anything is written to, so that it can be looked at
+                raise self._nonfinite_error(state)
             taken = self.donation.donate(state, shared=False)  # type: ignore[union-attr]
             if taken is not None:
                 return self._update_in_place(state, taken, before)
@@ -135,7 +140,7 @@ class UpdateStage(StageSettings):
                 fresh = [
                     tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
                 ]
-            self._refuse_nonfinite(draft, state, fresh, result, before)
+            self._refuse_nonfinite(draft, state, fresh, result, before, overwritten=taken is not None)
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         draft.params, draft.opt_state = params, opt_state
@@ -161,9 +166,9 @@ class UpdateStage(StageSettings):
             held = donation.held if new is trained else None
             if held is not None and held.alike and optimizer.spreads_nonfinite and type(loss) is Tensor and loss.is_cpu:
                 if is_nonfinite(loss, held.values, alike=True):
-                    raise nonfinite_error(state)
+                    raise self._nonfinite_error(state, overwritten=True)
             else:
-                self._refuse_nonfinite(draft, state, list(new.values()), None, before)
+                self._refuse_nonfinite(draft, state, list(new.values()), None, before, overwritten=True)
         finally:
             set_grad_enabled(grad_mode)
         if new is trained:
@@ -181,6 +186,8 @@ class UpdateStage(StageSettings):
         fresh: list[Tensor],
         result: Tensor | None,
         before: Before | None,
+        *,
+        overwritten: bool,
     ) -> None:
         """Raise for a loss or new parameters that are NaN or infinite, or note it on a device; see :meth:`update`."""
         assert self.optimizer is not None
@@ -188,7 +195,19 @@ class UpdateStage(StageSettings):
         if type(wrong) is not bool and not wrong.is_cpu:
             self._note_on_device(draft, state, result, wrong, before)
         elif wrong:
-            raise nonfinite_error(state)
+            raise self._nonfinite_error(state, overwritten=overwritten)
+
+    def _nonfinite_error(self, state: State, *, overwritten: bool = False) -> NonFiniteError:
+        """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
+        from pure_loop.stages.search import nonfinite_error  # no other run needs it
+
+        @contextmanager
+        def seeding(stage: str, index: int) -> Iterator[None]:
+            with self._seeded(state, stage, index), self._autocast(state):
+                yield
+
+        pieces = list(parts_of(state.batch)) if self.size is None else self.task.split(state.batch, self.size)
+        return nonfinite_error(state, self.task, pieces, seeding, ranks=self.engine.ranks, overwritten=overwritten)
 
     def _overflow(self, state: State) -> Tensor:
         """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
@@ -201,7 +220,7 @@ class UpdateStage(StageSettings):
     def _skip_step(self, state: State, scale: Any, before: Before | None) -> Any:
         """The draft of the State after a step that is skipped."""
         if self.nonfinite == "error" and not loss_is_finite(state.loss):
-            raise nonfinite_error(state)
+            raise self._nonfinite_error(state)
         draft, skipped = fresh_draft_of(state), cast("Tensor", state.skipped)
         draft.loss_scale, draft.skipped = scale, skipped + 1
         if before is not None and self.nonfinite == "skip":

@@ -7,9 +7,10 @@ from typing import Any
 
 import attrs
 
+from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.reprs import table
 from pure_loop._internal.suggestions import teaching
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.time import Timestamp
@@ -132,12 +133,13 @@ def _number(norm: float | None) -> str:
 
 
 @teaching
-def blame(stream: Stream, leaf: str | None = None) -> Blame:
+def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None) -> Blame:
     """Run a stream to its end, and say who changed a leaf of the State, when, in order.
 
     Args:
         stream: what ``pl.fit(...)`` returned, not begun and not compiled.
         leaf: a path such as ``"params/0.weight"`` or ``"loss"``; None: all leaves.
+        strict: raise where an algorithm changed nothing; None: as the stream was made, ``fit(strict=True)``.
 
     Returns:
         A :class:`Blame`: a table by event and algorithm, the changes, and the algorithms that changed nothing.
@@ -145,6 +147,7 @@ def blame(stream: Stream, leaf: str | None = None) -> Blame:
     Raises:
         ArgumentTypeError: it is no stream of ``fit``, or the leaf is no text.
         ArgumentError: it has begun, or is compiled; or no State of the run has the leaf.
+        IdleAlgorithmError: with ``strict``, an algorithm changed no leaf in the whole run.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -157,7 +160,10 @@ def blame(stream: Stream, leaf: str | None = None) -> Blame:
     """
     if leaf is not None and not isinstance(leaf, str):
         raise ArgumentTypeError(f'blame: leaf={leaf!r} is no text: a path such as "params/0.weight".')
+    if strict is not None:
+        strict = check_flag("strict", strict, where="blame")
     parts = refuse_stepless(stream, "blame")
+    strict = parts.fit.stages.strict if strict is None else strict
     names = dict.fromkeys(handler.algorithm for handlers in parts.handlers.values() for handler in handlers)
     known: set[str] = set(leaves_of(parts.state))
     chosen: list[Change] = []
@@ -170,4 +176,10 @@ def blame(stream: Stream, leaf: str | None = None) -> Blame:
     if leaf is not None and leaf not in known:
         some = ", ".join(sorted(known)[:8])
         raise ArgumentError(f"blame: no State of the run has the leaf {leaf!r}; there are {some}, ....")
-    return Blame(leaf, tuple(chosen), tuple(name for name in names if name not in active))
+    idle = tuple(name for name in names if name not in active)
+    if idle and strict:
+        raise IdleAlgorithmError(
+            f"blame: {', '.join(map(repr, idle))} changed no leaf of any State in the whole run. Look at its events "
+            "and at its when=, or leave it out; strict=False lists it instead."
+        )
+    return Blame(leaf, tuple(chosen), idle)

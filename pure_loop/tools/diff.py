@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
-from pure_loop._internal.arguments import check_number
+from pure_loop._internal.arguments import check_flag, check_number
 from pure_loop._internal.reprs import shown
 from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.torch_private import Operation
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
+from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.tools.steps import Step, distance, is_same, leaves_of, steps
 
-__all__ = ["Divergence", "diff"]
+__all__ = ["Divergence", "Recording", "diff", "diff_streams", "first_difference"]
+
+# (folder, model, a function of a State that makes the stream from there on)
+Recording: TypeAlias = tuple[str | os.PathLike[str], nn.Module, Callable[[State], Stream]]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -31,6 +39,7 @@ class Divergence:
         leaves: all leaves that differ after that step.
         a, b: the leaf in each run; None where it is not there.
         norm: the L2 norm of the difference; None where it has none.
+        operation: the first operation of torch that gave other numbers; None: not recorded, or all gave the same.
     """
 
     event: Event
@@ -41,6 +50,7 @@ class Divergence:
     a: Any
     b: Any
     norm: float | None
+    operation: str | None = None
 
     def __str__(self) -> str:
         size = "" if self.norm is None else f", {self.norm:.3g} apart"
@@ -53,6 +63,7 @@ class Divergence:
         return (
             f"The runs part at {self.event.name}, batch {self.timestamp.batch} (epoch {self.timestamp.epoch}), after "
             f"{self.by}: {self.leaf}{more}{size}.\n  a: {a}\n  b: {b}"
+            + ("" if self.operation is None else f"\n  operation: {self.operation}")
         )
 
     __repr__ = __str__
@@ -72,21 +83,33 @@ def _text(value: Any) -> str:
 
 
 @teaching
-def diff(stream_a: Stream, stream_b: Stream, *, tolerance: float = 0.0) -> Divergence | None:
+def diff(
+    a: Stream | Recording, b: Stream | Recording, *, tolerance: float = 0.0, operations: bool = False
+) -> Divergence | None:
     """The first step at which two runs differ, or None: both are run side by side, until they do or end.
 
     Compared are all leaves of both States, by value, after what the loop computed before each event and after each
     algorithm: what is named is the first that made a difference, and not the first event at which it was seen. Times by
     the clock are left out. Values are compared on the host: this is to debug with.
 
+    Two recorded runs are given as ``(folder, model, make)`` each: the folder of a
+    :class:`pure_loop.callbacks.FlightRecorder`, the module, built as it was then, and a function of a State that makes
+    the stream of the run from there on. Of the States that both have kept the last that is the same is found by
+    bisection, and the batches after it are trained once more.
+
     Args:
-        stream_a, stream_b: what ``pl.fit(...)`` returned, not begun and not compiled.
+        a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run.
         tolerance: for runs on other devices: leaves whose difference is at most this, relative to the larger norm, are
             equal; 0: bit for bit.
+        operations: name the operation of torch, too, after which numbers differ: checksums of all operations are
+            compared, which is slow. Of recorded runs that is the batch alone, in a second run of it.
 
     Raises:
-        ArgumentTypeError: one is no stream of ``fit``.
-        ArgumentError: one has begun, or is compiled; a negative tolerance.
+        ArgumentTypeError: one is no stream of ``fit``, and no recorded run.
+        ArgumentError: one has begun, or is compiled; a negative tolerance; recorded runs that have kept no State after
+            the same number of batches.
+        CheckpointNotFoundError: a folder has no record.
+        RewindError: recorded States differ, and the runs that were trained again do not.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -102,14 +125,29 @@ def diff(stream_a: Stream, stream_b: Stream, *, tolerance: float = 0.0) -> Diver
     ('BATCH_END', 1, 'optimizer', 'params/weight')
     """
     tolerance = check_number("tolerance", tolerance, least=0, where="diff")
-    for a, b in zip_longest(*(steps(stream, "diff", copied=True) for stream in (stream_a, stream_b))):
-        if a is None or b is None or (a.event, a.by) != (b.event, b.by):
-            step = next((item for item in (a, b) if item is not None and item.is_algorithm), a or b)
-            mine, theirs = (_where(item) for item in (a, b))
+    operations = check_flag("operations", operations, where="diff")
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        from pure_loop.tools.recorded import diff_recorded  # which imports this module
+
+        return diff_recorded(a, b, tolerance=tolerance, operations=operations)
+    return diff_streams(a, b, tolerance, -math.inf if operations else math.inf)
+
+
+def diff_streams(
+    a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
+) -> Divergence | None:
+    """The same of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
+    both = (steps(stream, "diff", operations_from, copied=True) for stream in (a, b))
+    for one, other in zip_longest(*both):
+        if one is None or other is None or (one.event, one.by) != (other.event, other.by):
+            step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
+            mine, theirs = (_where(item) for item in (one, other))
             return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
-        divergence = _first_difference(a, b, tolerance)
+        divergence = first_difference(one, other, tolerance)
         if divergence is not None:
             return divergence
+        if one.state.timestamp.batch > end:
+            return None
     return None
 
 
@@ -117,7 +155,7 @@ def _where(step: Step | None) -> str:
     return "it has ended" if step is None else f"{step.event.name}, {step.by}"
 
 
-def _first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
+def first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
     one, other = leaves_of(a.state), leaves_of(b.state)
     absent: Any = None
     leaves = [
@@ -129,4 +167,16 @@ def _first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
         return None
     leaf = leaves[0]
     x, y = one.get(leaf, absent), other.get(leaf, absent)
-    return Divergence(a.event, a.state.timestamp, a.by, leaf, tuple(leaves), x, y, distance(x, y))
+    operation = _first_operation(a.operations, b.operations)
+    return Divergence(a.event, a.state.timestamp, a.by, leaf, tuple(leaves), x, y, distance(x, y), operation)
+
+
+def _first_operation(a: Sequence[Operation], b: Sequence[Operation]) -> str | None:
+    """The first operation that is another one, or gives other numbers."""
+    for number, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one.name != other.name:
+            return f"{one.name} in a, {other.name} in b (operation {number} of the step)"
+        if (one.inputs, one.outputs) != (other.inputs, other.outputs):
+            other_inputs = "" if one.inputs == other.inputs else ", which takes other tensors already"
+            return f"{one.name} (operation {number} of the step{other_inputs})"
+    return None

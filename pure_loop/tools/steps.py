@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -47,20 +49,23 @@ class Step:
         by: what made it: the name of an algorithm, or what the loop computed (:data:`LOOP`).
         is_algorithm: whether an algorithm did.
         state: the State.
+        operations: those of torch on the way to the event, where they are recorded.
     """
 
     event: Event
     by: str
     is_algorithm: bool
     state: State
+    operations: Sequence[Operation] = ()
 
 
-def steps(stream: Any, function: str, *, copied: bool = False) -> Iterator[Step]:
+def steps(stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False) -> Iterator[Step]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
     Args:
         stream: of ``fit``, with every event watched, and not compiled.
         function: for errors.
+        operations_from: from which batch on operations are recorded.
         copied: whether the State before each algorithm is copied, so that what the algorithm writes in place is a
             change of its own step, and not of the one before.
 
@@ -68,7 +73,7 @@ def steps(stream: Any, function: str, *, copied: bool = False) -> Iterator[Step]
         ArgumentTypeError: it is no stream of ``fit``.
         ArgumentError: it has begun; it is compiled: what is in a graph has no steps; or ``donate=True``.
     """
-    return _steps(stream, refuse_stepless(stream, function), copied)
+    return _steps(stream, refuse_stepless(stream, function), operations_from, copied)
 
 
 def refuse_stepless(stream: Any, function: str) -> Parts:
@@ -88,14 +93,24 @@ def refuse_stepless(stream: Any, function: str) -> Parts:
     return parts
 
 
-def _steps(stream: Any, parts: Parts, copied: bool) -> Iterator[Step]:
+def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Iterator[Step]:
     noted: list[Step] = []
+    pairs, batch = iter(stream), parts.state.timestamp.batch
     with ExitStack() as restoring:
         replace_each(restoring, parts.handlers, functools.partial(_noted, noted, [0], copied))
-        for event, state in iter(stream):
+        while True:
+            operations: list[Operation] = []
+            recording = record_operations(operations) if batch >= operations_from else nullcontext()
+            try:
+                with recording:
+                    event, state = next(pairs)
+            except StopIteration:
+                return
+            batch = state.timestamp.batch
             if not noted:
                 noted.append(Step(event, LOOP.get(event, "loop"), False, state))
-            yield from noted
+            for step in noted:
+                yield attrs.evolve(step, operations=operations) if operations else step
             noted.clear()
 
 

@@ -83,7 +83,10 @@ def _observed(run: Any) -> Any:
 
 def test_the_table_and_algorithms_that_change_nothing() -> None:
     idle = pl.Algorithm("idle", {Event.BATCH_END: lambda state: state.replace(params=dict(state.params))})
-    report = pl.blame(stream(mlp(), points(), [idle, pl.algorithms.sam()]))
+    report = pl.blame(stream(mlp(), points(), [idle, pl.algorithms.sam()]), strict=False)
+    for strict in (True, None):  # None: as the stream was made
+        with pytest.raises(pl.IdleAlgorithmError, match="blame: 'idle' changed no leaf"):
+            pl.blame(stream(mlp(), points(), [idle, pl.algorithms.sam()], strict=True), strict=strict)
     assert report.idle == ("idle",)
     text = str(report)
     assert "changed nothing: idle" in text
