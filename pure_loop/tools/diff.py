@@ -137,7 +137,8 @@ def diff_streams(
     a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
 ) -> Divergence | None:
     """The same of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
-    for one, other in zip_longest(steps(a, "diff", operations_from), steps(b, "diff", operations_from)):
+    both = (steps(stream, "diff", operations_from, copied=True) for stream in (a, b))
+    for one, other in zip_longest(*both):
         if one is None or other is None or (one.event, one.by) != (other.event, other.by):
             step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
             mine, theirs = (_where(item) for item in (one, other))

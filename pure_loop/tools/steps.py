@@ -59,19 +59,21 @@ class Step:
     operations: Sequence[Operation] = ()
 
 
-def steps(stream: Any, function: str, operations_from: float = math.inf) -> Iterator[Step]:
+def steps(stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False) -> Iterator[Step]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
     Args:
         stream: of ``fit``, with every event watched, and not compiled.
         function: for errors.
         operations_from: from which batch on operations are recorded.
+        copied: whether the State before each algorithm is copied, so that what the algorithm writes in place is a
+            change of its own step, and not of the one before.
 
     Raises:
         ArgumentTypeError: it is no stream of ``fit``.
         ArgumentError: it has begun; it is compiled: what is in a graph has no steps; or ``donate=True``.
     """
-    return _steps(stream, refuse_stepless(stream, function), operations_from)
+    return _steps(stream, refuse_stepless(stream, function), operations_from, copied)
 
 
 def refuse_stepless(stream: Any, function: str) -> Parts:
@@ -91,11 +93,11 @@ def refuse_stepless(stream: Any, function: str) -> Parts:
     return parts
 
 
-def _steps(stream: Any, parts: Parts, operations_from: float) -> Iterator[Step]:
+def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Iterator[Step]:
     noted: list[Step] = []
     pairs, batch = iter(stream), parts.state.timestamp.batch
     with ExitStack() as restoring:
-        replace_each(restoring, parts.handlers, functools.partial(_noted, noted, [0]))
+        replace_each(restoring, parts.handlers, functools.partial(_noted, noted, [0], copied))
         while True:
             operations: list[Operation] = []
             recording = record_operations(operations) if batch >= operations_from else nullcontext()
@@ -112,12 +114,14 @@ def _steps(stream: Any, parts: Parts, operations_from: float) -> Iterator[Step]:
             noted.clear()
 
 
-def _noted(noted: list[Step], depth: list[int], event: Event, handler: Handler) -> Handler:
+def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
     """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
 
     def call(state: State, *stages: Any) -> Any:
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
+        if copied and not depth[0]:
+            noted[-1] = attrs.evolve(noted[-1], state=_copy(noted[-1].state))
         depth[0] += 1
         try:
             result = handler.function(state, *stages)
@@ -128,6 +132,14 @@ def _noted(noted: list[Step], depth: list[int], event: Event, handler: Handler) 
         return result
 
     return attrs.evolve(handler, function=call)
+
+
+def _copy(state: State) -> State:
+    tree: Any = state
+    copies: Any = optree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
+    )
+    return copies  # type: ignore[no-any-return]
 
 
 def leaves_of(state: State) -> Mapping[str, Any]:

@@ -1,0 +1,251 @@
+"""``pl.rewind``: random events of random runs come back, each leaf of the State bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, note, reject, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.algorithm import AlgorithmLike
+from pure_loop.callbacks import FlightRecorder
+from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.ranges import settings_of
+from pure_loop.testing._compositions import ALGORITHMS
+from pure_loop.testing._settings import built
+from pure_loop.testing.case import Case
+from pure_loop.testing.problems import as_problem
+from pure_loop.testing.strategies import algorithms as compositions
+from pure_loop.testing.strategies import cases, plans
+from tests.support.served import required, served
+from tests.support.streams import assert_same, frozen_copy
+
+# What comes before anything is kept, in each call of fit.
+UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
+PRECISIONS = ("fp32", "fp32", "amp_bf16", "amp_fp16")
+# How many pairs after the event are compared, too.
+AFTER = 2
+
+Leaves = dict[str, Any]
+
+
+@attrs.frozen
+class Place:
+    """An event of a recorded run: so many batches are finished, and so many such events were there before it."""
+
+    event: Event
+    batch: int
+    occurrence: int
+    timestamp: pl.Timestamp
+    leaves: Leaves = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Run:
+    """All inputs of a recorded run.
+
+    Attributes:
+        case: plan, problem, precision and seed.
+        algorithms: those of the run.
+        is_shuffled: whether its batches come in another order in each epoch.
+        keep, digest: of the recorder.
+        resumes: ``"never"``; ``"appends"``: a recorder of the same folder records what was resumed; ``"begins"``: only
+            what was resumed is recorded.
+        cut: after how many batches the run resumes.
+        beyond: how many batches were trained after those, and were lost.
+        device: where it trains; None: fit chooses.
+    """
+
+    case: Case
+    algorithms: AlgorithmLike
+    is_shuffled: bool = False
+    keep: str = "2ba"
+    digest: Any = "1ba"
+    resumes: str = "never"
+    cut: int = 1
+    beyond: int = 0
+    device: str | None = None
+
+    def data(self) -> Any:
+        batches = self.case.data()
+        return DataLoader(batches, batch_size=None, shuffle=True) if self.is_shuffled else batches
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.case.arguments(), "algorithms": self.algorithms, "device": self.device}
+
+    def stream(self, folder: str | None, **more: Any) -> Any:
+        callbacks = [] if folder is None else [FlightRecorder(folder, keep=self.keep, digest=self.digest)]
+        return pl.fit(self.case.model(), self.data(), callbacks=callbacks, **{**self.arguments(), **more})
+
+    def record(self, folder: str) -> list[Place]:
+        """Train with a recorder, and copy each State of the run that is not lost."""
+        if self.resumes == "never":
+            return places(snapshots(self.stream(folder)))
+        path = os.path.join(folder, "resumed.safetensors")
+        first = self.until_cut(None if self.resumes == "begins" else folder, path)
+        rest = snapshots(self.stream(folder, load_path=path))
+        if self.resumes == "begins":
+            return places(rest)
+        # Where it resumed is seen only in what comes before anything is kept, and in a second FIT_START.
+        return places([*first, *(item for item in rest if item[0] is not Event.FIT_START)])
+
+    def until_cut(self, folder: str | None, path: str) -> list[tuple[Event, pl.Timestamp, Leaves]]:
+        """The events up to the State from which the run resumes: that after ``cut`` batches, or after the last."""
+        pairs = self.stream(folder)
+        events = []
+        length = 0
+        for event, state in pairs:
+            batch = state.timestamp.batch
+            if batch > self.cut + self.beyond:
+                break
+            events.append((event, state.timestamp, frozen_copy(state)))
+            if event is Event.BATCH_CHECKPOINT and batch <= self.cut:
+                pl.save(state, path)
+                length = len(events)
+        pairs.close()
+        return [item for item in events[:length] if item[0] not in UNKEPT]
+
+    def rewound(self, folder: str, when: Any, event: Any, occurrence: int) -> Any:
+        return pl.rewind(
+            *(folder, when, event, self.case.model(), self.data()), occurrence=occurrence, **self.arguments()
+        )
+
+
+def snapshots(pairs: Any) -> list[tuple[Event, pl.Timestamp, Leaves]]:
+    """Copies of the States, which are let go of, so that steps write in place where they may."""
+    return [(event, state.timestamp, frozen_copy(state)) for event, state in pairs if event not in UNKEPT]
+
+
+def places(events: list[tuple[Event, pl.Timestamp, Leaves]]) -> list[Place]:
+    visits: dict[tuple[Event, int], int] = {}
+    result = []
+    for event, timestamp, leaves in events:
+        key = event, timestamp.batch
+        result.append(Place(*key, visits.get(key, 0), timestamp, leaves))
+        visits[key] = visits.get(key, 0) + 1
+    return result
+
+
+def comes_back(run: Run, folder: str, recorded: list[Place], position: int, when: Callable[[Place], Any]) -> None:
+    place = recorded[position]
+    pairs = run.rewound(folder, when(place), place.event.value, place.occurrence)
+    for wanted in recorded[position : position + 1 + AFTER]:
+        event, state = next(pairs)
+        where = f"{place}, at {event.name}"
+        assert (event, state.timestamp.batch) == (wanted.event, wanted.batch), where
+        assert_same(state, wanted.leaves, where)
+    if position + AFTER >= len(recorded) - 1:
+        assert next(pairs, None) is None
+    pairs.close()
+
+
+def by_batch(place: Place) -> str:
+    return f"{place.batch}ba"
+
+
+def by_timestamp(place: Place) -> pl.Timestamp:
+    return place.timestamp
+
+
+def serving(name: str) -> st.SearchStrategy[Any]:
+    """An algorithm of the library with the problem that serves it."""
+    factory = ALGORITHMS[name]
+    needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
+    return st.tuples(built(factory, **needed), st.just(as_problem(served(factory) or "mlp")))
+
+
+def composed(name: str) -> st.SearchStrategy[Any]:
+    """A few algorithms that serve a problem."""
+    return st.tuples(compositions(problem=name), st.just(as_problem(name)))
+
+
+def any_algorithms() -> st.SearchStrategy[Any]:
+    compositions = [composed(name) for name in ("mlp", "convolution", "tied", "transformer")]
+    return st.one_of(st.one_of(compositions), st.one_of([serving(name) for name in ALGORITHMS]))
+
+
+@st.composite
+def runs(draw: st.DrawFn, chosen: st.SearchStrategy[Any]) -> Run:
+    algorithms, problem = draw(chosen)
+    case = draw(cases(problems=[problem], plans=plans(max_batches=8), precisions=PRECISIONS))
+    if draw(st.integers(0, 3)) == 0:
+        plan = attrs.evolve(case.plan, batches_per_step=2, batches_per_epoch=None)
+        case = attrs.evolve(case, plan=plan)
+    return Run(
+        case,
+        algorithms,
+        is_shuffled=case.plan.sized and draw(st.booleans()),
+        keep=draw(st.sampled_from(["1ba", "2ba", "3ba", "1ep"])),
+        digest=draw(st.sampled_from(["1ba", "2ba", 0])),
+        resumes=draw(st.sampled_from(["never", "never", "appends", "begins"])),
+        cut=draw(st.integers(1, 6)),
+        beyond=draw(st.integers(0, 2)),
+    )
+
+
+def prove(number: int, pairs: int, chosen: st.SearchStrategy[Any]) -> None:
+    """So many pairs of each of so many runs come back."""
+    count = 0
+
+    @settings(max_examples=number)
+    @given(run=runs(chosen), data=st.data())
+    def proved(run: Run, data: st.DataObject) -> None:
+        nonlocal count
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                recorded = run.record(folder)
+            except pl.ArgumentError:
+                reject()  # what an algorithm needs, the length of the data for example, this run does not have
+            indices = st.integers(0, len(recorded) - 1)
+            for position in data.draw(st.lists(indices, min_size=pairs, max_size=pairs)):
+                place = recorded[position]
+                note(repr(place))
+                comes_back(run, folder, recorded, position, data.draw(st.sampled_from([by_batch, by_timestamp])))
+                count += 1
+
+    proved()
+    assert count >= number * pairs
+
+
+def test_events_of_random_runs_come_back() -> None:
+    prove(12, 5, any_algorithms())
+
+
+@pytest.mark.slow
+def test_a_thousand_events_of_random_runs_come_back() -> None:
+    prove(50, 20, any_algorithms())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_events_of_runs_with_each_algorithm_come_back(name: str) -> None:
+    prove(4, 5, serving(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("resumes", ["never", "appends"])
+def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_path: Path) -> None:
+    plan = Plan(
+        batches=(4, 2, 3),
+        max_duration="2ep",
+        microbatch_size=2,
+        evaluators={"val": EvaluatorPlan(batches=(2,), interval="2ba")},
+    )
+    algorithms = [pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise()]
+    case = Case(plan=plan, problem="mlp", precision=precision)
+    run = Run(case, algorithms, is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
+    recorded = run.record(str(tmp_path))
+    # On a GPU losses wait for a digest; all are in the journal where the run has ended.
+    assert len([line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "batch" in line]) >= 6
+    for position in range(0, len(recorded), 5):
+        comes_back(run, str(tmp_path), recorded, position, by_batch)
