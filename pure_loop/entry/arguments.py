@@ -31,7 +31,7 @@ from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, read_time
+from pure_loop.time import Time, TimeUnit, read_interval, read_time
 
 __all__ = [
     "read_algorithms",
@@ -56,6 +56,7 @@ __all__ = [
     "read_strict",
     "read_train_dataloader",
     "read_train_metrics",
+    "read_verify",
     "read_watch",
 ]
 
@@ -150,6 +151,20 @@ def read_donate(value: Any) -> bool | Literal["auto"]:
 
 def read_nonfinite(value: Any) -> Literal["error", "skip"]:
     return check_choice("nonfinite", value, ("error", "skip"))
+
+
+def read_verify(value: Any) -> Time | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Time):
+        raise refusal("verify", value, 'an interval in batches, such as "100ba", or None')
+    interval = read_interval(value, "verify", (TimeUnit.BATCH,))
+    if interval.unit is not TimeUnit.BATCH:
+        raise ArgumentError(
+            f'verify={str(interval)!r}: single batches are computed twice, every so many: write "100ba", for every '
+            "100th."
+        )
+    return interval
 
 
 def read_autoresume(value: Any) -> Any:
