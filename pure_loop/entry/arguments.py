@@ -31,7 +31,7 @@ from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, read_interval, read_time
+from pure_loop.time import Time, TimeUnit, read_time
 
 __all__ = [
     "read_algorithms",
@@ -158,7 +158,11 @@ def read_verify(value: Any) -> Time | None:
         return None
     if not isinstance(value, str | Time):
         raise refusal("verify", value, 'an interval in batches, such as "100ba", or None')
-    interval = read_interval(value, "verify", (TimeUnit.BATCH,))
+    interval = read_time(value, "verify", (TimeUnit.BATCH,))
+    if not interval:
+        raise ArgumentError(
+            f"verify={str(interval)!r}: an interval is longer than 0; to verify no batch, leave verify= out."
+        )
     if interval.unit is not TimeUnit.BATCH:
         raise ArgumentError(
             f'verify={str(interval)!r}: single batches are computed twice, every so many: write "100ba", for every '

@@ -153,7 +153,8 @@ class Settings(ModelSettings):
         if self.verify is not None and self.compile:
             raise ArgumentError(
                 f"verify={str(self.verify)!r} with compile={self.compile!r}: a verified batch is compared stage by "
-                "stage, and a graph has no stages. Leave out compile=, which trains the same up to rounding, or verify=."
+                "stage, and a graph has no stages. Leave out compile=, which trains the same up to rounding, or leave "
+                "out verify=."
             )
         if steps > 1 and not self.compile:
             raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")

@@ -95,7 +95,7 @@ def _are_unequal(a: Any, b: Any) -> bool | Tensor:
 
 def _has_bits(tensor: Tensor) -> bool:
     """Whether a tensor's memory holds its numbers, and nothing of a subclass stands in between."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_quantized
+    return (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) and not tensor.is_quantized
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> bool | Tensor:
