@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.event import Event
-from pure_loop.state import State
+from pure_loop.state import State, with_fields
 
 __all__ = ["LOOP", "distance", "leaves_of"]
 
@@ -34,6 +34,10 @@ _PASSING = frozenset({"event", "position", "timestamp", "previous_timestamp"})
 
 def leaves_of(state: State) -> Mapping[str, Any]:
     """The leaves of a State by their paths, as ``params/0.weight``, without what every event changes."""
+    origin = getattr(state.params, "origin", None)
+    if origin is not None:
+        # Leaves of autograd, of the same numbers. Those of shards are gathered by all ranks where one is read.
+        state = with_fields(state, params=origin)
     tree: Any = state
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     named: dict[str, Any] = {

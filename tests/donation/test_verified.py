@@ -26,7 +26,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 WATCHES = pytest.mark.parametrize(
-    "watch", [None, {Event.BATCH_END}, {Event.BATCH_END, Event.EPOCH_END}, ()], ids=["all", "one", "two", "none"]
+    "watch",
+    [None, {Event.BATCH_END}, {Event.BATCH_END, Event.EPOCH_END}, ()],
+    ids=["all", "one", "two", "none"],
 )
 
 

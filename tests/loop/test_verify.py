@@ -223,22 +223,22 @@ def test_a_loss_that_is_nan_in_both_runs_is_the_error_that_it_is() -> None:
     assert int(skipped.skipped) == 2
 
 
+SERVED: list[Any] = []
+
+
 class Counting:
     """Data that counts its batches."""
 
-    def __init__(self) -> None:
-        self.served: list[Any] = []
-
     def __iter__(self) -> Any:
         for item in points():
-            self.served.append(item)
+            SERVED.append(item)
             yield item
 
 
 def test_data_are_not_loaded_again_and_events_come_once() -> None:
-    data = Counting()
-    events = [event for event, _ in stream(mlp(), data, verify="1ba")]
-    assert len(data.served) == 6
+    SERVED.clear()
+    events = [event for event, _ in stream(mlp(), Counting(), verify="1ba")]
+    assert len(SERVED) == 6
     assert events == [event for event, _ in stream(mlp(), points())]
 
 
