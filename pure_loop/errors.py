@@ -41,6 +41,7 @@ __all__ = [
     "RewindError",
     "StreamAttributeError",
     "TimeFormatError",
+    "VerificationError",
     "WrappedModelError",
 ]
 
@@ -193,6 +194,31 @@ class CompileError(PureLoopError, RuntimeError):
 
 class NondeterministicError(PureLoopError, RuntimeError):
     """With ``deterministic=True`` an operation ran that has no deterministic implementation."""
+
+
+class VerificationError(PureLoopError, RuntimeError):
+    """A batch that ``verify=`` computed twice from the same State gave two results, or ranks have other parameters.
+
+    Attributes:
+        stage: after which the two first differ: ``"forward"``, ``"loss"``, ``"backward"``, ``"gradients: scale,
+            clip"``, ``"optimizer"`` or the name of an algorithm; None: the difference is one between ranks.
+        leaf: the first leaf that differs there, such as ``"grads/0.weight"``.
+        difference: the L2 norm of its difference; None where it has none.
+        rank: the one rank on which they first differ; None: they differ on several at once.
+        batch: the number of the batch, from 0.
+        timestamp: after the batch.
+        transient: whether a third run agrees with one of the two, on all ranks.
+        agreeing: the numbers of the two runs that agree, such as ``(1, 3)``; None: no two do.
+    """
+
+    stage: str | None = None
+    leaf: str | None = None
+    difference: float | None = None
+    rank: int | None = None
+    batch: int = 0
+    timestamp: object = None
+    transient: bool = False
+    agreeing: tuple[int, int] | None = None
 
 
 class MissingExtraError(PureLoopError, ImportError):

@@ -445,6 +445,12 @@ class MultiRankEngine(Engine):
         by_rank = self.talk.exchange(Event.BATCH_START, state.timestamp.batch, *numbers)
         return [max(column) for column in zip(*by_rank, strict=True)]
 
+    def by_rank(self, numbers: Sequence[float], state: State) -> Sequence[Sequence[float]]:
+        return self.talk.exchange(Event.BATCH_END, state.timestamp.batch, *numbers)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.talk.gather(value)
+
     def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
         def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
             return lambda tensor: tensor.detach().to(device)

@@ -56,6 +56,7 @@ __all__ = [
     "read_strict",
     "read_train_dataloader",
     "read_train_metrics",
+    "read_verify",
     "read_watch",
 ]
 
@@ -150,6 +151,24 @@ def read_donate(value: Any) -> bool | Literal["auto"]:
 
 def read_nonfinite(value: Any) -> Literal["error", "skip"]:
     return check_choice("nonfinite", value, ("error", "skip"))
+
+
+def read_verify(value: Any) -> Time | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Time):
+        raise refusal("verify", value, 'an interval in batches, such as "100ba", or None')
+    interval = read_time(value, "verify", (TimeUnit.BATCH,))
+    if not interval:
+        raise ArgumentError(
+            f"verify={str(interval)!r}: an interval is longer than 0; to verify no batch, leave verify= out."
+        )
+    if interval.unit is not TimeUnit.BATCH:
+        raise ArgumentError(
+            f'verify={str(interval)!r}: single batches are computed twice, every so many: write "100ba", for every '
+            "100th."
+        )
+    return interval
 
 
 def read_autoresume(value: Any) -> Any:

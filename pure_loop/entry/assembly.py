@@ -44,6 +44,7 @@ from pure_loop.time import TimestampFields, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
+    from pure_loop.loop.verify import Verification
 
 __all__ = ["Assembly", "assemble", "start"]
 
@@ -108,6 +109,7 @@ def assemble(settings: Settings) -> Assembly:
     engine = together.engine(state)
     measures_norm = any(callback.needs_grad_norm for callback in callbacks)
     stages = _stages(settings, state, engine, observed, measures_norm=measures_norm)
+    stages, verify = _verified(settings, stages)
     open_source = together.sources(stages.task)
     data = _training_data(settings, open_source, state.seed)
     known = _Start(settings, engine, data)
@@ -173,6 +175,7 @@ def assemble(settings: Settings) -> Assembly:
             boundary=boundary,
             compiled=compiler(settings, stages, observed, evaluators),
             auto_size=None if stages.found is None else AutoSize(stages),
+            verify=verify,
             load=loading(
                 checkpoint,
                 None if Event.INIT in stages.handlers else state,
@@ -267,6 +270,18 @@ def _stages(
         donation=_donation(settings, engine),
         observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),
     )
+
+
+def _verified(settings: Settings, stages: LoopStages) -> tuple[LoopStages, Verification | None]:
+    """What runs due batches twice, and stages whose handlers it sees; None: ``verify`` was not passed."""
+    if settings.verify is None:
+        return stages, None
+    from pure_loop.loop.verify import Recorder, Verification, recorded  # no other run needs it
+
+    recorder = Recorder()
+    stages = attrs.evolve(stages, handlers=recorded(stages.handlers, recorder))
+    events = loop.EVENTS_OF_2021 if settings.order == "2021" else None
+    return stages, Verification(int(settings.verify.value), stages, recorder, events)
 
 
 def _task(settings: Settings, state: State) -> Task:
@@ -377,6 +392,7 @@ def _described(
         "evaluators": [evaluator.described for evaluator in evaluators],
         "compile": settings.compile,
         "steps_per_call": settings.steps_per_call,
+        "verify": str(settings.verify),
         "train_dataloader": data.described,
         "iteration_length": str(settings.iteration_length),
         "order": settings.order,

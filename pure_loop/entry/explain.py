@@ -16,6 +16,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.algorithm import bind, reversed_at
+from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, observers
 from pure_loop.donation import consumer, references
 from pure_loop.entry.assembly import Assembly, assemble
@@ -173,6 +174,8 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
     yield "donate", _donate(assembly)
     if settings.strict:
         yield "strict", "order, purity and returns are checked at every event"
+    if settings.verify is not None:
+        yield "verify", f"{_words.how_often(Cadence(settings.verify))} one is computed twice, and compared bit by bit"
     if assembly.fit.order != "current":
         yield "order", f"that of {assembly.fit.order}"
 

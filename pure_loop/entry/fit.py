@@ -65,6 +65,7 @@ class FitOptions(TypedDict, total=False):
     steps_per_call: int
     strict: bool
     deterministic: bool
+    verify: str | Time | None
     order: Literal["current", "2021"]
     parallel: Literal["replicate", "shard"] | Parallel | None
     clock: Callable[[], float]
@@ -104,6 +105,7 @@ def fit(
     steps_per_call: int = 1,
     strict: bool = False,
     deterministic: bool = False,
+    verify: str | Time | None = None,
     order: Literal["current", "2021"] = "current",
     parallel: Literal["replicate", "shard"] | Parallel | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -164,6 +166,8 @@ def fit(
         strict: check the order of events while training and, by value, that no State is changed in place.
         deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
             has its own. An operation that has none is a NondeterministicError that names it and its module.
+        verify: ``"100ba"``: every 100th batch is computed twice from the same State, and where a bit differs before its
+            BATCH_END, a VerificationError names stage, leaf and rank, and says whether it is transient.
         order: ``"current"``, or ``"2021"``, the order of older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
             :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
@@ -173,8 +177,8 @@ def fit(
         ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before
             anything runs; each says what was passed and what to write instead.
         DistributedError: from the stream, if another rank fails, dies, hangs or does something else; names it.
-        DataError, LossError, NonFiniteError, AlgorithmReturnError, AlgorithmStructureError, ...: from the
-            stream, naming batch and event.
+        DataError, LossError, NonFiniteError, VerificationError, AlgorithmReturnError, ...: from the stream, naming
+            batch and event.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -218,6 +222,7 @@ def fit(
         steps_per_call=steps_per_call,
         strict=strict,
         deterministic=deterministic,
+        verify=verify,
         order=order,
         parallel=parallel,
         clock=clock,

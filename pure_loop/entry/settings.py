@@ -38,6 +38,7 @@ from pure_loop.entry.arguments import (
     read_strict,
     read_train_dataloader,
     read_train_metrics,
+    read_verify,
     read_watch,
 )
 from pure_loop.entry.parallel import Together, algorithm_described
@@ -106,6 +107,7 @@ class Settings(ModelSettings):
     donate: bool | Literal["auto"] = attrs.field(converter=read_donate)
     steps_per_call: int = attrs.field(converter=read_steps_per_call)
     order: Literal["current", "2021"] = attrs.field(converter=read_order)
+    verify: Time | None = attrs.field(converter=read_verify)
     clock: Callable[[], float] = attrs.field(converter=read_clock)
 
     def __attrs_post_init__(self) -> None:
@@ -148,6 +150,12 @@ class Settings(ModelSettings):
             )
         if self.iteration_length is not None and order == "2021":
             raise ArgumentError('order="2021" has no events for iterations; leave iteration_length out.')
+        if self.verify is not None and self.compile:
+            raise ArgumentError(
+                f"verify={str(self.verify)!r} with compile={self.compile!r}: a verified batch is compared stage by "
+                "stage, and a graph has no stages. Leave out compile=, which trains the same up to rounding, or leave "
+                "out verify=."
+            )
         if steps > 1 and not self.compile:
             raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
         if steps > 1 and order != "current":

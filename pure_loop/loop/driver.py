@@ -193,7 +193,8 @@ class Run:
                     state = self.dispatch(event, state)
                 if yields:
                     yield event, state
-                    self.last_yielded = ref(state)
+                    if observed.watch is not None:  # the text around this one reads it there alone
+                        self.last_yielded = ref(state)
         finally:
             script.close()
 

@@ -102,12 +102,13 @@ def fast_text(script: Any, observed: Observed, *, outermost: bool = False) -> Ca
         observed: what the text is for.
         outermost: whether it calls ``run.close(state)`` in the end, with its last State.
     """
-    return _text(script, observed, outermost, _inner_scripts(script))
+    # Only functions are kept in the cache: a method would keep what it is bound to.
+    return _text(script, observed, outermost, _inner_scripts(script)) if _is_script(script) else None
 
 
 def _inner_scripts(script: Any) -> tuple[Any, ...]:
     """What the names stand for now that a script yields from: they are looked up each time that it runs."""
-    return tuple(script.__globals__.get(name) for name in _yielded_from(script)) if _is_script(script) else ()
+    return tuple(script.__globals__.get(name) for name in _yielded_from(script))
 
 
 def _is_script(script: Any) -> bool:
@@ -145,7 +146,7 @@ def _source(script: FunctionType) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _text(script: Any, observed: Observed, outermost: bool, inner: tuple[Any, ...]) -> Callable[..., Any] | None:
-    function = _parsed(script) if _is_script(script) else None
+    function = _parsed(script)
     if function is None:
         return None
     function.decorator_list = []

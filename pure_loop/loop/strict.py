@@ -28,7 +28,7 @@ from pure_loop.state import State
 if TYPE_CHECKING:
     from pure_loop.order import Checker
 
-__all__ = ["Strict", "same"]
+__all__ = ["Strict", "dense_parts", "same"]
 
 # The stage that runs after each event.
 _COMPUTED_AFTER: dict[Event | None, str] = {
@@ -135,7 +135,7 @@ def same(a: Any, b: Any) -> bool:
             return False
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
             return False
-        return all(map(_same_numbers, _dense_parts(a.detach()), _dense_parts(b.detach())))
+        return all(map(_same_numbers, dense_parts(a.detach()), dense_parts(b.detach())))
     if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
         return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
@@ -145,7 +145,7 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Dense tensors that have all numbers of this one: its indices and values where it is sparse."""
     layout = tensor.layout
     if tensor.is_meta:

@@ -133,6 +133,7 @@ class Fit:
     order: Literal["current", "2021"] = "current"
     compiled: Any = None
     auto_size: Any = None
+    verify: Any = None
     load: Callable[[State], State] | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)
 
@@ -262,6 +263,9 @@ def fit(state: State, fit: Fit) -> Script:
                     if fit.compiled is not None:
                         owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
                         state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
+                    elif fit.verify is not None and fit.verify.is_due(state):
+                        state = yield from fit.verify.run(state, fit, samples, tokens, stopwatch.lap)
+                        state = yield Event.BATCH_END, state
                     else:
                         state = yield Event.BATCH_START, state
                         state = yield Event.BEFORE_TRAIN_BATCH, state

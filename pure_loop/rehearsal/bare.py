@@ -39,6 +39,7 @@ def bare(arguments: Mapping[str, Any], batch: Any, steps: int) -> dict[str, Any]
         "batches_per_epoch": None,
         "iteration_length": None,
         "strict": False,
+        "verify": None,
         "order": "current",
     }
     return {**arguments, **changes}

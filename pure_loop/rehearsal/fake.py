@@ -24,7 +24,7 @@ def without_numbers(arguments: Mapping[str, Any], place: Place) -> dict[str, Any
         place: where it is noted what is not tried.
     """
     changes: dict[str, Any] = {"device": "meta", "nonfinite": "error", "load_path": None, "autoresume": None}
-    changes |= {"compile": False, "steps_per_call": 1, "strict": False}
+    changes |= {"compile": False, "steps_per_call": 1, "strict": False, "verify": None}
     with suppress(ArgumentError, ArgumentTypeError):  # the call refuses it
         if Precision.parse(arguments["precision"]).dtype is not None:
             place.skip(f"precision={arguments['precision']!r}: the forward ran in the dtypes of the parameters.")

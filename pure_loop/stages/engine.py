@@ -273,6 +273,14 @@ class Agreement:
         """The largest over all ranks of each of these numbers, before the BATCH_START of the batch of a State."""
         return numbers
 
+    def by_rank(self, numbers: Sequence[float], state: State) -> Sequence[Sequence[float]]:
+        """These numbers of every rank, at most 8, before the BATCH_END of the batch of a State."""
+        return [numbers]
+
+    def gather(self, value: T) -> list[T]:
+        """A value of every rank, which can be pickled."""
+        return [value]
+
     def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
         """The accumulators of the metrics of an evaluation, over all ranks."""
         return accumulated

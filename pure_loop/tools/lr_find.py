@@ -51,6 +51,7 @@ _LEFT_OUT: dict[str, Any] = {
     "steps_per_call": 1,
     "order": "current",
     "nonfinite": "error",
+    "verify": None,
 }
 # How much the last losses weigh in the mean by which the test stops.
 _DECAY = 0.9

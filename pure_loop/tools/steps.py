@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -18,26 +18,11 @@ from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
+from pure_loop.loop.leaves import LOOP, distance, leaves_of
 from pure_loop.state import State
 from pure_loop.tools.parts import Parts, replace_each
 
 __all__ = ["LOOP", "Step", "distance", "is_same", "leaves_of", "refuse_stepless", "steps"]
-
-# What the loop computes before an event; before others it computes nothing.
-LOOP = {
-    Event.AFTER_DATALOADER: "data",
-    Event.BEFORE_FORWARD: "split into microbatches",
-    Event.AFTER_FORWARD: "forward",
-    Event.AFTER_LOSS: "loss",
-    Event.AFTER_BACKWARD: "backward",
-    Event.AFTER_TRAIN_BATCH: "gradients: scale, clip",
-    Event.BATCH_END: "optimizer",
-    Event.EVAL_BATCH_START: "data of the evaluation",
-    Event.EVAL_AFTER_FORWARD: "forward of the evaluation",
-    Event.EVAL_END: "metrics",
-}
-# What every event changes, and what no two runs have in common.
-_PASSING = frozenset({"event", "position", "timestamp", "previous_timestamp"})
 
 
 @attrs.frozen(eq=False)
@@ -142,20 +127,6 @@ def _copy(state: State) -> State:
     return copies  # type: ignore[no-any-return]
 
 
-def leaves_of(state: State) -> Mapping[str, Any]:
-    """The leaves of a State by their paths, as ``params/0.weight``, without what every event changes."""
-    tree: Any = state
-    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
-    named: dict[str, Any] = {
-        "/".join(map(str, path)): value
-        for path, value in zip(paths, values, strict=True)
-        if path[0] not in _PASSING and value is not None
-    }
-    if state.frozen:
-        named["frozen"] = state.frozen
-    return named
-
-
 def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     """Whether two leaves are equal by value, NaN to NaN; tensors up to a distance relative to the larger norm."""
     if a is b:
@@ -172,15 +143,3 @@ def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
         return False
     largest = max(float(torch.linalg.vector_norm(item.to(torch.float64))) for item in (a, b))
     return gap <= tolerance * largest
-
-
-def distance(a: Any, b: Any) -> float | None:
-    """The L2 norm of the difference of two leaves; None where they are not of one shape, or no numbers."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape != b.shape or a.is_complex() or b.is_complex():
-            return None
-        a, b = a.detach().to(torch.float64), b.detach().to(a.device, torch.float64)
-        return float(torch.linalg.vector_norm(b - a))
-    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
-        return float(abs(b - a))
-    return None

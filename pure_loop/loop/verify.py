@@ -1,0 +1,269 @@
+"""``fit(verify="100ba")``: a due batch is computed twice from the same State, and compared bit by bit.
+
+The first run is that of the loop: its events are observed. The second one runs silently from the State of
+AFTER_DATALOADER, so no data is loaded again, and is compared with the States of the first, event by event. Where the
+States before BATCH_END differ, a third run says whether the difference is transient, and the first event at which the
+two differ says what computed it. Nothing is written in place in a due batch; its States are kept up to its end, and not
+one of any other batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from pure_loop.algorithm import Handler
+from pure_loop.errors import NonFiniteError
+from pure_loop.event import Event
+from pure_loop.loop.bits import Pair, checksums, combined, unequal_leaves
+from pure_loop.loop.difference import Difference, Found, other_parameters_error, verification_error
+from pure_loop.loop.driver import apply
+from pure_loop.loop.leaves import LOOP
+from pure_loop.loop.training import Fit, LoopStages, Script, gradients
+from pure_loop.state import State, seal
+from pure_loop.time import Timestamp
+
+__all__ = ["Recorder", "Verification", "recorded"]
+
+Handlers: TypeAlias = Mapping[Event, tuple[Handler, ...]]
+# (event, the algorithm or LOOP's word, the State that it returned)
+Take: TypeAlias = Callable[[Event, str, State], None]
+# A batch gives the State before BATCH_END, or this error.
+Outcome: TypeAlias = "State | NonFiniteError"
+
+
+@attrs.define(eq=False)
+class Recorder:
+    """Where the States of a batch go that is verified.
+
+    Attributes:
+        take: takes a State; None: no batch is verified just now.
+    """
+
+    take: Take | None = None
+
+
+def recorded(handlers: Handlers, recorder: Recorder) -> dict[Event, tuple[Handler, ...]]:
+    """Handlers whose States the recorder is given, but for those of calls inside another handler."""
+    return {event: tuple(_recorded(event, handler, recorder) for handler in some) for event, some in handlers.items()}
+
+
+def _recorded(event: Event, handler: Handler, recorder: Recorder) -> Handler:
+    function: Any = handler.function
+
+    def call(state: State, *stages: Any) -> Any:
+        take = recorder.take
+        if take is None:
+            return function(state, *stages)
+        recorder.take = None
+        try:
+            result = function(state, *stages)
+        finally:
+            recorder.take = take
+        if isinstance(result, State):
+            take(event, handler.algorithm, result)
+        return result
+
+    return attrs.evolve(handler, function=call)
+
+
+@attrs.frozen(eq=False)
+class _Record:
+    event: Event
+    by: str
+    state: State
+
+
+@attrs.define(eq=False)
+class _Comparison:
+    """Compares the States of a second run with the records of the first, up to the first difference.
+
+    Attributes:
+        records: of the first run.
+        found: the first difference.
+    """
+
+    records: list[_Record]
+    found: Found | None = None
+    _index: int = 0
+    _equal: Collection[Pair] = ()
+    # The pairs are of its leaves, whose addresses would be those of others without it.
+    _last: State | None = None
+
+    def take(self, event: Event, by: str, state: State) -> None:
+        index, self._index = self._index, self._index + 1
+        if self.found is not None:
+            return
+        record = self.records[index] if index < len(self.records) else None
+        if record is None or record.event is not event or record.by != by:
+            self.found = Found(index, by, event, None)
+            return
+        names, self._equal = unequal_leaves(record.state, state, self._equal)
+        self._last = state
+        if names:
+            self.found = Found(index, by, event, Difference.of(names, record.state, state))
+
+    def end(self) -> None:
+        """The second run is over."""
+        if self.found is None and self._index < len(self.records):
+            record = self.records[self._index]
+            self.found = Found(self._index, record.by, record.event, None)
+
+
+def _batch(state: State, stages: LoopStages, count: Callable[[Timestamp], Timestamp]) -> Script:
+    """A batch as :func:`pure_loop.loop.training.fit` does it, up to its BATCH_END."""
+    state = yield Event.BATCH_START, state
+    state = yield Event.BEFORE_TRAIN_BATCH, state
+    buffers, model = state.buffers, state.model
+    state = yield from gradients(state, stages)
+    if stages.engine.ranks > 1:
+        state = stages.engine.sync_buffers(state, buffers)
+    state = yield Event.AFTER_TRAIN_BATCH, state
+    before = state.timestamp
+    now = count(before)
+    return stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
+
+
+class Verification:
+    """The due batches of one call of ``fit``.
+
+    Args:
+        every: how many batches come to one that is verified.
+        stages: those of the loop.
+        recorder: what its handlers are :func:`recorded` by.
+        events: those of the run's order; None: all.
+    """
+
+    def __init__(
+        self, every: int, stages: LoopStages, recorder: Recorder, events: Collection[Event] | None = None
+    ) -> None:
+        self._every, self._recorder, self._donation = every, recorder, stages.donation
+        self._handlers = {event: some for event, some in stages.handlers.items() if events is None or event in events}
+        # Of its own: a tool may replace those of the loop while it looks at them.
+        self._stages = attrs.evolve(stages, donation=None, handlers=dict(stages.handlers))
+
+    def is_due(self, state: State) -> bool:
+        """Whether the batch of a State is verified, before it is counted."""
+        return (state.timestamp.batch + 1) % self._every == 0
+
+    def run(self, state: State, fit: Fit, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
+        """A batch from its AFTER_DATALOADER up to its BATCH_END.
+
+        Raises:
+            VerificationError: the second run gave another State, or the ranks have other parameters.
+            NonFiniteError: both runs raised it.
+        """
+        donation, counted = self._donation, list[Timestamp]()
+        if donation is not None:
+            donation.forget()
+
+        def count(before: Timestamp) -> Timestamp:
+            counted.append(before.next_batch(*self._stages.engine.counts(samples, tokens, lap)))
+            return counted[0]
+
+        records: list[_Record] = []
+        first = yield from self._first(_batch(state, self._stages, count), records)
+        if donation is not None:
+            # What was recorded of references before is no record of the State after this batch.
+            donation.invalidate()
+        comparison = _Comparison(records)
+        second = self._again(state, counted[0], comparison)
+        self._compare(state, counted[0], comparison, first, second)
+        if isinstance(first, NonFiniteError):
+            raise first
+        return first
+
+    def _first(self, script: Script, records: list[_Record]) -> Generator[tuple[Event, State], State, Outcome]:
+        """The run of the loop: its States go into ``records``."""
+        recorder = self._recorder
+
+        def take(event: Event, by: str, state: State) -> None:
+            records.append(_Record(event, by, state))
+
+        answer: Any = None
+        recorder.take = take
+        try:
+            while True:
+                try:
+                    event, state = script.send(answer)
+                except StopIteration as stop:
+                    take(Event.BATCH_END, LOOP[Event.BATCH_END], stop.value)
+                    return stop.value  # type: ignore[no-any-return]
+                except NonFiniteError as error:  # of the update: of one run alone it is a difference
+                    return error
+                if event in LOOP:
+                    take(event, LOOP[event], state)
+                answer = yield event, state
+        finally:
+            recorder.take = None
+            script.close()
+
+    def _again(self, state: State, now: Timestamp, comparison: _Comparison | None) -> Outcome:
+        """The batch once more, with its algorithms and nothing else."""
+        script, stages, recorder = _batch(state, self._stages, lambda before: now), self._stages, self._recorder
+        take = _nowhere if comparison is None else comparison.take
+        recorder.take = take
+        answer: Any = None
+        try:
+            while True:
+                try:
+                    event, new = script.send(answer)
+                except StopIteration as stop:
+                    take(Event.BATCH_END, LOOP[Event.BATCH_END], stop.value)
+                    return stop.value  # type: ignore[no-any-return]
+                except NonFiniteError as error:
+                    return error
+                if event in LOOP:
+                    take(event, LOOP[event], new)
+                answer = seal(new, event)
+                handlers = self._handlers.get(event)
+                if handlers is not None:
+                    answer = apply(event, answer, handlers, stages)
+        except Exception as error:
+            error.add_note(f"raised when verify= computed batch {state.timestamp.batch} again, from the same State")
+            raise
+        finally:
+            recorder.take = None
+            script.close()
+            if comparison is not None:
+                comparison.end()
+
+    def _compare(self, state: State, now: Timestamp, comparison: _Comparison, first: Outcome, second: Outcome) -> None:
+        """
+        Raises:
+            VerificationError: the outcomes differ on a rank, or the parameters of the ranks do.
+        """
+        engine = self._stages.engine
+        # A difference that nothing is left of before BATCH_END is none.
+        found = comparison.found
+        if found is not None and _are_equal(first, second):
+            found = None
+        sums: list[int] = []
+        if engine.ranks > 1 and not engine.in_parts and isinstance(first, State):
+            sums = checksums(first.params)
+        place = -1 if found is None else found.index
+        rows = engine.by_rank((place, combined(sums)), state) if engine.ranks > 1 else [(place, 0)]
+        if max(row[0] for row in rows) < 0:
+            if len({row[1] for row in rows}) > 1:
+                raise other_parameters_error(engine.gather(dict(zip(_params(first), sums, strict=False))), now)
+            return
+        third = self._again(state, now, None)
+        agrees: tuple[bool, bool] = (_are_equal(first, third), _are_equal(second, third))
+        answers = engine.gather((found, agrees)) if engine.ranks > 1 else [(found, agrees)]
+        raise verification_error(answers, now, engine.rank)
+
+
+def _nowhere(event: Event, by: str, state: State) -> None:
+    """Takes a State that is not compared."""
+
+
+def _params(outcome: Outcome) -> list[str]:
+    return list(outcome.params) if isinstance(outcome, State) else []
+
+
+def _are_equal(one: Outcome, other: Outcome) -> bool:
+    if isinstance(one, State) and isinstance(other, State):
+        return not unequal_leaves(one, other)[0]
+    return not isinstance(one, State) and not isinstance(other, State)
