@@ -13,7 +13,7 @@ from pure_loop.checkpoint.flight import Flight, read_flight
 from pure_loop.errors import ArgumentError, ArgumentTypeError, RewindError
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
-from pure_loop.tools.diff import Divergence, diff_streams, first_difference
+from pure_loop.tools.divergence import Divergence, diff_streams, first_difference
 from pure_loop.tools.steps import Step
 
 __all__ = ["diff_recorded"]
