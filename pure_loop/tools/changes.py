@@ -14,7 +14,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmErro
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.time import Timestamp
-from pure_loop.tools.steps import Step, distance, is_same, leaves_of, refuse_stepless, steps
+from pure_loop.tools.steps import Step, change_between, leaves_of, refuse_stepless, steps
 
 __all__ = ["Blame", "Change", "blame", "changes"]
 
@@ -69,11 +69,13 @@ def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
     for step in all_steps:
         now = leaves_of(step.state)
         if before is not None:
-            for leaf in dict.fromkeys([*now, *before]):
-                # What belongs to a batch is gone after it: nothing has changed it.
-                if leaf not in now or (leaf in before and is_same(before[leaf], now[leaf])):
-                    continue
-                norm = distance(before[leaf], now[leaf]) if leaf in before else None
+            # What belongs to a batch is gone after it: nothing has changed it.
+            for leaf, value in now.items():
+                norm = None
+                if leaf in before:
+                    is_other, norm = change_between(before[leaf], value)
+                    if not is_other:
+                        continue
                 yield Change(step.event, step.state.timestamp, step.by, step.is_algorithm, leaf, norm)
         before = now
 

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.recording
     python -m tests.benchmarks.recording --rounds 3 --width 256
 
-The limits are those that the tools were built to: a recorded step costs at most 1.02 of one that is not; a batch has at
-most 200 bytes of journal; rewinding takes at most twice the time of the batches since the nearest kept State; a blame of
-all events at most 1.05 of a run whose events are all watched.
+Limits: a recorded step costs at most 1.02 of one that is not; a batch has at most 200 bytes of journal; rewinding takes
+at most twice the time of the batches since the nearest kept State; a blame of all events takes at most 1.05 of a run
+whose events are all watched.
 """
 
 from __future__ import annotations
