@@ -9,8 +9,8 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures. ``source FILE`` is a file of the repository up to its
-``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row
-of each is the first sentence of its docstring.
+``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as the page's code.
+``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
 which ``make cards`` measures.
