@@ -6,6 +6,8 @@ name of a package that no other comment lists. docs/generate.py writes the direc
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import re
 import types
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pure_loop as pl
 
-__all__ = ["PUBLIC", "entries", "key_of", "names_of_package", "of_package", "of_names", "public_names"]
+__all__ = ["PUBLIC", "entries", "key_of", "names_of_package", "of_package", "of_names", "public_names", "used_in"]
 
 REFERENCE = Path(__file__).parent / "reference"
 PACKAGE = Path(pl.__file__).parent
@@ -51,7 +53,7 @@ def entries() -> Iterator[tuple[str, Path]]:
     for page in sorted(REFERENCE.glob("*.md")):
         for kind, arguments in _API.findall(page.read_text()):
             for name in arguments.split():
-                yield from ((each, page) for each in (names_of_package(name) if kind == "api-of" else [name]))
+                yield from ((listed, page) for listed in (names_of_package(name) if kind == "api-of" else [name]))
 
 
 def names_of_package(package: str) -> list[str]:
@@ -103,7 +105,41 @@ def _directive(name: str, level: int) -> str:
         # A function beside a module of the same name: Griffe takes the name for the module.
         target = f"{getattr(found, '__module__', path)}.{short}"
     options = [f"heading_level: {level}", f"heading: {name}", f"toc_label: {short}"]
-    return "\n".join([f"::: {target}", "    options:", *(f"      {option}" for option in options)])
+    lines = [f"::: {target}", "    options:", *(f"      {option}" for option in options)]
+    links = [f"[{title}](../gallery.md#{anchor})" for title, anchor in used_in(name)]
+    return "\n".join([*lines, "", f"In the gallery: {', '.join(links)}."] if links else lines)
+
+
+_SECTION = re.compile(r"^## (.+?)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_MOST = 5  # what nearly every example uses needs no list of them
+
+
+def used_in(name: str) -> list[tuple[str, str]]:
+    """The sections of the gallery whose examples use a name: title and anchor; none where many do."""
+    found = [(title, anchor) for title, anchor, used in _gallery() if key_of(name) in used]
+    return found if len(found) <= _MOST else []
+
+
+@functools.cache
+def _gallery() -> tuple[tuple[str, str, frozenset[object]], ...]:
+    sections = _SECTION.findall((REFERENCE.parent / "gallery.md").read_text())
+    with_pictures = [(title, re.search(r"\(pictures/(\w+)\.png\)", text)) for title, text in sections]
+    return tuple(
+        (title, re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"), _used_by(example[1]))
+        for title, example in with_pictures
+        if example is not None
+    )
+
+
+def _used_by(example: str) -> frozenset[object]:
+    """The public names that an example spells out: ``pl.fit``, or imported from a package of pure_loop."""
+    tree = ast.parse((PACKAGE.parent / "examples" / f"{example}.py").read_text())
+    spelled = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pure_loop"):
+            module = str(node.module).replace("pure_loop", "pl", 1)
+            spelled |= {f"{module}.{alias.name}" for alias in node.names}
+    return frozenset(key_of(name) for name in spelled & set(public_names()))
 
 
 def _path(name: str) -> str:

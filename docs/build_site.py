@@ -49,7 +49,7 @@ def main() -> int:
     problems = _SAID.findall(said)
     if built.returncode == 0:
         for path in sorted(SITE.rglob("*.html")):
-            problems += [f"{path.relative_to(SITE)}: {each}" for each in complaints(path.read_text())]
+            problems += [f"{path.relative_to(SITE)}: {text}" for text in complaints(path.read_text())]
     if built.returncode or problems:
         print(said, *problems, sep="\n")
         return 1

@@ -13,6 +13,7 @@ mkdocs.yml names this file, and zensical loads it by its path; nothing else of t
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -45,10 +46,12 @@ def fenced(text: str) -> str:
     while index < len(lines):
         line = lines[index]
         if line.lstrip().startswith(">>> "):
-            end = _end_of(lines, index, lambda each: bool(each.strip()))
+            end = _end_of(lines, index, lambda line: bool(line.strip()))
             written += _block("pycon", lines[index:end])
         elif line.endswith("::") and index + 2 < len(lines) and not lines[index + 1].strip():
-            end = _end_of(lines, index + 2, lambda each, depth=_depth(line): not each.strip() or _depth(each) > depth)
+            end = _end_of(
+                lines, index + 2, lambda later, depth=_depth(line): not later.strip() or _depth(later) > depth
+            )
             body = "\n".join(lines[index + 2 : end]).rstrip().split("\n")
             written += [line[:-1], "", *_block("text", body, _depth(line)), ""]
         else:
@@ -60,6 +63,10 @@ def fenced(text: str) -> str:
 
 def _end_of(lines: list[str], start: int, belongs: Any) -> int:
     return next((index for index in range(start, len(lines)) if not belongs(lines[index])), len(lines))
+
+
+def _is_deeper(depth: int, line: str) -> bool:
+    return not line.strip() or _depth(line) > depth
 
 
 def _depth(line: str) -> int:
@@ -112,7 +119,7 @@ def lists(text: str) -> str:
         if not titled or index == len(lines) or not _ENTRY.match(lines[index]):
             continue
         written.append("")
-        end = _end_of(lines, index, lambda each: each.startswith("    "))
+        end = _end_of(lines, index, lambda line: line.startswith("    "))
         for entry in lines[index:end]:
             found = _ENTRY.match(entry)
             names = ", ".join(f"`{name}`" for name in found[1].split(", ")) if found else ""
