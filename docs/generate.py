@@ -13,7 +13,7 @@ tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchma
 ``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
-which ``make cards`` measures.
+which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
 
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
 what their modules list in ``__all__``.
@@ -139,8 +139,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README.md and the pages of docs/, but for the cards, which are generated whole."""
+    found = sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / "README.md", *(path for path in found if path.parent.name != "cards")]
 
 
 def blocks(text: str) -> list[Block]:
@@ -390,7 +391,17 @@ def _methods(package: str) -> str:
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
+def _api(*names: str) -> str:
+    return str(_by_path("docs/api.py").of_names(*names))
+
+
+def _api_of(package: str) -> str:
+    return str(_by_path("docs/api.py").of_package(package))
+
+
 _PARTS: dict[str, Callable[..., str]] = {
+    "api": _api,
+    "api-of": _api_of,
     "benchmark": _benchmark,
     "mermaid": _mermaid,
     "methods": _methods,
