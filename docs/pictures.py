@@ -130,8 +130,10 @@ def progress(path: Path, columns: int = 96, rows: int = 24) -> None:
     screen = Screen()
     for chunk in output_of(program[1], columns, rows):
         screen.feed(chunk)
-        text = "\n".join(screen.lines).rstrip()
-        if "100%" not in text and "%" in text:
+        text = re.sub(r"\x1b\[[0-9;?]*m", "", "\n".join(screen.lines))
+        epoch = re.search(r"^train +epoch (\d+)/.*\d%", text, re.MULTILINE)
+        # Not of the moment in which the row of this epoch is there already, and the bar not yet at its end.
+        if epoch is not None and "100%" not in text and not re.search(rf"^ *{epoch[1]} ", text, re.MULTILINE):
             shown = screen.lines[:]
     if not shown:
         raise SystemExit("the program showed no progress: " + "\n".join(screen.lines))
