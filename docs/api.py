@@ -69,8 +69,9 @@ def names_of_package(package: str) -> list[str]:
 def _place(name: str, package: str) -> tuple[bool, str, bool, str]:
     """What an algorithm is named after comes first of its module; elsewhere the alphabet counts."""
     module, short = _module_of(name), name.rpartition(".")[2]
-    by_module = package == "algorithms"
-    return by_module and module.startswith("_"), module if by_module else "", short != module, name.lower()
+    if package != "algorithms":
+        return False, "", False, name.lower()
+    return module.startswith("_"), module, short != module, name.lower()
 
 
 def _module_of(name: str) -> str:

@@ -1,8 +1,8 @@
 """Build the site into ``site/``, and fail where anything is not as it should be: ``make docs-site``.
 
-zensical's strict mode fails on links to pages and headings that there are not. It doesn't fail on what mkdocstrings and
-Griffe print about docstrings, on names in square brackets that nothing documents, nor on docstrings that kept their
-Sphinx markup; this script does.
+zensical's strict mode fails on links to pages and headings that there are not. It doesn't fail on missing pictures and
+other files, on what mkdocstrings and Griffe print about docstrings, on names in square brackets that nothing documents,
+nor on docstrings that kept their Sphinx markup; this script does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["complaints", "main"]
+__all__ = ["complaints", "dangling", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
@@ -42,6 +42,14 @@ def complaints(page: str) -> Iterator[str]:
             yield f"{what} was left: ...{context}..."
 
 
+def dangling(page: str, path: Path) -> Iterator[str]:
+    """The links and pictures of a page's HTML that lead to no file of the site."""
+    article = page.partition("<article")[2].partition("</article>")[0]
+    for target in re.findall(r'\b(?:href|src)="([^"#?]+)', _CODE.sub("", article)):
+        if not re.match(r"[a-z]+:|//", target) and not (path.parent / html.unescape(target)).exists():
+            yield f"there is no {target}"
+
+
 def main() -> int:
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -49,7 +57,9 @@ def main() -> int:
     problems = _SAID.findall(said)
     if built.returncode == 0:
         for path in sorted(SITE.rglob("*.html")):
-            problems += [f"{path.relative_to(SITE)}: {text}" for text in complaints(path.read_text())]
+            page = path.read_text()
+            found = [*complaints(page), *([] if path.name == "404.html" else dangling(page, path))]
+            problems += [f"{path.relative_to(SITE)}: {text}" for text in found]
     if built.returncode or problems:
         print(said, *problems, sep="\n")
         return 1

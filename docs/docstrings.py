@@ -49,9 +49,7 @@ def fenced(text: str) -> str:
             end = _end_of(lines, index, lambda line: bool(line.strip()))
             written += _block("pycon", lines[index:end])
         elif line.endswith("::") and index + 2 < len(lines) and not lines[index + 1].strip():
-            end = _end_of(
-                lines, index + 2, lambda later, depth=_depth(line): not later.strip() or _depth(later) > depth
-            )
+            end = _end_of(lines, index + 2, functools.partial(_is_deeper, _depth(line)))
             body = "\n".join(lines[index + 2 : end]).rstrip().split("\n")
             written += [line[:-1], "", *_block("text", body, _depth(line)), ""]
         else:
@@ -170,12 +168,13 @@ class _Roles:
         scopes = [name.removeprefix("pure_loop.")] if name.startswith("pure_loop.") else []
         scope: griffe.Object | None = self.item
         while scope is not None:
-            scopes.append(f"{scope.path.removeprefix('pure_loop.')}.{name}")
+            scopes.append(f"{scope.path}.{name}".removeprefix("pure_loop."))
             scope = scope.parent
         for path in scopes:
             if _found(self.package, path) is None:
                 continue
-            for candidate in (path, path.rpartition(".")[0]):
+            # Itself, the function of a module of that name, or the class that it is a member of.
+            for candidate in (path, f"{path}.{path.rpartition('.')[2]}", path.rpartition(".")[0]):
                 target = _target_of(self.package, candidate)
                 if target in self.by_target and target != self.item.path:
                     return self.by_target[target]

@@ -39,7 +39,7 @@ def _small(drawn: Path, path: Path) -> Path:
     with Image.open(drawn) as opened:
         picture = opened.convert("RGB")
     picture.thumbnail((900, 900))
-    for colours in (64, 32, 16):
+    for colours in (256, 128, 64, 32, 16):
         picture.quantize(colours).save(path, optimize=True)
         if path.stat().st_size < LARGEST:
             return path
