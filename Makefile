@@ -15,7 +15,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks cards docs clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks cards docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml constraints.txt
@@ -91,6 +91,9 @@ cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: h
 
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
+
+docs-site: $(STAMP)  ## build the site of docs/ into site/, strictly: a broken link, a warning or raw markup fails
+	$(BIN)/python docs/build_site.py
 
 new-algorithm new-callback new-logger new-metric new-schedule: $(STAMP)  ## NAME=lookahead: skeletons of a method and its test
 	$(BIN)/python docs/new.py $(@:new-%=%) $(NAME)

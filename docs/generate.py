@@ -8,11 +8,12 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
-``docs/benchmark.json``, which ``make bench-page`` measures. ``methods KIND`` is a table of a package's modules: the row
-of each is the first sentence of its docstring.
+``docs/benchmark.json``, which ``make bench-page`` measures. ``source FILE`` is a file of the repository up to its
+``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as the page's code.
+``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
-which ``make cards`` measures.
+which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
 
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
 what their modules list in ``__all__``.
@@ -138,9 +139,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/."""
-    folders = (ROOT / "docs", ROOT / "docs" / "tutorials")
-    return [ROOT / "README.md", *(page for folder in folders for page in sorted(folder.glob("*.md")))]
+    """README.md and the pages of docs/, but for the cards, which are generated whole."""
+    found = sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / "README.md", *(path for path in found if path.parent.name != "cards")]
 
 
 def blocks(text: str) -> list[Block]:
@@ -357,6 +358,18 @@ def cards() -> dict[Path, str]:
     }
 
 
+def _source(path: str, *names: str) -> str:
+    """A file up to its ``main``, without its docstring; or its definitions of these names, which are not run."""
+    text = (ROOT / path).read_text()
+    lines, tree = text.splitlines(), ast.parse(text)
+    if not names:
+        first, last = tree.body[1], next(node for node in tree.body if getattr(node, "name", None) == "main")
+        return _fenced("python", "\n".join(lines[first.lineno - 1 : last.lineno - 1]))
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    shown = ["\n".join(lines[defined[name].lineno - 1 : defined[name].end_lineno]) for name in names]
+    return _fenced("py", "\n\n\n".join(shown))
+
+
 def _methods(package: str) -> str:
     """What a package holds: the first sentence of each module's docstring, and the ranges of its settings."""
     from pure_loop.ranges import settings_of
@@ -378,7 +391,17 @@ def _methods(package: str) -> str:
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
+def _api(*names: str) -> str:
+    return str(_by_path("docs/api.py").of_names(*names))
+
+
+def _api_of(package: str) -> str:
+    return str(_by_path("docs/api.py").of_package(package))
+
+
 _PARTS: dict[str, Callable[..., str]] = {
+    "api": _api,
+    "api-of": _api_of,
     "benchmark": _benchmark,
     "mermaid": _mermaid,
     "methods": _methods,
@@ -389,6 +412,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "laws": _laws,
     "laws-of": _laws_of,
     "may-change": _may_change,
+    "source": _source,
     "strategies": _strategies,
 }
 

@@ -127,8 +127,7 @@ def apply_gated_linear_units(
             before; the first ones of the weights stay.
         bias: whether ``value`` has a bias.
         init: of ``value``: ``"random"``: as torch draws weights; ``"old"``: weights of 0 and a bias of 1, so that a
-        block
-            with the activation that it had computes what it did; it needs ``bias=True``.
+            block with the activation that it had computes what it did; it needs ``bias=True``.
         blocks: ``(name, layer) -> FeedForward`` for a layer that is a block, else None.
 
     Raises:
