@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from tests.peers.legs import Adapter, Leg, NotOfferedError, Outcome, Params, Step, Way
+from tests.peers.problem import Network, cross_entropy, step_batches
 
 __all__ = ["LAWS", "Result", "measured"]
 
@@ -121,36 +122,39 @@ def _observer(generators: bool) -> Callable[[Adapter, Run], Result]:
 def _microbatch(ignored: bool) -> Callable[[Adapter, Run], Result]:
     def law(adapter: Adapter, run: Run) -> Result:
         def ask(way: Way) -> str:
-            whole = _after(run, adapter, Step(split=False, ignored=ignored, style=way.style))
-            split = _after(run, adapter, Step(split=True, ignored=ignored, style=way.style))
-            start = _after_nothing()
-            apart = float((split - whole).norm() / (whole - start).norm())
-            if apart < 1e-5:
+            start = _flat(Network().parameters())
+            steps = [run(adapter, Step(split, ignored, way.style)).params for split in (False, True)]
+            whole, split = (_flat((params or {}).values()) - start for params in steps)
+            if _near(split, whole):
                 return ""
-            what = "a microbatch with ignored targets" if ignored else "the smaller microbatch"
-            return f"{what} weighs as much as the other: the step is {apart:.0%} off"
+            off = f"the step is {float((split - whole).norm() / whole.norm()):.0%} off"
+            alike = _of_equal_microbatches(ignored)
+            if _near(split, alike):
+                what = "with ignored targets" if ignored else "that is smaller"
+                return f"the microbatch {what} weighs as much as the other: {off}"
+            ratio = float(split.norm() / whole.norm())
+            return f"the step is {ratio:.2f} times as long" if _near(split, ratio * whole) else off
 
         return _in_ways(adapter.step_ways, ask)
 
     return law
 
 
-def _after(run: Run, adapter: Adapter, step: Step) -> torch.Tensor:
-    params = run(adapter, step).params
-    assert params is not None
-    return torch.cat([tensor.flatten().double() for tensor in _in_order(params)])
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
 
-def _in_order(params: Params) -> list[torch.Tensor]:
-    """First weight, first bias, last weight, last bias, whatever they are called, and as torch lays them out."""
-    assert len(params) == 4, list(params)
-    return list(params.values())
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal up to rounding; steps are the differences of float32 parameters."""
+    return bool((one - other).norm() < 1e-5 * other.norm())
 
 
-def _after_nothing() -> torch.Tensor:
-    from tests.peers.problem import Network
-
-    return torch.cat([tensor.detach().flatten().double() for tensor in Network().parameters()])
+def _of_equal_microbatches(ignored: bool) -> torch.Tensor:
+    """The step that microbatches make which weigh the same, whatever is in them."""
+    network, batches = Network(dropout=0.0), step_batches(Step(True, ignored))
+    for inputs, targets in batches:
+        (cross_entropy(network(inputs), targets) / len(batches)).backward()
+    return -0.1 * _flat(tensor.grad for tensor in network.parameters() if tensor.grad is not None)
 
 
 def _order_after_resuming(adapter: Adapter, run: Run) -> Result:

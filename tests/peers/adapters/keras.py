@@ -42,7 +42,11 @@ class _Model(keras.Model):
         return self.last(hidden)
 
     def params(self) -> Params:
-        return {name: tensor.detach().T for name, tensor in self.named_parameters()}
+        """In torch's order and layout; a variable is not in that of ``named_parameters``."""
+        layers = {"first": self.first, "last": self.last}
+        values = {f"{name}.weight": layer.kernel.value.detach().T for name, layer in layers.items()}
+        values |= {f"{name}.bias": layer.bias.value.detach() for name, layer in layers.items()}
+        return {name: values[name] for name, _ in Network().named_parameters()}
 
 
 def _made(dropout: float = 0.3) -> _Model:
@@ -89,7 +93,7 @@ class Keras:
     )
     step_ways = (
         Way("gradient_accumulation_steps"),
-        Way("gradient_accumulation_steps, ignore_class", style="ignore_class"),
+        Way("gradient_accumulation_steps, reduction='sum'", style="sum"),
     )
 
     def train(self, leg: Leg) -> Params:
@@ -128,12 +132,12 @@ class Keras:
     def step(self, step: Step) -> Params:
         model = _made(0.0)
         batches = step_batches(step)
-        if step.ignored and not step.style:
-            raise NotOfferedError("without ignore_class no target is ignored")
         model.compile(
             optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=len(batches) if step.split else None),
             loss=keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True, ignore_class=IGNORED if step.ignored else None
+                from_logits=True,
+                ignore_class=IGNORED if step.ignored else None,
+                reduction=step.style or "sum_over_batch_size",
             ),
             jit_compile=False,
         )
