@@ -31,16 +31,12 @@ def _table(results: Results) -> str:
     """A row a library; ``*`` where another documented way doesn't keep the law."""
     lines = [f"| | {' | '.join(HEADINGS[law] for law in results['laws'])} |", f"|---|{'---|' * len(results['laws'])}"]
     for name, peer in results["peers"].items():
-        shown = " ".join(peer["versions"].values()) if len(peer["versions"]) == 1 else _first(peer["versions"])
-        cells = [_cell(peer["laws"][law]) for law in results["laws"]]
-        lines.append(f"| {name} {shown} | {' | '.join(cells)} |")
+        package, version = next(iter(peer["versions"].items()))
+        shown = name if package == "torch" else f"{name} {version}"
+        lines.append(f"| {shown} | {' | '.join(_cell(peer['laws'][law]) for law in results['laws'])} |")
     lines += ["", "\\* In one documented way, and not in another."]
     lines += [f"Measured on {results['date']} with torch {results['torch']} by `{results['command']}`."]
     return "\n".join(lines)
-
-
-def _first(versions: Mapping[str, str]) -> str:
-    return next(iter(versions.values()))
 
 
 def _cell(law: Mapping[str, Any]) -> str:

@@ -133,12 +133,12 @@ def results() -> Any:
 def test_the_table_has_every_library_and_law(results: Any) -> None:
     header, _, *rows = tables.render("table", results).splitlines()
     assert [cell.strip() for cell in header.split("|")[2:-1]] == [tables.HEADINGS[law] for law in LAWS]
-    cells = {row.split("|")[1].strip().rsplit(" ", 1)[0]: row.split("|")[2:-1] for row in rows if row.startswith("|")}
-    assert list(cells) == list(results["peers"])
-    for name, row in cells.items():
+    lines = [line.split("|")[1:-1] for line in rows if line.startswith("|")]
+    for name, (label, *row) in zip(results["peers"], lines, strict=True):
+        assert label.strip().startswith(name)
         answers = [found["result"] for found in results["peers"][name]["laws"].values()]
         assert [cell.strip().removesuffix("\\*") for cell in row] == answers
-    assert {cell.strip() for cell in cells["pure_loop"]} == {"yes"}
+    assert {cell.strip() for cell in lines[0][1:]} == {"yes"}
 
 
 def test_every_no_has_a_reason(results: Any) -> None:
