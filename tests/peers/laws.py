@@ -218,5 +218,14 @@ LAWS: dict[str, Callable[[Adapter, Run], Result]] = {
 
 
 def measured(adapter: Adapter, run: Run) -> dict[str, Result]:
-    """Every law, on one library."""
-    return {name: law(adapter, run) for name, law in LAWS.items()}
+    """Every law, on one library. A run that several laws compare with is made once."""
+    known: dict[Leg | Step, Outcome] = {}
+
+    def once(adapter: Adapter, work: Leg | Step) -> Outcome:
+        if isinstance(work, Leg) and work.folder:
+            return run(adapter, work)
+        if work not in known:
+            known[work] = run(adapter, work)
+        return known[work]
+
+    return {name: law(adapter, once) for name, law in LAWS.items()}

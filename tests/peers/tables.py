@@ -45,7 +45,7 @@ def _cell(law: Mapping[str, Any]) -> str:
 
 
 def _reasons(results: Results) -> str:
-    """A row for each way that was tried and doesn't keep its law, and for each law that needs a particular way."""
+    """A row for ways that were tried and don't keep a law, and for each law that needs a particular way."""
     lines = ["| | law | way | what differs |", "|---|---|---|---|"]
     for name, peer in results["peers"].items():
         adapter = f"[{name}](../tests/peers/adapters/{peer['module']}.py)"
@@ -57,11 +57,14 @@ def _reasons(results: Results) -> str:
                 continue
             if all(reason == "yes" for reason in found["tried"].values()):
                 continue
+            ways: dict[str, list[str]] = {}  # those that differ in the same are one row
             for way, reason in found["tried"].items():
-                lines.append(f"| {adapter} | {heading} | {way} | {'nothing' if reason == 'yes' else reason} |")
+                ways.setdefault(reason, []).append(way)
             for way, reason in found["beyond"].items():
+                ways.setdefault(reason, []).append(f"({way})")
+            for reason, names in ways.items():
                 shown = "nothing" if reason == "yes" else reason
-                lines.append(f"| {adapter} | {heading} | ({way}) | {shown} |")
+                lines.append(f"| {adapter} | {heading} | {'; '.join(names)} | {shown} |")
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
