@@ -32,7 +32,7 @@ class NotOfferedError(Exception):
 
 
 class Killed(BaseException):
-    """The process is killed here; not an Exception, so that no library takes it for one."""
+    """The run is interrupted here; not an Exception, so that no library handles it as one of the user's code."""
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class Leg:
 
     Attributes:
         folder: where checkpoints are written.
-        kill_after: save after so many batches, by the library's own function, and be killed before the next batch.
+        kill_after: save after so many batches, by the library's own function; :class:`Killed` is raised before the next.
         resume: resume from the checkpoint in ``folder``.
         evaluate: None, ``"epoch"``, or every so many batches.
         observe: with a callback that only reads.
@@ -140,7 +140,7 @@ def start() -> None:
 
 
 def batch_trained(leg: Leg) -> None:
-    """To be called before each batch: the process is killed where the leg says so."""
+    """To be called before each batch: raises :class:`Killed` where the leg says so."""
     global _trained
     if leg.kill_after is not None and _trained == leg.kill_after:
         raise Killed
@@ -163,7 +163,7 @@ def in_this_process(adapter: Adapter, work: Leg | Step) -> Outcome:
 class Alone:
     """Runs each leg in a process of its own, which begins with nothing but the imported library.
 
-    The process is ended without any clean-up where the leg says that it is killed.
+    A process ends without the interpreter's clean-up, with whatever the library left running.
     """
 
     def __init__(self, module: str) -> None:
