@@ -60,7 +60,7 @@ class Leg:
 
     Attributes:
         folder: where checkpoints are written.
-        kill_after: save after so many batches, by the library's own function; :class:`Killed` is raised before the next.
+        kill_after: after so many batches save, by the library's own function; then :class:`Killed` is raised.
         resume: resume from the checkpoint in ``folder``.
         evaluate: None, ``"epoch"``, or every so many batches.
         observe: with a callback that only reads.
