@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def _total(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any =
 
 def _arguments(leg: Leg, **settings: Any) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=leg.folder or "unused",
+        output_dir=leg.folder or tempfile.gettempdir(),
         use_cpu=True,
         seed=0,
         lr_scheduler_type="constant",
