@@ -15,7 +15,7 @@ BENCH ?=
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks cards docs docs-site clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml constraints.txt
@@ -72,7 +72,7 @@ $(PEERS_STAMP): pyproject.toml constraints.txt tests/benchmarks/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/benchmarks/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --requirement tests/benchmarks/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement tests/benchmarks/composer.txt
 	@touch $@
 
@@ -81,6 +81,10 @@ bench-peers: $(PEERS_STAMP)  ## the same, with other libraries' loops
 
 bench-page: $(PEERS_STAMP) $(STAMP)  ## measure the tables and the chart of docs/performance.md anew, and write the page
 	$(PEERS)/bin/python -m tests.benchmarks --compile --output docs/benchmark.json --plot docs/benchmark.png
+	$(BIN)/python docs/generate.py
+
+laws-of-peers: $(PEERS_STAMP) $(STAMP)  ## try the laws on other libraries, and write the tables of them: ten minutes
+	$(PEERS)/bin/python -m tests.peers
 	$(BIN)/python docs/generate.py
 
 bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shard, as ratios in one run

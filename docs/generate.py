@@ -8,9 +8,10 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
-``docs/benchmark.json``, which ``make bench-page`` measures. ``source FILE`` is a file of the repository up to its
-``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as the page's code.
-``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its docstring.
+``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
+laws-of-peers`` measures. ``source FILE`` is a file of the repository up to its ``main``, and ``source FILE NAME ...``
+what it defines by these names; only the whole is run as the page's code. ``methods KIND`` is a table of a package's
+modules: the row of each is the first sentence of its docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
 which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
@@ -340,6 +341,12 @@ def _benchmark(name: str) -> str:
     return str(tables.as_markdown(tables.of(name, found)))
 
 
+def _peers(part: str = "table") -> str:
+    """A part of what the laws found on other libraries."""
+    found = json.loads((ROOT / "docs" / "peers.json").read_text())
+    return str(_by_path("tests/peers/tables.py").render(part, found))
+
+
 def _by_path(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", ROOT / path)
     assert spec is not None
@@ -407,6 +414,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "methods": _methods,
     "grammar": _grammar,
     "outline": _outline,
+    "peers": _peers,
     "fields": _fields,
     "boundaries": _boundaries,
     "laws": _laws,
