@@ -18,7 +18,7 @@ CONSTRAINTS ?= constraints.txt
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck coverage dist bench bench-peers bench-page bench-ranks cards docs clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck coverage dist bench bench-peers bench-page bench-ranks cards docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
@@ -108,6 +108,10 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
 	$(BIN)/python -m tests.cards $(NAME)
 
+docs-site: $(STAMP)  ## the documentation as a site in site/; a broken link or a warning fails
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group site
+	$(BIN)/python -m zensical build --clean --strict
+
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
 
@@ -115,4 +119,4 @@ new-algorithm new-callback new-logger new-metric new-schedule: $(STAMP)  ## NAME
 	$(BIN)/python docs/new.py $(@:new-%=%) $(NAME)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRITON) dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TRITON) dist site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
