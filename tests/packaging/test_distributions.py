@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import pure_loop as pl
@@ -115,6 +116,38 @@ def test_a_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     # A package index shows the README at another address than the repository.
     readme = text.partition("\n\n")[2]
     assert len(readme) > 1000
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "notes"),
+    [
+        (f"v{pl.__version__}", f"{pl.__version__} - 2026-11-30", "\n### Added\n\n- This.\n\n"),
+        (f"v{pl.__version__}", f"{pl.__version__} - unreleased", None),
+        ("v99.0", "99.0 - 2026-11-30", None),
+    ],
+    ids=["as it should be", "without a date", "another version"],
+)
+def test_a_tag_is_released_with_its_section_of_the_changelog(
+    tag: str, heading: str, notes: str | None, tmp_path: Path
+) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    (script,) = [
+        step["run"] for step in workflow["jobs"]["build"]["steps"] if step.get("name") == "notes of the release"
+    ]
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "pure_loop" / "_internal").mkdir(parents=True)
+    shutil.copy(ROOT / "pure_loop/_internal/version.py", tmp_path / "pure_loop/_internal")
+    changelog = f"# Changelog\n\n## {heading}\n\n### Added\n\n- This.\n\n## 0.0.1 - 2025-01-01\n\n- That.\n"
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    environment = {**os.environ, "GITHUB_REF_NAME": tag, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    run = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], cwd=tmp_path, env=environment, timeout=60)
+    assert (run.returncode == 0) == (notes is not None)
+    if notes is not None:
+        assert (tmp_path / "notes.md").read_text() == notes
 
 
 def required(*requirements: Requirement) -> set[str]:
