@@ -70,10 +70,12 @@ typecheck: $(STAMP)
 CORE := pure_loop/loop/*,pure_loop/stages/*,pure_loop/order/*,pure_loop/donation/*,pure_loop/state.py
 CORE_TESTS := order state stages loop donation entry laws testing data
 
-coverage: $(STAMP)  ## lines and branches of the core that its fast tests run; fails below 95%: half an hour
+coverage: $(STAMP)  ## lines and branches of the core that tests run, on a CPU and a simulated GPU; fails below 95%
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -p tests.support.measured \
 		-m "not slow and not thorough" $(CORE_TESTS:%=tests/%)
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -p tests.simulated_gpu.plugin -p tests.support.measured \
+		-m "gpu and not thorough" $(CORE_TESTS:%=tests/%)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --include='$(CORE)' --skip-covered --show-missing --fail-under=95
 
