@@ -11,18 +11,21 @@ PEERS_STAMP := $(PEERS)/.installed
 TRITON ?= .triton
 TRITON_STAMP := $(TRITON)/.installed
 BENCH ?=
+# The torch to install, and with which versions of the rest: `make test TORCH="torch~=2.11.0" CONSTRAINTS=other.txt`.
+TORCH ?= torch
+CONSTRAINTS ?= constraints.txt
 
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group dev
 	@touch $@
 
 demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
@@ -63,6 +66,24 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/mypy
 
+# Each worker of pytest is a process; the tests of donation need the plugin, which says why.
+CORE := pure_loop/loop/*,pure_loop/stages/*,pure_loop/order/*,pure_loop/donation/*,pure_loop/state.py
+CORE_TESTS := order state stages loop donation entry laws
+
+coverage: $(STAMP)  ## lines and branches of the core that tests run, on a CPU and a simulated GPU; fails below 95%
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -p tests.support.measured \
+		-m "not slow and not thorough" $(CORE_TESTS:%=tests/%)
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -p tests.simulated_gpu.plugin -p tests.support.measured \
+		-m "gpu and not thorough" $(CORE_TESTS:%=tests/%)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --include='$(CORE)' --skip-covered --show-missing --fail-under=95
+
+dist: $(STAMP)  ## the sdist and the wheel of a release in dist/, and what a package index says of them
+	rm -rf dist
+	$(BIN)/python -m hatchling build -t sdist -t wheel
+	$(BIN)/python -m twine check --strict dist/*
+
 bench: $(STAMP)  ## cost of a step against the hand-written loop, as ratios in one run; BENCH="--compile" for options
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
@@ -93,6 +114,10 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
 	$(BIN)/python -m tests.cards $(NAME)
 
+docs-site: $(STAMP)  ## the documentation as a site in site/; a broken link or a warning fails
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group site
+	$(BIN)/python -m zensical build --clean --strict
+
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
 
@@ -103,4 +128,4 @@ new-algorithm new-callback new-logger new-metric new-schedule: $(STAMP)  ## NAME
 	$(BIN)/python docs/new.py $(@:new-%=%) $(NAME)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TRITON) dist site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
