@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -158,9 +157,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(copy: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, str(copy / "docs" / "build_site.py")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow
