@@ -90,12 +90,15 @@ def test_markup_that_was_left_is_found(text: str, what: str) -> None:
     assert not list(build_site.complaints(f"<article><pre>\n{text}</pre></article>"))
 
 
-def test_a_picture_that_is_missing_is_found(tmp_path: Path) -> None:
-    (tmp_path / "there.png").touch()
-    page = (
-        '<article><img src="there.png"><a href="#top"></a><a href="https://x.org/y"></a><img src="gone.png"></article>'
-    )
-    assert list(build_site.dangling(page, tmp_path / "index.html")) == ["there is no gone.png"]
+def test_what_is_not_in_the_site_is_found(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "there.png").touch()
+    (tmp_path / "outside.py").touch()
+    links = '<img src="there.png"><a href="#top"></a><a href="https://x.org/y"></a><img src="gone.png">'
+    page = f'<article>{links}<a href="../outside.py"></a></article>'
+    found = list(build_site.dangling(page, site / "index.html", site))
+    assert found == ["there is no gone.png", "there is no ../outside.py"]
 
 
 @pytest.fixture(scope="module")
