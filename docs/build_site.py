@@ -1,8 +1,8 @@
 """Build the site into ``site/``, and fail where anything is not as it should be: ``make docs-site``.
 
-zensical's strict mode fails on links to pages and headings that there are not. It doesn't fail on missing pictures and
-other files, on what mkdocstrings and Griffe print about docstrings, on names in square brackets that nothing documents,
-nor on docstrings that kept their Sphinx markup; this script does.
+zensical's strict mode fails on links to pages, headings and names of the API that there are not. It doesn't fail on
+missing pictures and other files, on what mkdocstrings and Griffe print about docstrings, nor on docstrings that kept
+their Sphinx markup; this script does.
 """
 
 from __future__ import annotations

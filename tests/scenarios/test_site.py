@@ -178,16 +178,16 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     ("changes", "messages"),
     [
         (
-            {"docs/limits.md": ("# What", "[gone](nowhere.md) [gone](events.md#nowhere)\n\n# What")},
-            ["page does not exist", "anchor does not exist"],
+            {"docs/limits.md": ("# What", "[1](nowhere.md) [2](events.md#nowhere) [3][pure_loop.nowhere]\n\n# What")},
+            ["page does not exist", "anchor does not exist", "unresolved autoref"],
         ),
         ({"docs/limits.md": ("# What", "::: pure_loop.nowhere\n\n# What")}, ["pure_loop.nowhere could not be found"]),
         (
             {
-                "docs/limits.md": ("# What", "[`gone`][pure_loop.nowhere] ![gone](nowhere.png)\n\n# What"),
+                "docs/limits.md": ("# What", "![gone](nowhere.png)\n\n# What"),
                 "pure_loop/optim/sgd.py": ("        nesterov: look", "        nesterov look"),
             },
-            ["what is not documented", "there is no", "Failed to get 'name: description' pair"],
+            ["there is no ../nowhere.png", "Failed to get 'name: description' pair"],
         ),
     ],
     ids=["links", "directive", "what zensical lets pass"],
