@@ -1,8 +1,8 @@
 """Build the site into ``site/``, and fail where anything is not as it should be: ``make docs-site``.
 
-zensical's strict mode fails on links to pages and headings that there are not. It doesn't fail on missing pictures and
-other files, on what mkdocstrings and Griffe print about docstrings, on names in square brackets that nothing documents,
-nor on docstrings that kept their Sphinx markup; this script does.
+zensical's strict mode fails on links to pages, headings and names of the API that there are not. It doesn't fail on
+missing pictures and other files, on what mkdocstrings and Griffe print about docstrings, nor on docstrings that kept
+their Sphinx markup; this script does.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ def complaints(page: str) -> Iterator[str]:
             yield f"{what} was left: ...{context}..."
 
 
-def dangling(page: str, path: Path) -> Iterator[str]:
+def dangling(page: str, path: Path, site: Path = SITE) -> Iterator[str]:
     """The links and pictures of a page's HTML that lead to no file of the site."""
     article = page.partition("<article")[2].partition("</article>")[0]
     for target in re.findall(r'\b(?:href|src)="([^"#?]+)', _CODE.sub("", article)):
-        if not re.match(r"[a-z]+:|//", target) and not (path.parent / html.unescape(target)).exists():
+        if re.match(r"[a-z]+:|//", target):
+            continue
+        file = (path.parent / html.unescape(target)).resolve()
+        if not file.exists() or not file.is_relative_to(site):
             yield f"there is no {target}"
 
 
