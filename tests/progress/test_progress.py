@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop.progress import device_reads as _readings
 from pure_loop.progress import screens as _screens
-from pure_loop.progress.display import _pass_on, _Tracker, progress
+from pure_loop.progress.display import _pass_on, progress
+from pure_loop.progress.tracker import Tracker
 
 torch.set_num_threads(1)
 
@@ -62,17 +63,20 @@ class Recording:
 
     def __init__(self, live=True, seconds=0.0):
         self.live, self.seconds = live, seconds
-        self.shown, self.closed = [], 0
+        self.shown, self.rows, self.closed = [], [], 0
 
     def show(self, snapshot, values):
         self.shown.append((snapshot, values))
+
+    def add(self, row, values):
+        self.rows.append((row, values))
 
     def close(self):
         self.closed += 1
 
 
 def watched(stream, screen, *, clock=None, refresh=0.1):
-    return _pass_on(stream, _Tracker(screen, None, refresh, clock or Clock()))
+    return _pass_on(stream, Tracker(screen, None, refresh, clock or Clock()))
 
 
 # What it leaves alone.
@@ -371,7 +375,7 @@ class Mark:
 def device(monkeypatch):
     device = Device(polls=3)
     monkeypatch.setattr(_readings, "on_cpu", lambda value: False)
-    monkeypatch.setattr(sys.modules["pure_loop.progress.display"], "on_cpu", lambda value: False)
+    monkeypatch.setattr(sys.modules["pure_loop.progress.tracker"], "on_cpu", lambda value: False)
     monkeypatch.setattr(torch, "Event", device.Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     return device
