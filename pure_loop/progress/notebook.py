@@ -59,10 +59,10 @@ class Notebook:
     def html(self, snapshot: Snapshot, values: Mapping[str, float]) -> str:
         """The table, the bar, and what was measured since the last row."""
         measured = "".join(f"<div>{escape('  '.join(group))}</div>" for group in snapshot.measured(values))
-        inside = snapshot.inside if snapshot.epoch and not snapshot.ending else None
+        inside = snapshot.inside if snapshot.epoch else None
         if inside is not None:
             place = f"{inside.label}  {batch_of(inside.batch, inside.batches)}"
-            time = "" if inside.left is None else time_left(inside.left, snapshot.spent)
+            time = "" if inside.left is None or snapshot.ending else time_left(inside.left, snapshot.spent)
             measured = _bar(place, inside.fraction, percent(inside.fraction), time)
         done = 1.0 if snapshot.ending == "done" and snapshot.fraction is None else snapshot.fraction
         place = "  ".join(filter(None, _place(snapshot)))

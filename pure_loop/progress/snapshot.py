@@ -137,7 +137,7 @@ def width_of(parts: Sequence[Part]) -> int:
 
 
 def side_by_side(groups: Iterable[Sequence[str]], width: int) -> list[str]:
-    """Groups of texts in lines of at most this width; a group that is wider is split, and a text that is wider left out.
+    """Groups of texts in lines of at most a width; a group that is wider is split, and a text that is wider left out.
 
     >>> side_by_side([["loss 1.0", "9 samples/s"], ["val: loss 2.0", "accuracy 0.5"]], width=24)
     ['loss 1.0  9 samples/s', 'val: loss 2.0', 'accuracy 0.5']

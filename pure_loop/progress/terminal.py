@@ -64,7 +64,7 @@ class Bar:
         cells = self._table.cells(len(self._table.rows) - 1, columns)
         text = Text()
         for index, (cell, column) in enumerate(zip(cells, columns, strict=True)):
-            text.append("  " * (index > 0) + cell.text.rjust(column.width), "bold green" if cell.best else "")
+            text.append("  " * (index > 0) + cell.text.rjust(column.width), "green" if cell.best else "")
         text.rstrip()
         for item in [*lines, text]:
             self._console.print(item, no_wrap=True, overflow="crop")
@@ -105,29 +105,34 @@ class Bar:
             Part(time, 0, "red" if failed else "cyan"),
         ]
         pulse = snapshot.fraction is None and not snapshot.ending
-        lines = [self._line(head, tail, None if pulse else done, width)]
-        if snapshot.inside is not None and snapshot.epoch and not snapshot.ending:
-            lines.append(self._evaluation(snapshot.inside, snapshot.spent, width))
+        lines = [self._line(head, tail, None if pulse else done, width, "red" if failed else "cyan")]
+        if snapshot.inside is not None and snapshot.epoch:
+            lines.append(self._evaluation(snapshot.inside, snapshot, width))
         elif not finished:  # or else the last row has it
             measured = side_by_side(snapshot.measured(values, max(width // 4, 6)), width - _INDENT)
             lines += [Text(self._plain(" " * _INDENT + line)) for line in measured]
         return Group(*lines)
 
-    def _evaluation(self, inside: Inside, spent: float, width: int) -> RenderableType:
+    def _evaluation(self, inside: Inside, snapshot: Snapshot, width: int) -> RenderableType:
         label = " " * _INDENT + _words.cut(inside.label, max(width // 3, 8))
         head = [Part(label, 2), Part(batch_of(inside.batch, inside.batches), 3)]
-        time = "" if inside.left is None else time_left(inside.left, spent)
+        time = "" if inside.left is None or snapshot.ending else time_left(inside.left, snapshot.spent)
         tail = [Part(percent(inside.fraction).rjust(4) if inside.batches else "", 0), Part(time, 1, "cyan")]
-        return self._line(head, tail, inside.fraction, width)
+        done = 0.0 if snapshot.ending and inside.fraction is None else inside.fraction
+        return self._line(head, tail, done, width, "blue")
 
-    def _line(self, head: Sequence[Part], tail: Sequence[Part], done: float | None, width: int) -> RenderableType:
+    def _line(
+        self, head: Sequence[Part], tail: Sequence[Part], done: float | None, width: int, color: str
+    ) -> RenderableType:
         """A line: parts, a bar where there is room for one, parts."""
         kept = that_fit([*head, *tail], width)
         before, after = ([part for part in parts if part in kept] for parts in (head, tail))
         row: list[RenderableType] = [Text(self._plain(part.text), part.style) for part in before]
         space = width - width_of(kept) - 2
         if space >= _NARROWEST_BAR:
-            row.append(ProgressBar(total=1.0, completed=done or 0.0, width=space, pulse=done is None))
+            pulse = done is None
+            bar = ProgressBar(total=1.0, completed=done or 0.0, width=space, pulse=pulse, complete_style=color)
+            row.append(bar)
         row += [Text(part.text, part.style) for part in after]
         grid = Grid.grid(padding=(0, 2))
         for _ in row:

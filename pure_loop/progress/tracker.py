@@ -67,12 +67,11 @@ class Tracker:
         self._losses = MeanLoss() if screen.live else None
         self._row: tuple[int, int | None, dict[str, Any]] | None = None
         self._row_begun = self._begun
-        self._rows = 0
         self._in_parts = False
 
     def looks(self) -> dict[Event, Callable[[State], None]]:
         """What is called at which event; every other event costs nothing."""
-        looks = {
+        looks: dict[Event, Callable[[State], None]] = {
             Event.FIT_START: partial(self._start, TRAIN),
             Event.BATCH_END: self._batch_end,
             Event.EPOCH_END: self._epoch_end,
@@ -99,6 +98,8 @@ class Tracker:
             while self._waiting:
                 self._show_first()
         else:
+            if self._row is not None and all(map(on_cpu, self._row_values(self._row[2]).values())):
+                self._close_row()
             self._show_what_arrived()
         values = self._values(*self._metrics)
         if ending == "done" or all(map(on_cpu, values.values())):
@@ -149,9 +150,8 @@ class Tracker:
 
     def _fit_end(self, state: State) -> None:
         self._timestamp = state.timestamp
-        if self._row is None and self._metrics:
-            self._open_row(state)
-        elif self._row is None and self._losses is not None and self._losses.count:
+        trained = self._losses is not None and self._losses.count > 0
+        if self._row is None and (self._metrics or trained):  # the end of an epoch that was cut short
             self._open_row(state)
         self._close_row()
 
@@ -196,17 +196,21 @@ class Tracker:
         """Pass the row on to the screen, with what evaluators have measured."""
         if self._row is None:
             return
-        epoch, batch, values = self._row
-        for label, metrics in self._metrics.items():
-            values |= {f"{_group(label)}/{name}": value for name, value in metrics.items()}
+        epoch, batch, trained = self._row
+        values = self._row_values(trained)
         self._metrics, self._row = {}, None
         now = self._clock()
         row = Row(epoch=epoch, batch=batch, seconds=now - self._row_begun)
         self._row_begun = now
-        self._rows += 1
-        reading = Reading({name: value for name, value in values.items() if is_scalar(value)})
-        self._waiting.append((partial(self.screen.add, row), reading))
+        self._waiting.append((partial(self.screen.add, row), Reading(values)))
         self._show_what_arrived()
+
+    def _row_values(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of training, and what evaluators have measured."""
+        values = dict(trained)
+        for label, metrics in self._metrics.items():
+            values |= {f"{_group(label)}/{name}": value for name, value in metrics.items()}
+        return {name: value for name, value in values.items() if is_scalar(value)}
 
     # When it is shown.
 
