@@ -53,7 +53,7 @@ class _Evaluations:
 
     def to_come(self, spacing: float | None) -> int:
         """How many are left, the one under way among them; the last batch has one in any case."""
-        if not spacing:
+        if not spacing or self.last >= 1.0:
             return 0
         return max(math.ceil(1.0 / spacing - 1e-6) - math.floor(self.last / spacing + 1e-6), 0)
 

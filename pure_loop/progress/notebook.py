@@ -58,7 +58,7 @@ class Notebook:
 
     def html(self, snapshot: Snapshot, values: Mapping[str, float]) -> str:
         """The table, the bar, and what was measured since the last row."""
-        measured = "".join(f"<div>{escape('  '.join(group))}</div>" for group in snapshot.measured(values))
+        measured = "".join(f"<div>{_spaced('  '.join(group))}</div>" for group in snapshot.measured(values))
         inside = snapshot.inside if snapshot.epoch else None
         if inside is not None:
             place = f"{inside.label}  {batch_of(inside.batch, inside.batches)}"
@@ -104,4 +104,10 @@ def _place(snapshot: Snapshot) -> Sequence[str]:
 
 def _bar(place: str, done: float | None, percent: str, time: str, head: str = "") -> str:
     bar = "" if done is None else _BAR.format(done) + "&ensp;"
-    return f"<div>{head}{escape(place)}&ensp;{bar}{escape('  '.join(filter(None, (percent, time))))}</div>"
+    after = "  ".join(filter(None, (percent, time)))
+    return f"<div>{head}{_spaced(place)}&ensp;{bar}{_spaced(after)}</div>"
+
+
+def _spaced(text: str) -> str:
+    """A text whose parts stay apart in HTML."""
+    return escape(text).replace("  ", "&ensp;")

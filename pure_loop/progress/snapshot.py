@@ -79,7 +79,8 @@ class Snapshot:
         """The time, and how it ended, in words; then shorter."""
         if self.ending:
             spent = _words.clock(self.spent)
-            return f"{self.ending}, {spent}", f"{self.ending.partition(':')[0]}, {spent}", spent
+            word = self.ending.partition(":")[0]
+            return f"{self.ending}, {spent}", f"{word}, {spent}", word, spent
         return (time_left(self.left, self.spent),)
 
     def measured(self, values: Mapping[str, float], longest: int | None = None) -> list[list[str]]:

@@ -65,7 +65,9 @@ class Tracker:
         self._speed: float | None = None
         # Of the table. The losses since the last row; None where there is no table.
         self._losses = MeanLoss() if screen.live else None
-        self._row: tuple[int, int | None, dict[str, Any]] | None = None
+        # The metrics of the State, among them those of training.
+        self._trained: Mapping[str, Any] = {}
+        self._row: tuple[Timestamp, dict[str, Any]] | None = None
         self._row_begun = self._begun
         self._in_parts = False
 
@@ -98,7 +100,7 @@ class Tracker:
             while self._waiting:
                 self._show_first()
         else:
-            if self._row is not None and all(map(on_cpu, self._row_values(self._row[2]).values())):
+            if self._row is not None and all(map(on_cpu, self._row_values(self._row[1]).values())):
                 self._close_row()
             self._show_what_arrived()
         values = self._values(*self._metrics)
@@ -132,6 +134,7 @@ class Tracker:
             self._close_row()
         self._timestamp, self._loss = state.timestamp, state.loss
         if self._losses is not None:
+            self._trained = state.metrics
             self._losses.add(_total(state.loss), state.timestamp.sample - state.previous_timestamp.sample)
         self._look()
 
@@ -183,24 +186,26 @@ class Tracker:
         if not self.screen.live:
             return
         t = state.timestamp
-        values: dict[str, Any] = {} if self._row is None else self._row[2]
+        if self._row is not None and self._row[0].batch != t.batch:  # where no event between is watched
+            self._close_row()
+        values: dict[str, Any] = {} if self._row is None else self._row[1]
         loss = None if self._losses is None else self._losses.take()
         if loss is not None:
             values["train/loss"] = loss
-        if "train" not in self._facts.evaluators and "train" not in self._metrics:
-            values |= {f"train/{name}": value for name, value in state.metrics.get("train", {}).items()}
+        values |= self._train_metrics(state.metrics)
         values |= rates(self._facts.optimizer, state)
-        self._row = epoch_number(t), t.batch if self._in_parts else None, values
+        self._row = t, values
 
     def _close_row(self) -> None:
         """Pass the row on to the screen, with what evaluators have measured."""
         if self._row is None:
             return
-        epoch, batch, trained = self._row
+        t, trained = self._row
         values = self._row_values(trained)
         self._metrics, self._row = {}, None
         now = self._clock()
-        row = Row(epoch=epoch, batch=batch, seconds=now - self._row_begun)
+        batch = t.batch if self._in_parts else None
+        row = Row(epoch=epoch_number(t), batch=batch, seconds=now - self._row_begun)
         self._row_begun = now
         self._waiting.append((partial(self.screen.add, row), Reading(values)))
         self._show_what_arrived()
@@ -262,9 +267,16 @@ class Tracker:
 
     # What is shown.
 
+    def _train_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the epoch so far, by name; none where an evaluator has their label."""
+        if TRAIN in self._facts.evaluators or TRAIN in self._metrics:
+            return {}
+        return {f"{TRAIN}/{name}": value for name, value in metrics.get(TRAIN, {}).items()}
+
     def _values(self, *labels: str, loss: bool = True) -> dict[str, Any]:
         """The loss and what these evaluators measured."""
         values = {"loss": _total(self._loss)} if loss else {}
+        values |= self._train_metrics(self._trained)
         for label in labels:
             values |= {f"{label}/{name}": value for name, value in self._metrics[label].items()}
         return {name: value for name, value in values.items() if is_scalar(value)}
