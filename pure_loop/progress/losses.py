@@ -41,7 +41,9 @@ class MeanLoss:
         return self._weight + self._samples * len(self._losses)
 
     def add(self, loss: Any, samples: int) -> None:
-        """Count the loss of a batch of so many samples."""
+        """Count the loss of a batch of so many samples; nothing, if it is no number."""
+        if (type(loss) is not Tensor or loss.ndim) and not is_scalar(loss):
+            return
         if samples != self._samples or len(self._losses) >= _TOGETHER:
             self._fold()
             self._samples = samples
@@ -55,9 +57,12 @@ class MeanLoss:
         return mean
 
     def _fold(self) -> None:
-        losses = [torch.as_tensor(loss).detach().reshape(()) for loss in self._losses if is_scalar(loss)]
+        losses = [
+            torch.as_tensor(loss).reshape(()) if type(loss) is not Tensor or loss.ndim else loss
+            for loss in self._losses
+        ]
         self._losses.clear()
-        if losses and self._samples:
+        if losses:
             with torch.no_grad():
                 self._sum = self._sum + self._samples * _summed(torch.stack(losses))
             self._weight += self._samples * len(losses)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from pure_loop.event import Event
 from pure_loop.loop.recorder import is_scalar
 from pure_loop.progress.device_reads import Reading, on_cpu
@@ -87,7 +89,6 @@ class Tracker:
         }
         if self.screen.live:
             looks |= {
-                Event.BATCH_START: self._batch_start,
                 Event.EVAL_AFTER_ALL: self._eval_after_all,
                 Event.EPOCH_CHECKPOINT: self._epoch_checkpoint,
             }
@@ -125,17 +126,14 @@ class Tracker:
         if self.screen.live:
             self._draw(self._clock())
 
-    def _batch_start(self, state: State) -> None:
+    def _batch_end(self, state: State) -> None:
         if self._row is not None:
             self._close_row()
-
-    def _batch_end(self, state: State) -> None:
-        if self._row is not None:  # where BATCH_START is not watched
-            self._close_row()
-        self._timestamp, self._loss = state.timestamp, state.loss
+        self._timestamp, self._loss = t, loss = state.timestamp, state.loss
         if self._losses is not None:
             self._trained = state.metrics
-            self._losses.add(_total(state.loss), state.timestamp.sample - state.previous_timestamp.sample)
+            total = loss if type(loss) is Tensor else _total(loss)
+            self._losses.add(total, t.sample - state.previous_timestamp.sample)
         self._look()
 
     def _epoch_end(self, state: State) -> None:
@@ -176,8 +174,12 @@ class Tracker:
         self._tell(label)
 
     def _eval_after_all(self, state: State) -> None:
-        if self._in_parts and self._timestamp is not None and self._metrics:
+        t = self._timestamp
+        if self._in_parts and t is not None and self._metrics:
             self._open_row(state)
+            # After the last batch of an epoch, and of the run, there may be more evaluations.
+            if t.batch_in_epoch not in (0, t.batches_per_epoch) and not state.has_ended():
+                self._close_row()
 
     # Rows.
 
@@ -202,7 +204,10 @@ class Tracker:
             return
         t, trained = self._row
         values = self._row_values(trained)
-        self._metrics, self._row = {}, None
+        self._row = None
+        if self._in_parts and not self._metrics and "train/loss" not in trained:
+            return  # the row before was of this batch
+        self._metrics = {}
         now = self._clock()
         batch = t.batch if self._in_parts else None
         row = Row(epoch=epoch_number(t), batch=batch, seconds=now - self._row_begun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pure_loop.progress.losses import MeanLoss
 
@@ -34,9 +35,32 @@ def test_it_begins_anew():
     assert float(mean.take()) == 3.0
 
 
+class NoReading(TorchDispatchMode):
+    """Refuses what waits for a device, and counts the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default)
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
 def test_nothing_is_read_from_a_device():
-    loss = torch.zeros((), device="meta")  # of which float() is an error
-    assert mean_of([(loss, 4)] * 130 + [(loss, 2)]).device.type == "meta"
+    loss, mean = torch.tensor(2.0), MeanLoss()
+    with NoReading() as mode:
+        for _ in range(640):
+            mean.add(loss, 4)
+        result = mean.take()
+    assert float(result) == 2.0
+    assert mode.operations < 60
+
+
+def test_reading_would_be_noticed():
+    with pytest.raises(AssertionError), NoReading():
+        float(torch.tensor(2.0))
 
 
 def test_it_keeps_no_graph_and_few_losses():

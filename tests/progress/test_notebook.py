@@ -79,7 +79,7 @@ def test_what_stays_has_all_rows_and_the_best_of_each_column(notebook):
     ((_, html, text),) = notebook.messages[-1:]
     rows = rows_of(html)
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
-    columns = [column for column in zip(*rows, strict=True)]
+    columns = list(zip(*rows, strict=True))
     assert [sum("<b>" in cell for cell in column) for column in columns] == [0, 0, 1, 1, 1, 1, 0, 0]
     losses = [float(re.sub("<.*?>", "", cell)) for cell in columns[2]]
     assert columns[2].index(f"<b>{min(losses):#.4g}</b>") == losses.index(min(losses))

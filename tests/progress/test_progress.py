@@ -83,7 +83,8 @@ def test_it_leaves_no_thread_and_the_standard_streams_as_they_were(terminal, mon
     assert (sys.stdout, sys.stderr) == streams
 
 
-def test_an_event_costs_less_than_a_microsecond():
+@pytest.mark.parametrize("file", [io.StringIO, Terminal])
+def test_an_event_costs_less_than_a_microsecond(file, terminal):
     state = pl.State.create(torch.nn.Linear(1, 1))
     pairs = [(E.BEFORE_FORWARD, state)] * 9 + [(E.BATCH_END, state.replace(loss=torch.tensor(1.0)))]
 
@@ -92,13 +93,13 @@ def test_an_event_costs_less_than_a_microsecond():
             yield from pairs
 
     def seconds(pairs):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in pairs:
             pass
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     bare = min(seconds(stream()) for _ in range(5))
-    shown = min(seconds(progress(stream(), file=io.StringIO())) for _ in range(5))
+    shown = min(seconds(progress(stream(), file=file())) for _ in range(5))
     assert (shown - bare) / 100_000 < 1e-6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import signal
@@ -28,10 +29,8 @@ def shown(stream, columns=80, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         patch.setenv("TERM", "xterm-256color")
-        try:
+        with contextlib.suppress(RuntimeError):
             pl.run(progress(stream, file=terminal, refresh_seconds=0, **options))
-        except (KeyboardInterrupt, RuntimeError):
-            pass
     return Emulator(columns).feed(terminal.getvalue()).lines
 
 
@@ -83,7 +82,7 @@ def test_a_row_an_epoch_with_the_numbers_of_the_states():
 def test_training_metrics_and_three_evaluators():
     evaluators = {"val": DATA, "test": DATA[:2], "far": DATA[2:4]}
     lines = shown(fit(evaluators=evaluators, train_metrics=[pl.metrics.accuracy()]), columns=120)
-    assert lines[0].split() == ["train", "─" * 11, "val", "─" * 15, "test", "─" * 14, "far", "─" * 16]
+    assert lines[0].split() == ["train", "─" * 11, "val", "─" * 15, "test", "─" * 14, "far", "─" * 15]
     assert lines[1].split() == ["epoch", *["loss", "accuracy"] * 4, "lr", "time"]
     assert [len(row) for row in rows_of(lines)] == [11, 11]
 
@@ -110,12 +109,23 @@ def test_evaluations_of_the_end_are_in_the_last_row():
         ({"max_duration": "3ep", "eval_interval": "2ep"}, [["1"], ["2"], ["3"]]),
         ({"max_duration": "8ba", "eval_interval": "3ba"}, [["1", "3"], ["1", "6"], ["2", "8"]]),
         ({"max_duration": "8ba", "eval_interval": "1ep"}, [["1", "6"], ["2", "8"]]),
+        ({"max_duration": "9ba", "eval_interval": "6ba"}, [["1", "6"], ["2", "9"]]),
         ({"max_duration": "6ba", "eval_interval": "2ba"}, [["1", "2"], ["1", "4"], ["1", "6"]]),
     ):
         rows = rows_of(shown(fit(evaluators={"val": DATA}, **options)))
         assert [row[: len(found[0])] for row in rows] == found
         evaluated = [len(row) == len(found[0]) + 5 for row in rows]
         assert evaluated == ([False, True, True] if options["eval_interval"] == "2ep" else [True] * len(rows))
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_of_unknown_length_has_one_row():
+    class Unsized:
+        def __iter__(self):
+            return iter(DATA)
+
+    options = {"max_duration": "9ba", "eval_interval": "3ba", "evaluators": {"val": DATA}}
+    rows = rows_of(shown(fit(Unsized(), **options)))
+    assert [(*row[:2], len(row)) for row in rows] == [("1", "3", 7), ("1", "6", 7), ("2", "9", 7)]
 
 
 def test_in_the_order_of_2021_evaluations_are_in_the_row_of_their_epoch():
