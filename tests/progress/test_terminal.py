@@ -118,6 +118,13 @@ def test_evaluations_of_the_end_are_in_the_last_row():
         assert evaluated == ([False, True, True] if options["eval_interval"] == "2ep" else [True] * len(rows))
 
 
+def test_a_row_is_there_before_the_next_batch(terminal):
+    stream = fit(evaluators={"val": DATA}, max_duration="12ba", eval_interval="4ba")
+    for event, state in progress(stream, file=terminal, refresh_seconds=0):
+        if event is E.BATCH_CHECKPOINT and state.timestamp.batch == 4:
+            assert [row[:2] for row in rows_of(Emulator(80).feed(terminal.getvalue()).lines)] == [["1", "4"]]
+
+
 def test_an_evaluation_at_the_end_of_an_epoch_of_unknown_length_has_one_row():
     class Unsized:
         def __iter__(self):
@@ -204,7 +211,7 @@ def test_an_evaluation_has_a_bar_of_its_own(terminal):
 
 
 @pytest.mark.parametrize("columns", [20, 40, 43, 80])
-@pytest.mark.parametrize("at", [30, 70, 140])
+@pytest.mark.parametrize("at", [30, 95, 140])  # 95 is in an evaluation, whose bar is the last line
 def test_ctrl_c_leaves_one_bar(columns, at, terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(KeyboardInterrupt):
