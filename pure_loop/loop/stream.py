@@ -11,7 +11,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeEr
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = ["Stream", "pairs_of", "refuse_no_stream", "run", "stream_of"]
+__all__ = ["Stream", "arguments_of", "pairs_of", "refuse_no_stream", "run", "stream_of"]
 
 _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: "started", GEN_CLOSED: "ended"}
 
@@ -91,6 +91,15 @@ def stream_of(pairs: Generator[tuple[Event, State], None, Any], deterministic: b
 
         pairs = switching(pairs)
     return Stream(pairs)
+
+
+def arguments_of(generator: Any) -> Mapping[str, Any]:
+    """The arguments of a generator that has not begun."""
+    variables: Any = generator.gi_frame.f_locals
+    arguments = dict(variables)
+    if isinstance(variables, dict):
+        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
+    return arguments
 
 
 def refuse_no_stream(value: Any, function: str) -> None:

@@ -1,6 +1,7 @@
-"""A bar in a terminal or a notebook, plain lines elsewhere.
+"""A table and a bar in a terminal or a notebook, plain lines elsewhere.
 
-May import ``loop`` and what is below, and ``callbacks``. Begin with ``display.py``; ``screens.py`` draws.
+May import ``loop`` and what is below, and ``callbacks``. Begin with ``display.py``; ``terminal.py`` and
+``notebook.py`` draw.
 """
 
 from pure_loop.progress.display import progress

@@ -7,7 +7,7 @@ from typing import Any
 from pure_loop.cadence import Cadence
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["clock", "duration", "epoch", "how_often", "number", "rate"]
+__all__ = ["clock", "cut", "duration", "epoch", "how_often", "number", "rate"]
 
 _UNITS = {
     TimeUnit.EPOCH: ("epoch", "epochs"),
@@ -56,6 +56,20 @@ def clock(seconds: float) -> str:
     if days:
         return f"{days}d {hour}:{minute:02}:{second:02}"
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def cut(text: str, longest: int) -> str:
+    """A text of at most so many letters: the beginning and the end of a longer one.
+
+    >>> cut("accuracy", 8), cut("multiclass_f1_macro", 11), cut("multiclass_f1_macro", 1)
+    ('accuracy', 'multi…macro', 'm')
+    """
+    if len(text) <= longest:
+        return text
+    if longest < 3:
+        return text[: max(longest, 0)]
+    tail = (longest - 1) // 2
+    return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
 
 
 def duration(time: Time) -> str:

@@ -16,7 +16,7 @@ from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop.stream import Stream
+from pure_loop.loop.stream import Stream, arguments_of
 from pure_loop.loop.training import Fit
 from pure_loop.state import State
 
@@ -58,9 +58,9 @@ class Parts:
                 f"{function}: the stream has begun: give a new one, pl.{function}(pl.fit(...)); from a State on, "
                 f"pl.{function}(pl.fit(state, ...))."
             )
-        arguments: Mapping[str, Any] = _arguments(pairs)
+        arguments: Mapping[str, Any] = arguments_of(pairs)
         run, script = arguments.get("run"), arguments.get("script")
-        begun = arguments if run is not None or not isinstance(script, Generator) else _arguments(script)
+        begun = arguments if run is not None or not isinstance(script, Generator) else arguments_of(script)
         fit, state = begun.get("fit"), begun.get("state")
         if not isinstance(fit, Fit) or not isinstance(state, State):
             raise ArgumentTypeError(
@@ -78,15 +78,6 @@ class Parts:
 
 
 _OF_A_DRIVER = ("handlers", "observers", "closing")
-
-
-def _arguments(generator: Any) -> Mapping[str, Any]:
-    """The arguments of a generator that has not begun."""
-    variables: Any = generator.gi_frame.f_locals
-    arguments = dict(variables)
-    if isinstance(variables, dict):
-        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
-    return arguments
 
 
 def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:

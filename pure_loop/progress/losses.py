@@ -1,0 +1,73 @@
+"""The mean loss of an epoch, without reading a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loop.loop.recorder import is_scalar
+
+__all__ = ["MeanLoss"]
+
+# One sum of so many losses costs as much as two operations on the device.
+_TOGETHER = 64
+
+
+class MeanLoss:
+    """The mean of losses, each weighed by the samples of its batch.
+
+    Losses are collected, and summed up on their device a number at a time.
+
+    >>> mean = MeanLoss()
+    >>> mean.add(torch.tensor(1.0), 4)
+    >>> mean.add(torch.tensor(4.0), 2)
+    >>> mean.take(), mean.take()
+    (tensor(2., dtype=torch.float64), None)
+    """
+
+    __slots__ = ("_losses", "_samples", "_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._losses: list[Any] = []
+        self._samples = 0
+        self._sum: Any = 0.0
+        self._weight = 0
+
+    @property
+    def count(self) -> int:
+        """The samples since the last mean."""
+        return self._weight + self._samples * len(self._losses)
+
+    def add(self, loss: Any, samples: int) -> None:
+        """Count the loss of a batch of so many samples; nothing, if it is no number."""
+        if (type(loss) is not Tensor or loss.ndim) and not is_scalar(loss):
+            return
+        if samples != self._samples or len(self._losses) >= _TOGETHER:
+            self._fold()
+            self._samples = samples
+        self._losses.append(loss)
+
+    def take(self) -> Any:
+        """The mean of those that were added, on their device; None if there are none. It begins anew."""
+        self._fold()
+        mean = self._sum / self._weight if self._weight else None
+        self._sum, self._weight = 0.0, 0
+        return mean
+
+    def _fold(self) -> None:
+        losses = [
+            torch.as_tensor(loss).reshape(()) if type(loss) is not Tensor or loss.ndim else loss
+            for loss in self._losses
+        ]
+        self._losses.clear()
+        if losses:
+            with torch.no_grad():
+                self._sum = self._sum + self._samples * _summed(torch.stack(losses))
+            self._weight += self._samples * len(losses)
+
+
+def _summed(values: Tensor) -> Tensor:
+    # Not every device has float64.
+    return values.sum(dtype=torch.float64 if values.device.type == "cpu" else torch.float32)
