@@ -114,10 +114,6 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
 	$(BIN)/python -m tests.cards $(NAME)
 
-docs-site: $(STAMP)  ## the documentation as a site in site/; a broken link or a warning fails
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group site
-	$(BIN)/python -m zensical build --clean --strict
-
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
 	$(BIN)/python docs/generate.py
 
