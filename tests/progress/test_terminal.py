@@ -7,6 +7,7 @@ import itertools
 import re
 import signal
 import sys
+import weakref
 
 import pytest
 import torch
@@ -205,6 +206,14 @@ def test_an_evaluation_has_a_bar_of_its_own(terminal):
         if event is E.EVAL_BATCH_END:
             seen.add(re.sub("[━╸╺]+", "=", Emulator(80).feed(terminal.getvalue()).lines[-1]))
     assert any(re.fullmatch(r"  val  batch 3/6  =   50%  0:\d\d left", line) for line in seen)
+
+
+def test_it_refers_to_no_state(terminal):
+    before = lambda: None  # noqa: E731
+    for event, state in progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0):
+        if event in (E.BATCH_START, E.BATCH_END):
+            assert before() is None  # so the step may write to its memory
+            before = weakref.ref(state)
 
 
 # The end.
