@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -156,10 +157,19 @@ def by_timestamp(place: Place) -> pl.Timestamp:
     return place.timestamp
 
 
+def jitter(value: Any) -> Any:
+    """Of a sample, or of the inputs of a whole batch."""
+    if isinstance(value, torch.Tensor):
+        return value + torch.rand(())
+    return type(value)([jitter(value[0]), *value[1:]])
+
+
 def serving(name: str) -> st.SearchStrategy[Any]:
     """An algorithm of the library with the problem that serves it."""
     factory = ALGORITHMS[name]
     needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
+    if name == "transform":
+        needed["function"] = st.just(jitter)
     return st.tuples(built(factory, **needed), st.just(as_problem(served(factory) or "mlp")))
 
 
