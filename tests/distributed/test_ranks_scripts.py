@@ -254,3 +254,27 @@ def test_a_rank_that_never_starts_is_named(job, who):
     ((line, _),) = alone.wait(1 - who)
     assert re.search(f"DistributedError: rank {1 - who} of 2 could not meet the others within 6 s: rank {who}", line)
     assert float(line.partition(" ")[0]) < 2 * TIMEOUT
+
+
+KEPT = """
+stream = fit({kind!r}, timeout=100.0)  # in a variable of the module, so that nothing closes it when the body raises
+began = time.monotonic()
+try:
+    for event, state in stream:
+        if rank == 1 and event is Event.BATCH_END and state.timestamp.batch == 2:
+            say("done")
+            raise ValueError("the disk is full")
+except pl.DistributedError as error:
+    say(f"{{time.monotonic() - began:.1f}} {{error}}")
+    say("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_a_body_that_raises_while_the_stream_is_kept_is_named_at_once(job, kind):
+    kept = job(KEPT.format(kind=kind))
+    kept.rank_by_rank(2)
+    said, _ = kept.wait(0, 1)
+    seconds, text = said[0].split(" ", 1)
+    assert "rank 1 ended its process in the middle of the loop by ValueError: the disk is full" in text
+    assert float(seconds) < 60
