@@ -156,6 +156,9 @@ class CheckpointError(PureLoopError, ValueError):
 class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
     """There is no checkpoint at this path."""
 
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+
 
 class CheckpointWriteError(PureLoopError, OSError):
     """A checkpoint could not be written; the file that was at its path is unchanged."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
+from torch import Tensor
 
 from pure_loop._internal.arguments import is_integer
 from pure_loop._internal.suggestions import nearest
@@ -164,6 +165,13 @@ class Monitored:
         numbers: dict[str, Any] = {}
         for name, value in state.metrics.get(self.label, {}).items():
             numbers |= recordable(f"{self.label}/{name}", value)[0]
+        kind = state.metrics.get(self.label, {}).get(self.name.partition("/")[2])
+        if self.name not in numbers and kind is not None:
+            raise ArgumentError(
+                f"{self.where}: the metric {self.name!r} is no number but a {type(kind).__name__}"
+                f"{f' of shape {tuple(kind.shape)}' if isinstance(kind, Tensor) else ''}: monitor a number, such as "
+                f"'{self.label}/loss'."
+            )
         if self.name not in numbers:
             raise ArgumentError(f"{self.where}: there is no number {self.name!r}{self._instead(list(numbers))}")
         return float(numbers[self.name])

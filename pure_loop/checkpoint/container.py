@@ -371,7 +371,7 @@ def _kind_of(first: bytes) -> str | None:
 
 
 _ADVICE = (
-    "Go on from another checkpoint: pl.latest(folder) finds the newest one that is whole. Weights that torch.save "
+    "Resume from another checkpoint: pl.latest(folder) finds the newest one that is whole. Weights that torch.save "
     "wrote go into the module: model.load_state_dict(torch.load(path, weights_only=True))."
 )
 

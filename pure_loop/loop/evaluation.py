@@ -71,11 +71,19 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
                     branch = branch.replace(outputs=detached(branch.outputs))
             branch = yield Event.EVAL_BATCH_END, branch
     accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
-    values = {metric.name: metric.compute(accumulated[metric.name]) for metric in metrics or ()}
-    measured = FrozenDict({**branch.metrics, label: FrozenDict(values)})
+    measured = FrozenDict({**branch.metrics, label: _values(metrics or (), accumulated, label)})
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
     branch = yield Event.EVAL_END, branch
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
+
+
+def _values(metrics: Sequence[Metric], accumulated: dict[str, Any], label: str) -> FrozenDict[str, Any]:
+    """What the metrics come to; an error of one of them names it."""
+    values: dict[str, Any] = {}
+    for metric in metrics:
+        with noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}"):  # noqa: B023
+            values[metric.name] = metric.compute(accumulated[metric.name])
+    return FrozenDict(values)
 
 
 def _measure(

@@ -525,7 +525,7 @@ class _FromTorch:
         for part in (memories, started):
             if part.keys() != set(params):
                 raise ResumeError(
-                    f"opt_state was made by {self.name} for another model: it has the memory of other parameters. "
+                    f"opt_state was made by {self.name} for another model: it is that of other parameters. "
                     f"Give the State that was made with this model, or {afresh}"
                 )
         for name, memory in memories.items():

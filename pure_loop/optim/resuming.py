@@ -41,7 +41,7 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     if given_spec != wanted_spec and (wanted_spec.num_leaves or optimizer.overwrite is not None):
         if keys_of(opt_state) == keys_of(wanted):
             raise ResumeError(
-                f"opt_state was made by {optimizer.name} for another model: it has the memory of other parameters. "
+                f"opt_state was made by {optimizer.name} for another model: it is that of other parameters. "
                 f"Give the State that was made with this model, or {AFRESH}"
             )
         raise ResumeError(

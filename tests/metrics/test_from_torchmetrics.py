@@ -136,3 +136,14 @@ def test_a_metric_of_torchmetrics_by_itself_is_refused_with_what_to_write() -> N
     says = r"evaluator 'val'.*write pl\.metrics\.from_torchmetrics\(MulticlassAUROC\(\.\.\.\)\)"
     with pytest.raises(pl.ArgumentTypeError, match=says):
         stream(mlp(), points(), evaluators={"val": evaluator})
+
+
+def test_an_error_of_the_value_names_metric_and_evaluator() -> None:
+    auroc = from_torchmetrics(torchmetrics.classification.BinaryAUROC())
+    data = [(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3)] * 2
+    stream = pl.evaluate(
+        torch.nn.Linear(3, 3), {"val": pl.Evaluator(data, metrics=[auroc])}, loss=torch.nn.functional.cross_entropy
+    )
+    with pytest.raises(IndexError) as caught:  # two classes are measured, and there are three
+        pl.run(stream)
+    assert any("raised by the metric 'BinaryAUROC'" in note and "'val'" in note for note in caught.value.__notes__)

@@ -357,7 +357,7 @@ def test_states_of_others_are_refused(wrapped: bool) -> None:
     wider = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4))
     refused(state.with_module(wider), torch.optim.Adam, "doesn't fit .* a step from it fails")
     longer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 4))
-    refused(state.with_module(longer), torch.optim.Adam, "for another model: it has the memory of other parameters")
+    refused(state.with_module(longer), torch.optim.Adam, "for another model: it is that of other parameters")
     other = pl.run(fit(model(), pl.optim.adamw(lr=0.1), watch={Event.BATCH_END}))
     refused(other, torch.optim.Adam, "another optimizer")
 
