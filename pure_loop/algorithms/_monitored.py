@@ -165,7 +165,8 @@ class Monitored:
         numbers: dict[str, Any] = {}
         for name, value in state.metrics.get(self.label, {}).items():
             numbers |= recordable(f"{self.label}/{name}", value)[0]
-        kind = state.metrics.get(self.label, {}).get(self.name.partition("/")[2])
+        measured: Any = state.metrics.get(self.label, {})
+        kind = measured.get(self.name.partition("/")[2])
         if self.name not in numbers and kind is not None:
             raise ArgumentError(
                 f"{self.where}: the metric {self.name!r} is no number but a {type(kind).__name__}"

@@ -16,7 +16,16 @@ from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
-from pure_loop.checkpoint.flight import ENDED, JOURNAL, RUN, digest_of, digest_of_batch, facts_of, line_of
+from pure_loop.checkpoint.flight import (
+    ENDED,
+    JOURNAL,
+    RUN,
+    digest_of,
+    digest_of_batch,
+    ends_in_a_line,
+    facts_of,
+    line_of,
+)
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
@@ -83,6 +92,7 @@ class FlightRecorder(CheckpointSaver):
         self._waiting: list[tuple[Timestamp, str | None, Tensor, float]] = []
         self._settings: dict[str, Any] = {}
         self._facts: dict[str, Any] | None = None
+        self._handled: BaseException | None = None
         self._last = 0.0
 
     def bind(self, run: Run) -> None:
@@ -106,6 +116,8 @@ class FlightRecorder(CheckpointSaver):
                 "with parallel='replicate', or save sharded States by a CheckpointSaver."
             )
         super().fit_start(state, logger)
+        # A run in an `except` of another one has the error of that around it.
+        self._handled = sys.exception()
         self.states.clear()
         self._waiting.clear()
         if self.rank:
@@ -114,7 +126,10 @@ class FlightRecorder(CheckpointSaver):
         save(state, os.path.join(self.folder, f"start-ba{state.timestamp.batch}{SUFFIX}"))
         self._facts = {**facts_of(state), **self._settings}
         self._write_facts()
-        self._journal = open(os.path.join(self.folder, JOURNAL), "a", buffering=1)  # noqa: SIM115 - closed in close()
+        path = os.path.join(self.folder, JOURNAL)
+        self._journal = open(path, "a", buffering=1)  # noqa: SIM115 - closed in close()
+        if not ends_in_a_line(path):
+            self._journal.write("\n")  # of a line that a killed run did not finish
         self._last = time.perf_counter()
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -144,7 +159,7 @@ class FlightRecorder(CheckpointSaver):
 
     def close(self) -> None:
         why = sys.exception()
-        if isinstance(why, NonFiniteError) and why.index is not None and not self.rank:
+        if why is not self._handled and isinstance(why, NonFiniteError) and why.index is not None and not self.rank:
             why.add_note(
                 f'To look at the batch: event, state = next(pl.rewind({self.folder!r}, "{why.index}ba", "batch_start", '
                 "model, train_dataloader, **settings)), with the arguments of this run."
@@ -152,7 +167,7 @@ class FlightRecorder(CheckpointSaver):
         try:
             super().close()
         finally:
-            journal, self._journal = self._journal, None
+            journal, self._journal, self._handled = self._journal, None, None
             if journal is not None:
                 self._write_lines(journal)
                 journal.close()

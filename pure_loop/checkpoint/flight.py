@@ -20,7 +20,7 @@ from torch import Tensor
 from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.version import __version__
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, TimeFormatError
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -64,7 +64,8 @@ def digest_of(params: Mapping[str, Tensor]) -> str:
 
 def _condensed(tensor: Tensor) -> list[Tensor]:
     """The bytes of a tensor; of a large one those of its sums by row and by column, as integers of 8 bytes."""
-    numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
     flat = numbers.contiguous().view(-1).view(torch.uint8)
     length = flat.numel() // _BLOCK * _BLOCK
     if length < _LARGE:
@@ -105,6 +106,15 @@ def line_of(timestamp: Timestamp, loss: float, seconds: float, digest: str | Non
     if digest is not None:
         fields["digest"] = digest
     return json.dumps(fields, separators=(",", ":"))
+
+
+def ends_in_a_line(path: str) -> bool:
+    """Whether the last line of a file is whole; an empty file has none."""
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 @attrs.frozen
@@ -170,7 +180,12 @@ class Flight:
                 f'rewind: when={when!r} of type {type(when).__name__}: "3417ba", "2ep", a timestamp, "worst" or '
                 '"nonfinite".'
             )
-        time = Time.parse(when)
+        try:
+            time = Time.parse(when)
+        except TimeFormatError:
+            raise ArgumentError(
+                f'rewind: when={when!r}: write "3417ba", "2ep", a timestamp, "worst" or "nonfinite".'
+            ) from None
         if time.unit is TimeUnit.BATCH:
             return int(time.value)
         if time.unit is TimeUnit.EPOCH:
@@ -178,11 +193,15 @@ class Flight:
             if any(line.epoch >= time.value for line in self.lines.values()) or not time.value:
                 return max(before, default=0)
             epochs = max((line.epoch for line in self.lines.values()), default=0)
+            if self.has_ended and time.value == epochs + 1:
+                return max(before, default=0)
             raise ArgumentError(f"rewind: when={str(when)!r}: the journal ends in epoch {epochs}, counted from 0.")
         raise ArgumentError(f'rewind: when={str(when)!r}: write batches or epochs, "3417ba" or "2ep".')
 
     def _step_of(self, when: str) -> int:
         """The number of the batch itself, counted from 0."""
+        if not self.lines and when == "nonfinite" and self.starts:
+            return min(self.starts)  # training ended in its first batch
         if not self.lines:
             raise ArgumentError(f"rewind: when={when!r}, and the journal of {self.folder} has no batch.")
         broken = [line.batch - 1 for line in self.lines.values() if not math.isfinite(line.loss)]
@@ -235,7 +254,9 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
         facts = {}
     matches = [match for match in map(_KEPT.fullmatch, sorted(names)) if match]
     kept = {int(match[2]): match[0] for match in matches}
-    starts = frozenset(int(match[2]) for match in matches if match[1])
+    if lines:  # those of a branch that was trained again from before them are no States of this run
+        kept = {batch: name for batch, name in kept.items() if batch <= newest}
+    starts = frozenset(int(match[2]) for match in matches if match[1] and int(match[2]) in kept)
     return Flight(place, lines, dict(sorted(kept.items())), starts, facts, has_ended)
 
 

@@ -54,13 +54,13 @@ class Origin:
 
 _SKIP = 'nonfinite="skip" leaves such a batch out of training and counts it in state.skipped'
 _ADVICE: Mapping[Kind, str] = {
-    "batch": f"Correct the data: no learning rate helps. {_SKIP}.",
+    "batch": f"Correct the data, or the algorithm that mixed its samples: no learning rate helps. {_SKIP}.",
     "parameter": "It is so before the batch: look at what initialised or loaded it, or at the algorithm that wrote it.",
     "buffer": "It is so before the batch: look at what initialised or loaded it, or at the algorithm that wrote it.",
     "output": "Lower the learning rate, clip the gradients (clip_grad=1.0), or look at these samples and this module; "
     f"{_SKIP}.",
-    "loss": "Look at the loss function: a logarithm of 0, a division by a count of 0, a mean over no targets; "
-    f"{_SKIP}.",
+    "loss": "Look at the loss function (a logarithm of 0, a division by a count of 0, a mean over no targets), or, if "
+    f"outputs are large, lower the learning rate; {_SKIP}.",
     "algorithm": f"Look at the algorithms that write outputs or loss, which pl.blame(stream, 'loss') lists; {_SKIP}.",
     "gradient": "Lower the learning rate, or look for a function in the model that has no derivative there, such as "
     f"the square root or the norm of 0; clip_grad= keeps a NaN. And {_SKIP}.",
@@ -73,6 +73,14 @@ def is_finite(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(real_numbers(tensor.detach())).all())
+
+
+def _is_suspect(tensor: Any) -> bool:
+    """Whether a tensor has a NaN or a positive infinity: negative ones are masks, which softmax makes 0."""
+    if is_finite(tensor):
+        return False
+    numbers = real_numbers(tensor.detach())
+    return bool((torch.isnan(numbers) | (numbers == torch.inf)).any())
 
 
 def _rows(tensor: Tensor, first: int, samples: int | None) -> tuple[int, ...]:
@@ -94,38 +102,30 @@ def _value(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor.detach()).any()) else "infinite"
 
 
-def origin_in_batch(batch: Any) -> Origin | None:
+def origin_in_batch(batch: Any, is_bad: Callable[[Any], bool] = _is_suspect) -> Origin | None:
     """The first tensor of a batch that is not finite."""
     first = 0
     for part in parts_of(batch):
         paths, leaves, _ = optree.tree_flatten_with_path(part, namespace=NAMESPACE)
         for path, leaf in zip(paths, leaves, strict=True):
-            if not is_finite(leaf):
+            if is_bad(leaf):
                 name = "/".join(map(str, path))
                 rows = _rows(leaf, first, None)
-                return Origin(
-                    "batch", name, rows, f"the batch itself is {_value(leaf)}, at {name!r},{_in_rows(rows)}".rstrip(",")
-                )
+                words = f"the batch itself is {_value(leaf)}, at {name!r}{',' if rows else ''}{_in_rows(rows)}"
+                return Origin("batch", name, rows, words)
         sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         first += sizes[0] if sizes else 0
     return None
 
 
-def origin_before(state: State) -> Origin | None:
-    """The first parameter or buffer that is not finite."""
-    for kind, tensors in (("parameter", state.params), ("buffer", state.buffers)):
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")  # type: ignore[arg-type]
+def _of_tensors(kind: Kind, tensors: Mapping[str, Tensor], is_bad: Callable[[Any], bool]) -> Origin | None:
+    for name, tensor in tensors.items():
+        if is_bad(tensor):
+            return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
     return None
 
 
-def origin_in_forward(
-    module: nn.Module,
-    task: Task,
-    pieces: Iterable[Any],
-    seeding: Seeding,
-) -> Origin | None:
+def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
     """The first output of a module that is not finite, or the loss of outputs that are.
 
     Args:
@@ -141,29 +141,51 @@ def origin_in_forward(
     first = 0
     for index, piece in enumerate(pieces):
         samples = task.samples(piece)
+        noted.clear()
         with torch.no_grad(), seeding("forward", index):
             outputs = task.forward(module, piece)
-        if noted:
-            name, submodule, tensor = noted[0]
+        with torch.no_grad(), seeding("loss", index):
+            loss = _loss(task, module, outputs, piece)
+        # Where the outputs are finite, what is not in between did not come there.
+        leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
+        known = any(isinstance(leaf, Tensor) for leaf in leaves)
+        if noted and not is_finite(loss) and not (known and all(map(is_finite, leaves))):
+            name, submodule, tensor = next((item for item in noted if _is_suspect(item[2])), noted[0])
             rows = _rows(tensor, first, samples)
             of = f"module {name!r} ({type(submodule).__name__})" if name else "the model"
             words = f"the output of {of} is the first that is {_value(tensor)}{_in_rows(rows)}"
             return Origin("output", name, rows, words)
-        with torch.no_grad(), seeding("loss", index):
-            loss = total_loss(module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece))  # type: ignore[operator]
         if not is_finite(loss):
             words = f"outputs are finite, and the loss of rows {first} to {first + samples - 1} of the batch is not"
-            return Origin("loss", "loss", tuple(range(first, first + samples)), words)
+            return Origin("loss", "loss", (), words)
         first += samples
     return None
 
 
+def _loss(task: Task, module: Any, outputs: Any, piece: Any) -> Tensor:
+    return total_loss(module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece))
+
+
 def _note(noted: list[tuple[str, nn.Module, Tensor]], name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-    if not noted:
-        for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
-            if not is_finite(leaf):
-                noted.append((name, module, leaf.detach()))
-                return
+    leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
+    noted.extend((name, module, leaf.detach()) for leaf in leaves if not is_finite(leaf))
+
+
+def _gradients_again(state: State, task: Task, pieces: Iterable[Any], seeding: Seeding) -> dict[str, Tensor | None]:
+    """The gradients of the first microbatch with one that is not finite, before a norm that is NaN came into all."""
+    grads: dict[str, Tensor | None] = {}
+    for index, piece in enumerate(pieces):
+        module = state.module(training=True)
+        with torch.enable_grad():
+            with seeding("forward", index):
+                outputs = task.forward(module, piece)
+            with seeding("loss", index):
+                loss: Any = _loss(task, module, outputs, piece)
+            loss.backward()
+        grads = {name: tensor.grad for name, tensor in module.named_parameters()}
+        if not all(map(is_finite, grads.values())):
+            break
+    return grads
 
 
 def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
@@ -197,16 +219,23 @@ def nonfinite_error(
     if not loss_is_finite(loss):
         value = total_loss(loss).item()
         if overwritten or ranks > 1:
-            origin = origin_in_batch(state.batch) or (None if overwritten else origin_before(state))
+            origin = origin_in_batch(state.batch)
+            if ranks > 1:
+                failure = "Of several ranks each looks at its part of the batch alone, and rows are those of the part. "
         else:
             try:
-                origin = search(state, task, pieces, seeding) or _ALGORITHM
+                origin = search(state, task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
             except Exception as error:  # of the model's own code: what is raised here is that the loss is not finite
                 failure = f"The forward can't be repeated to find its origin: {type(error).__name__}: {error}. "
         what = f"the loss is {value}"
         what += "" if origin is None else f": {origin.words}"
     else:
         origin = origin_in_gradients(state._grads or {}) or _STEP
+        if origin is not _STEP and not overwritten and ranks == 1:
+            try:
+                origin = origin_in_gradients(_gradients_again(state, task, pieces, seeding)) or origin
+            except Exception as error:
+                failure = f"The backward can't be repeated to find its origin: {type(error).__name__}: {error}. "
         what = origin.words
     result = NonFiniteError(
         f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {failure}"
@@ -220,14 +249,19 @@ def nonfinite_error(
 
 
 def search(
-    state: State,
-    task: Task,
-    pieces: Iterable[Any],
-    seeding: Seeding,
+    state: State, task: Task, pieces: Iterable[Any], seeding: Seeding, *, buffers: Mapping[str, Tensor] | None = None
 ) -> Origin | None:
     """What was first not finite in the batch of a State from inside it, its parameters those of its forward.
 
-    The batch goes through a copy of the model once more, with hooks. Waits for the device. None: all is finite.
+    The batch goes through a copy of the model once more, with hooks. Waits for the device. None: all is finite, or what
+    is not does not come to the loss.
+
+    Args:
+        state: with the batch.
+        task, pieces, seeding: as for :func:`origin_in_forward`.
+        buffers: those of before the batch, which are looked at, too.
     """
-    origin = origin_in_batch(state.batch) or origin_before(state)
+    pieces = list(pieces)
+    origin = origin_in_batch(state.batch) or _of_tensors("parameter", state.params, lambda item: not is_finite(item))
+    origin = origin or _of_tensors("buffer", buffers or {}, _is_suspect)
     return origin or origin_in_forward(state.module(training=True), task, pieces, seeding)

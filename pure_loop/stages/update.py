@@ -87,9 +87,12 @@ class UpdateStage(StageSettings):
         taken = None
         in_place = self.writes_in_place and state.loss_scale is None
         if in_place:
-            loss = total_loss(state.loss)
-            if loss.is_cpu and not is_finite_number(loss):  # before anything is written to, so that it can be looked at
-                raise self._nonfinite_error(state)
+            # Before anything is written to, so that it can be looked at.
+            loss, norm = total_loss(state.loss), state.grad_norm
+            if (loss.is_cpu and not is_finite_number(loss)) or (
+                norm is not None and norm.is_cpu and not norm.isfinite()
+            ):
+                raise self._nonfinite_error(state, before)
             taken = self.donation.donate(state, shared=False)  # type: ignore[union-attr]
             if taken is not None:
                 return self._update_in_place(state, taken, before)
@@ -166,7 +169,7 @@ class UpdateStage(StageSettings):
             held = donation.held if new is trained else None
             if held is not None and held.alike and optimizer.spreads_nonfinite and type(loss) is Tensor and loss.is_cpu:
                 if is_nonfinite(loss, held.values, alike=True):
-                    raise self._nonfinite_error(state, overwritten=True)
+                    raise self._nonfinite_error(state, before, overwritten=True)
             else:
                 self._refuse_nonfinite(draft, state, list(new.values()), None, before, overwritten=True)
         finally:
@@ -195,10 +198,13 @@ class UpdateStage(StageSettings):
         if type(wrong) is not bool and not wrong.is_cpu:
             self._note_on_device(draft, state, result, wrong, before)
         elif wrong:
-            raise self._nonfinite_error(state, overwritten=overwritten)
+            raise self._nonfinite_error(state, before, overwritten=overwritten)
 
-    def _nonfinite_error(self, state: State, *, overwritten: bool = False) -> NonFiniteError:
+    def _nonfinite_error(self, state: State, before: Before | None, *, overwritten: bool = False) -> NonFiniteError:
         """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
+        if before is not None and not overwritten:  # what the forward wrote to buffers is of the batch
+            buffers, model = before
+            state = state.replace(buffers=buffers, model=state.model.fitting(buffers) if model is None else model)
         from pure_loop.stages.search import nonfinite_error  # no other run needs it
 
         @contextmanager
@@ -220,7 +226,7 @@ class UpdateStage(StageSettings):
     def _skip_step(self, state: State, scale: Any, before: Before | None) -> Any:
         """The draft of the State after a step that is skipped."""
         if self.nonfinite == "error" and not loss_is_finite(state.loss):
-            raise self._nonfinite_error(state)
+            raise self._nonfinite_error(state, before)
         draft, skipped = fresh_draft_of(state), cast("Tensor", state.skipped)
         draft.loss_scale, draft.skipped = scale, skipped + 1
         if before is not None and self.nonfinite == "skip":

@@ -41,8 +41,9 @@ def diff(
         a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run.
         tolerance: for runs on other devices: leaves whose difference is at most this, relative to the larger norm, are
             equal; 0: bit for bit.
-        operations: name the operation of torch, too, after which numbers differ: checksums of all operations are
-            compared, which is slow. Of recorded runs that is the batch alone, in a second run of it.
+        operations: name the operation of torch, too, that first returned other numbers: checksums of all of them are
+            compared, which is slow. Of recorded runs that is the batch alone, in a second run of it. Kernels that
+            return nothing, such as those of optimizers, are not among them.
 
     Raises:
         ArgumentTypeError: one is no stream of ``fit``, and no recorded run.
@@ -66,6 +67,6 @@ def diff(
     """
     tolerance = check_number("tolerance", tolerance, least=0, where="diff")
     operations = check_flag("operations", operations, where="diff")
-    if isinstance(a, tuple) or isinstance(b, tuple):
+    if isinstance(a, tuple | str | os.PathLike) or isinstance(b, tuple | str | os.PathLike):
         return diff_recorded(a, b, tolerance=tolerance, operations=operations)
     return diff_streams(a, b, tolerance, -math.inf if operations else math.inf)

@@ -14,6 +14,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, RewindError
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
 from pure_loop.tools.divergence import Divergence, diff_streams, first_difference
+from pure_loop.tools.parts import Parts
 from pure_loop.tools.steps import Step
 
 __all__ = ["diff_recorded"]
@@ -31,7 +32,22 @@ class _Run:
         return load(self.flight.path(batch), model=self.model)
 
     def stream(self, batch: int) -> Stream:
-        stream: Stream = self.make(self.state(batch))
+        """
+        Raises:
+            ArgumentTypeError: what ``make`` returns is no stream.
+            ArgumentError: it is not one of the State.
+        """
+        stream: Any = self.make(self.state(batch))
+        if not isinstance(stream, Stream):
+            raise ArgumentTypeError(
+                f"diff: make(state) of {self.flight.folder} returned a {type(stream).__name__}: return a stream, "
+                "lambda state: pl.fit(state, train_dataloader, ...)."
+            )
+        if Parts.of(stream, "diff").state.timestamp.batch != batch:
+            raise ArgumentError(
+                f"diff: make(state) of {self.flight.folder} was given the State after {batch} batches, and its stream "
+                "begins elsewhere: pass the State on, lambda state: pl.fit(state, train_dataloader, ...)."
+            )
         return stream
 
 

@@ -147,6 +147,11 @@ class Rewound(Stream):
 
 def _nearest(flight: Flight, batch: int, event: Event) -> int:
     """The number of the State from which to train again."""
+    if flight.lines and flight.has_ended and event in _INSIDE and batch == max(flight.lines):
+        raise ArgumentError(
+            f"rewind: {event.name} with {batch} batches finished is in a batch after the end of the run; that of its "
+            f'last batch is "{batch - 1}ba": inside a batch it is not counted.'
+        )
     if flight.lines and batch > max(flight.lines):
         raise ArgumentError(
             f"rewind: batch {batch} is beyond the end: the journal of {flight.folder} has {max(flight.lines)} batches."

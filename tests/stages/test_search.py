@@ -95,8 +95,8 @@ def test_a_parameter_that_was_so_before() -> None:
 
 def test_the_loss_of_finite_outputs() -> None:
     error = error_of(model(), [(INPUTS, torch.full_like(TARGETS, -100))])
-    assert (error.kind, error.rows) == ("loss", tuple(range(32)))
-    assert "loss function" in str(error)
+    assert (error.kind, error.rows) == ("loss", ())
+    assert "the loss of rows 0 to 31 of the batch" in str(error)
 
 
 def test_a_loss_that_an_algorithm_made() -> None:
@@ -116,6 +116,55 @@ def test_a_gradient(donate: Any) -> None:
     assert (error.kind, error.name) == ("gradient", "0.weight")
     # A step that was written in place has no parameters from before it.
     assert (error.state is None) == (donate == "auto")
+
+
+def test_a_gradient_before_a_norm_made_all_of_them_nan() -> None:
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(inputs)
+            return self.last(hidden + (hidden * 0).abs().sqrt())
+
+    for options in ({}, {"clip_grad": 1.0}):
+        assert error_of(Middle(), [(INPUTS, TARGETS)], **options).name == "first.bias"
+
+
+def test_masks_are_no_cause() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+            self.fill = nn.Threshold(-1e9, -math.inf)
+            self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            scores = self.fill(self.first(inputs)[:, None] + self.mask)
+            return self.last(scores.softmax(-1).sum(1))
+
+    data = [(INPUTS, TARGETS)]
+    assert error_of(Masked(), data, loss=lambda out, y: cross_entropy(out, y) * math.inf).kind == "loss"
+    # A mask in the batch beside targets that are NaN.
+    batch = {"x": INPUTS, "mask": torch.full((32,), -math.inf), "y": torch.full((32, 3), math.nan)}
+    task = pl.Task(forward=lambda module, item: module(item["x"]), loss=lambda out, item: (out - item["y"]).mean())
+    error = error_of(Masked(), [batch], loss=None, task=task)
+    assert (error.kind, error.name) == ("batch", "y")
+
+
+def test_buffers_are_those_of_before_the_batch() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    inputs = INPUTS.clone()
+    inputs[5] = 1e30  # whose variance overflows
+    spoiled = error_of(
+        net, [(INPUTS, TARGETS), (inputs, TARGETS)], loss=lambda out, y: cross_entropy(out, y) * math.nan
+    )
+    assert spoiled.kind == "loss"
+    with torch.no_grad():
+        net[0].running_mean.fill_(math.nan)  # type: ignore[union-attr,operator]
+    before = error_of(net, [(INPUTS, TARGETS)], loss=lambda out, y: cross_entropy(out, y) * math.nan)
+    assert (before.kind, before.name) == ("buffer", "0.running_mean")
 
 
 def test_a_step() -> None:
@@ -147,6 +196,21 @@ def test_a_compiled_step_names_a_batch_that_is_not_finite() -> None:
     with interpreted():
         error = error_of(model(), [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)], compile=True, watch=set())
     assert (error.index, error.kind, error.rows) == (1, "batch", (5,))
+
+
+def test_the_line_is_of_the_run_that_failed(tmp_path: Path) -> None:
+    """A run that is started where the error of another one is handled adds no line of its own to it."""
+    data = [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)]
+    settings = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=1e-2), "max_duration": "1ep"}
+    caught: pl.NonFiniteError | None = None
+    try:
+        pl.run(pl.fit(model(), data, callbacks=[pl.callbacks.FlightRecorder(tmp_path / "a")], **settings))
+    except pl.NonFiniteError as error:
+        caught = error
+        pl.run(pl.fit(model(), data[:1], callbacks=[pl.callbacks.FlightRecorder(tmp_path / "b")], **settings))
+    assert caught is not None
+    (note,) = caught.__notes__
+    assert str(tmp_path / "a") in note
 
 
 def test_the_line_that_rewinds(tmp_path: Path) -> None:

@@ -90,6 +90,37 @@ def test_an_operation_is_named(tmp_path: Path) -> None:
     assert pl.diff(gelu("none"), gelu("none"), operations=True) is None
 
 
+def test_masks_that_are_drawn_are_no_operation_that_differs() -> None:
+    def dropped(factor: float) -> Any:
+        class Scaled(nn.Module):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                return (inputs * factor).tanh()
+
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), Scaled(), nn.Linear(8, 3))
+        return pl.fit(net, DATA, loss=cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
+
+    for _ in range(3):
+        runs = []
+        for factor in (1.0, 1.01):
+            with pl.random.seeded(0):
+                runs.append(dropped(factor))
+        where = pl.diff(*runs, operations=True)
+        assert where is not None
+        assert where.operation is not None
+        assert where.operation.startswith("aten.mul.Tensor")
+
+
+def test_streams_that_are_not_those_of_the_state(tmp_path: Path) -> None:
+    a = record(tmp_path / "a")
+    with pytest.raises(pl.ArgumentTypeError, match=r"make\(state\) of .* returned a int"):
+        pl.diff(a, (a[0], a[1], lambda state: 1))  # type: ignore[arg-type,return-value]
+    b = record(tmp_path / "b", optimizer=changed_from(12))
+    with pytest.raises(pl.ArgumentError, match="was given the State after 10 batches, and its stream begins elsewhere"):
+        pl.diff(a, (b[0], b[1], lambda state: b[2](model())))
+    with pytest.raises(pl.ArgumentTypeError, match=r"write each as \(folder, model, make\)"):
+        pl.diff(str(tmp_path / "a"), str(tmp_path / "b"))  # type: ignore[arg-type]
+
+
 def test_a_difference_that_does_not_come_back(tmp_path: Path) -> None:
     a, b = record(tmp_path / "a"), record(tmp_path / "b", optimizer=changed_from(12))
     with pytest.raises(pl.RewindError, match="differ with 14 batches finished, and trained again from 10 on"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import FlightRecorder
+from pure_loop.checkpoint.flight import read_flight
 from pure_loop.errors import RewindError
 from pure_loop.testing.case import Case
 from pure_loop.testing.comparison import differences
@@ -147,6 +149,49 @@ def test_the_first_batch_is_compared_by_itself(tmp_path: Path) -> None:
     data[0] = (data[0][0], data[0][1].roll(1))
     with pytest.raises(RewindError, match=r"batch 0 is .*: its data are other numbers"):
         next(back(tmp_path, "5ba", "after_loss", data))
+
+
+def test_a_line_that_a_killed_run_began_does_not_spoil_the_next(tmp_path: Path) -> None:
+    record(tmp_path, recorder={"keep": "2ba"}, max_duration="1ep")
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join(lines[:2]) + '\n{"batch":3,"ep')
+    recorder = FlightRecorder(tmp_path, keep="2ba")
+    pl.run(
+        stream(convnet(), images(), callbacks=[recorder], load_path=tmp_path / "ba2.safetensors", max_duration="1ep")
+    )
+    whole = read_flight(tmp_path)
+    assert list(whole.lines) == list(range(1, 1 + len(images())))
+
+
+def test_a_run_that_ended_in_its_first_batch(tmp_path: Path) -> None:
+    data = images()
+    data[0] = (torch.full_like(data[0][0], math.nan), data[0][1])
+    with pytest.raises(pl.NonFiniteError):
+        pl.run(stream(convnet(), data, callbacks=[FlightRecorder(tmp_path)], max_duration="1ep"))
+    event, state = next(back(tmp_path, "nonfinite", "batch_start", data, max_duration="1ep"))
+    assert (event, state.timestamp.batch) == (Event.BATCH_START, 0)
+
+
+def test_the_last_epoch_and_what_is_after_it(tmp_path: Path) -> None:
+    record(tmp_path, max_duration="2ep")
+    _, state = next(back(tmp_path, "2ep", "epoch_end", max_duration="2ep"))
+    assert state.timestamp.epoch == 2
+    batches = 2 * len(images())
+    with pytest.raises(pl.ArgumentError, match=rf'in a batch after the end of the run; .* is "{batches - 1}ba"'):
+        back(tmp_path, f"{batches}ba", "batch_start", max_duration="2ep")
+    with pytest.raises(pl.ArgumentError, match='"worst" or "nonfinite"'):
+        back(tmp_path, "highest", "batch_start", max_duration="2ep")
+
+
+def test_sparse_batches_are_recorded(tmp_path: Path) -> None:
+    sparse = [(torch.eye(4).to_sparse(), torch.zeros(4, 1))] * 3
+    task = pl.Task(
+        forward=lambda module, batch: module(batch[0].to_dense()), loss=lambda out, batch: out.square().mean()
+    )
+    settings = {"task": task, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    pl.run(pl.fit(torch.nn.Linear(4, 1), sparse, callbacks=[FlightRecorder(tmp_path)], **settings))
+    assert len(read_flight(tmp_path).lines) == 3
 
 
 def test_a_picture(tmp_path: Path) -> None:
