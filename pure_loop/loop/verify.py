@@ -133,16 +133,13 @@ class Verification:
         every: how many batches come to one that is verified.
         stages: those of the loop.
         recorder: what its handlers are :func:`recorded` by.
-        events: those of the run's order; None: all.
     """
 
-    def __init__(
-        self, every: int, stages: LoopStages, recorder: Recorder, events: Collection[Event] | None = None
-    ) -> None:
+    def __init__(self, every: int, stages: LoopStages, recorder: Recorder) -> None:
         self._every, self._recorder, self._donation = every, recorder, stages.donation
-        self._handlers = {event: some for event, some in stages.handlers.items() if events is None or event in events}
         # Of its own: a tool may replace those of the loop while it looks at them.
-        self._stages = attrs.evolve(stages, donation=None, handlers=dict(stages.handlers))
+        self._handlers = dict(stages.handlers)
+        self._stages = attrs.evolve(stages, donation=None, handlers=self._handlers)
 
     def is_due(self, state: State) -> bool:
         """Whether the batch of a State is verified, before it is counted."""
