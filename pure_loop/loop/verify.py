@@ -21,7 +21,7 @@ from pure_loop.loop.bits import Pair, checksums, combined, unequal_leaves
 from pure_loop.loop.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.loop.driver import apply
 from pure_loop.loop.leaves import LOOP
-from pure_loop.loop.training import Fit, LoopStages, Script, gradients
+from pure_loop.loop.training import LoopStages, Script, gradients
 from pure_loop.state import State, seal
 from pure_loop.time import Timestamp
 
@@ -145,7 +145,7 @@ class Verification:
         """Whether the batch of a State is verified, before it is counted."""
         return (state.timestamp.batch + 1) % self._every == 0
 
-    def run(self, state: State, fit: Fit, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
+    def run(self, state: State, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
         """A batch from its AFTER_DATALOADER up to its BATCH_END.
 
         Raises:
