@@ -280,8 +280,7 @@ def _verified(settings: Settings, stages: LoopStages) -> tuple[LoopStages, Verif
 
     recorder = Recorder()
     stages = attrs.evolve(stages, handlers=recorded(stages.handlers, recorder))
-    events = loop.EVENTS_OF_2021 if settings.order == "2021" else None
-    return stages, Verification(int(settings.verify.value), stages, recorder, events)
+    return stages, Verification(int(settings.verify.value), stages, recorder)
 
 
 def _task(settings: Settings, state: State) -> Task:

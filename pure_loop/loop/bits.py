@@ -90,8 +90,8 @@ def _are_unequal(a: Any, b: Any) -> bool | Tensor:
     ours, others = tensors_in(a), tensors_in(b)
     if ours or others:
         return len(ours) != len(others) or any(bool(_are_unequal(x, y)) for x, y in zip(ours, others, strict=True))
-    compares: Any = type(a).__eq__
-    return compares is not object.__eq__ and not bool(a == b)
+    has_own = any("__eq__" in vars(base) for base in type(a).__mro__[:-1])
+    return has_own and not bool(a == b)
 
 
 def _has_bits(tensor: Tensor) -> bool:

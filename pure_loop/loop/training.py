@@ -264,7 +264,7 @@ def fit(state: State, fit: Fit) -> Script:
                         owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
                         state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
                     elif fit.verify is not None and fit.verify.is_due(state):
-                        state = yield from fit.verify.run(state, fit, samples, tokens, stopwatch.lap)
+                        state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
                         state = yield Event.BATCH_END, state
                     else:
                         state = yield Event.BATCH_START, state

@@ -21,7 +21,7 @@ from pure_loop.loop.bits import Pair, checksums, combined, unequal_leaves
 from pure_loop.loop.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.loop.driver import apply
 from pure_loop.loop.leaves import LOOP
-from pure_loop.loop.training import Fit, LoopStages, Script, gradients
+from pure_loop.loop.training import LoopStages, Script, gradients
 from pure_loop.state import State, seal
 from pure_loop.time import Timestamp
 
@@ -133,22 +133,19 @@ class Verification:
         every: how many batches come to one that is verified.
         stages: those of the loop.
         recorder: what its handlers are :func:`recorded` by.
-        events: those of the run's order; None: all.
     """
 
-    def __init__(
-        self, every: int, stages: LoopStages, recorder: Recorder, events: Collection[Event] | None = None
-    ) -> None:
+    def __init__(self, every: int, stages: LoopStages, recorder: Recorder) -> None:
         self._every, self._recorder, self._donation = every, recorder, stages.donation
-        self._handlers = {event: some for event, some in stages.handlers.items() if events is None or event in events}
         # Of its own: a tool may replace those of the loop while it looks at them.
-        self._stages = attrs.evolve(stages, donation=None, handlers=dict(stages.handlers))
+        self._handlers = dict(stages.handlers)
+        self._stages = attrs.evolve(stages, donation=None, handlers=self._handlers)
 
     def is_due(self, state: State) -> bool:
         """Whether the batch of a State is verified, before it is counted."""
         return (state.timestamp.batch + 1) % self._every == 0
 
-    def run(self, state: State, fit: Fit, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
+    def run(self, state: State, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
         """A batch from its AFTER_DATALOADER up to its BATCH_END.
 
         Raises:

@@ -67,10 +67,15 @@ def test_a_state_that_was_kept_stays_as_it_is(event: Event) -> None:
         assert_same(ours.opt_state, others.opt_state)
 
 
-def test_a_kept_state_of_a_due_batch_does_not_keep_later_ones_from_writing_in_place(count: Count) -> None:
+@pytest.mark.parametrize(
+    ("kept_at", "batch"), [(Event.BATCH_START, 4), (Event.AFTER_TRAIN_BATCH, 4), (Event.BATCH_END, 5)]
+)
+def test_a_kept_state_of_a_due_batch_does_not_keep_later_ones_from_writing_in_place(
+    count: Count, kept_at: Event, batch: int
+) -> None:
     kept = None
     for event, state in fit(verify="5ba"):
-        if event is Event.BATCH_END and state.timestamp.batch == 5:
+        if event is kept_at and state.timestamp.batch == batch:
             kept = state
     assert kept is not None
     assert count.reused == 15 - 3 - 2

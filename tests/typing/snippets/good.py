@@ -136,6 +136,7 @@ def train(module: nn.Module, evaluators: EvaluatorsLike, precision: PrecisionNam
         watch={pl.Event.BATCH_END, "fit_end"},
         donate="auto",
         compile=False,
+        verify="100ba",
     )
     for event, state in stream:
         assert_type(event, pl.Event)
