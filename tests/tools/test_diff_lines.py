@@ -73,14 +73,14 @@ def own(name: str, event: Event, function: Callable[[pl.State], pl.State], **mor
 
 
 def with_loss(factor: float, name: str = "scale", **more: Any) -> pl.Algorithm:
-    return own(name, Event.AFTER_LOSS, lambda state: state.replace(loss=state.loss * factor), **more)  # type: ignore[operator]
+    return own(name, Event.AFTER_LOSS, lambda state: state.replace(loss=state.loss * factor), **more)  # type: ignore[operator, arg-type]
 
 
 def weighed_by(weight: Callable[[int], float]) -> pl.Algorithm:
     """A microbatch weighed by its number of samples, a second time."""
 
     def weigh(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * weight(len(state.microbatch[0])))  # type: ignore[operator]
+        return state.replace(loss=state.loss * weight(len(state.microbatch[0])))  # type: ignore[operator, arg-type]
 
     return own("weigh", Event.AFTER_LOSS, weigh)
 
@@ -100,14 +100,19 @@ def counting(first: int) -> pl.Algorithm:
 
 
 def plus(name: str, number: float) -> pl.Algorithm:
-    return own(name, Event.AFTER_LOSS, lambda state: state.replace(loss=state.loss + number))  # type: ignore[operator]
+    return own(name, Event.AFTER_LOSS, lambda state: state.replace(loss=state.loss + number))  # type: ignore[operator, arg-type]
 
 
 # What modules are changed by.
 
 
+def set_attributes(module: nn.Module, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
 def setting(position: int, **attributes: Any) -> Callable[[], nn.Module]:
-    return lambda: net(lambda module: [setattr(module[position], name, value) for name, value in attributes.items()])
+    return lambda: net(lambda module: set_attributes(module[position], **attributes))
 
 
 def replaced(position: int, module: nn.Module) -> Callable[[], nn.Module]:
@@ -431,7 +436,11 @@ def test_a_line_that_is_another_is_named_on_a_gpu(name: str) -> None:
 def test_runs_on_a_cpu_and_a_gpu_are_equal_within_a_tolerance() -> None:
     # Without dropout, for which a GPU draws other numbers, and without the bias before a BatchNorm, whose gradient is
     # nothing but rounding: relative to its norm it is another on each device.
-    settings = {"model": lambda: net(lambda module: (setattr(module[0], "bias", None), setattr(module[5], "p", 0.0)))}
+    def change(module: Any) -> None:
+        set_attributes(module[0], bias=None)
+        set_attributes(module[5], p=0.0)
+
+    settings = {"model": lambda: net(change)}
     assert pl.diff(run(settings), run({**settings, "device": "cuda"}), tolerance=1e-2) is None
     faster = run({**settings, **sgd(lr=0.2), "device": "cuda"})
     where = pl.diff(run(settings), faster, tolerance=1e-2)

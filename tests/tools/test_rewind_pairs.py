@@ -253,7 +253,7 @@ def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_pa
     )
     algorithms = [pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise()]
     case = Case(plan=plan, problem="mlp", precision=precision)
-    run = Run(case, algorithms, is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
+    run = Run(case, pl.compose(*algorithms), is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
     recorded = run.record(str(tmp_path))
     # On a GPU losses wait for a digest; all are in the journal where the run has ended.
     assert len([line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "batch" in line]) >= 6
