@@ -10,56 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import FlightRecorder
 from pure_loop.checkpoint.flight import read_flight
 from pure_loop.errors import RewindError
-from pure_loop.testing.case import Case
 from pure_loop.testing.comparison import differences
-from pure_loop.testing.strategies import algorithms as random_algorithms
-from pure_loop.testing.strategies import cases, plans
 from tests.support.runs import convnet, images, mlp, points, stream
-from tests.support.tiers import examples
 from tests.support.worlds import pool
-
-UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
-
-
-@examples(20, 1000)
-@given(
-    case=cases(problems=["mlp", "convolution"], plans=plans(max_batches=8, orders=["current"])),
-    composition=random_algorithms(problem="mlp"),
-    keep=st.sampled_from(["1ba", "2ba", "3ba", "1ep"]),
-    data=st.data(),
-)
-def test_any_event_of_any_run_comes_back(case: Case, composition: Any, keep: str, data: Any) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = FlightRecorder(folder, keep=keep, digest="1ba")
-        recorded = list(case.stream([composition], callbacks=[recorder]))
-        visits: dict[Any, int] = {}
-        places = []
-        for position, (event, state) in enumerate(recorded):
-            key = event, state.timestamp.batch
-            if event not in UNKEPT:
-                places.append((position, event, state.timestamp.batch, visits.get(key, 0)))
-            visits[key] = visits.get(key, 0) + 1
-        for position, event, batch, occurrence in data.draw(
-            st.lists(st.sampled_from(places), min_size=1, max_size=3, unique=True)
-        ):
-            arguments = {**case.arguments(), "algorithms": [composition]}
-            pairs = pl.rewind(
-                folder, f"{batch}ba", event, case.model(), case.data(), occurrence=occurrence, **arguments
-            )
-            again = [next(pairs), *([] if position + 1 == len(recorded) else [next(pairs)])]
-            for (wanted_event, wanted), (seen_event, seen) in zip(recorded[position:], again, strict=False):
-                assert seen_event is wanted_event
-                assert not differences(seen, wanted)
 
 
 def record(folder: Path, data: Any = None, **settings: Any) -> list[Any]:
