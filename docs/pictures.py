@@ -91,6 +91,7 @@ def draw(path: Path, whole: Losses, attempts: Sequence[Losses]) -> None:
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     figure, axes = plt.subplots(figsize=(10, 3.6), dpi=160, layout="constrained")
     axes.plot(
@@ -114,6 +115,8 @@ def draw(path: Path, whole: Losses, attempts: Sequence[Losses]) -> None:
     axes.legend(frameon=False, fontsize=8.5, ncols=3)
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(48).save(path, optimize=True)
 
 
 # A terminal
