@@ -101,7 +101,7 @@ PEERS = [
         "from transformers import Trainer, TrainingArguments",
     ),
     Peer("Composer", "composer", ("mosaicml",), "composer", "train"),
-    Peer("Keras on torch", "keras", ("keras",), "keras", "train"),
+    Peer("Keras (torch)", "keras", ("keras",), "keras", "train"),
     Peer("JAX, flax and optax, jit", "jax", ("jax", "flax", "optax"), "jax, flax.linen, optax"),
     Peer("JAX, 8 steps in one scan", "jax", ("jax", "flax", "optax"), "jax, flax.linen, optax", "scanned"),
 ]

@@ -1,4 +1,4 @@
-"""Keras on torch: ``fit`` of a Keras model. Its optimizer is its own; it has no fused one."""
+"""Keras (torch): ``fit`` of a Keras model. Its optimizer is its own; it has no fused one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras on torch: ``fit``, ``BackupAndRestore``, ``gradient_accumulation_steps``."""
+"""Keras (torch): ``fit``, ``BackupAndRestore``, ``gradient_accumulation_steps``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _logger() -> keras.callbacks.Callback:
 
 
 class Keras:
-    name = "Keras on torch"
+    name = "Keras (torch)"
     packages = ("keras",)
     ways = (
         Way("arrays, shuffle=True"),
