@@ -243,7 +243,7 @@ def test_outputs_with_time_first(time: int) -> None:
     state = start(TimeFirst(), (x, y), task=task)
     report = pl.inspect(state, task=task, **NEEDED)
     assert report.alone
-    losses = cross_entropy(state.module()(x).mean(0), y, reduction="none")
+    losses = cross_entropy(state.module()(x).mean(0), y, reduction="none").detach()
     for sample in report.samples:
         assert sample.loss == pytest.approx(float(losses[sample.row]), rel=1e-5)
 
@@ -298,7 +298,9 @@ SEEN = ("batch_start", "after_forward", "after_loss", "after_backward", "after_t
 
 def test_after_the_step_it_is_refused() -> None:
     (state, *_) = states(Event.BATCH_END, 3, data=DataLoader(DATASET, batch_size=7))
-    with pytest.raises(pl.ArgumentError, match='of BATCH_END, and its parameters are those after the step.*"batch_sta'):
+    with pytest.raises(
+        pl.ArgumentError, match=r'of BATCH_END, and its parameters are those after the step.*"batch_sta'
+    ):
         pl.inspect(state, **PLAIN)
 
 
@@ -317,7 +319,7 @@ def test_several_batches_a_step() -> None:
 
 def test_arguments_and_losses_that_are_refused() -> None:
     state = start(nn.Linear(4, 3), (INPUTS[:6], torch.arange(6)), loss=lambda outputs, targets: outputs.sum())
-    with pytest.raises(pl.ArgumentTypeError, match="optimizer='adam': give one of pl.optim"):
+    with pytest.raises(pl.ArgumentTypeError, match=r"optimizer='adam': give one of pl\.optim"):
         pl.inspect(state, loss=mse_loss, optimizer="adam")
     with pytest.raises(pl.ArgumentTypeError, match="microbatch_size"):
         pl.inspect(state, loss=mse_loss, microbatch_size="large")
@@ -326,14 +328,25 @@ def test_arguments_and_losses_that_are_refused() -> None:
         return cross_entropy(outputs @ outputs.T, targets)
 
     with pytest.raises(
-        pl.ArgumentError, match="one sample at a time, and .*contrastive.* failed on one: IndexError"
+        pl.ArgumentError, match=r"one sample at a time, and .*contrastive.* failed on one: IndexError"
     ) as e:
         pl.inspect(state, loss=contrastive, **NEEDED)
     assert isinstance(e.value.__cause__, IndexError)
+
+    def of_six(module: Any, batch: Any) -> Any:
+        return module(batch[0].reshape(6, 4))
+
+    task = pl.Task(forward=of_six, loss=lambda outputs, batch: outputs.sum())
     with pytest.raises(pl.ArgumentError, match="forward of 2 of the 6 samples of a microbatch failed: RuntimeError"):
-        task = pl.Task(
-            forward=lambda module, batch: module(batch[0].reshape(6, 4)), loss=lambda outputs, _: outputs.sum()
-        )
+        pl.inspect(state, task=task, **NEEDED)
+
+    def total(module: Any, batch: Any) -> Any:
+        return of_six(module, batch).sum()
+
+    task = pl.Task(forward=total, loss=lambda outputs, batch: outputs)
+    with pytest.raises(
+        pl.ArgumentError, match=r"can't split the outputs of the forward, tensor \(\) float32.*of one fa"
+    ):
         pl.inspect(state, task=task, **NEEDED)
 
 
