@@ -365,3 +365,10 @@ def test_samples_without_targets_come_last(weighs: bool) -> None:
     else:
         assert all(math.isnan(sample.loss or 0.0) for sample in report.samples[-2:])
     assert all(math.isfinite(sample.gradient_norm or math.nan) for sample in report.samples[:4])
+
+
+def test_the_microbatches_that_auto_has_found() -> None:
+    (state, *_) = states(Event.BATCH_START, 3, data=DataLoader(DATASET, batch_size=7))
+    found = state.remember("microbatch_size", 4)
+    halves, whole = (pl.inspect(found, **PLAIN, microbatch_size=size).samples for size in (4, None))
+    assert pl.inspect(found, **PLAIN, microbatch_size="auto").samples == halves != whole
