@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from pure_loop.data.open import source
-from pure_loop.event import Event
 from pure_loop.state import State
 
 __all__ = ["indices_of_batch"]
@@ -40,7 +39,7 @@ def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any])
     positions = DataLoader(_Positions(len(dataloader.dataset)), batch_sampler=dataloader.batch_sampler, collate_fn=list)
     per_step = settings.get("batches_per_step", 1)
     batches = source(positions, seed=state.seed, stream="train", batches_per_step=per_step)
-    t = state.previous_timestamp if state.event is Event.BATCH_END else state.timestamp
+    t = state.timestamp
     batch: Any = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
     if batch is None:
         return None

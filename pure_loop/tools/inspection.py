@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -17,18 +16,23 @@ from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.reprs import table
 from pure_loop._internal.suggestions import refuse_misfit, teaching
-from pure_loop.data.group import parts_of
+from pure_loop.data.group import Batches
+from pure_loop.entry.arguments import read_batches_per_step, read_clip, read_microbatch_size, read_optimizer
 from pure_loop.entry.fit import fit
+from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.optim.optimizer import time_of_step
+from pure_loop.loop.training import LoopStages
+from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all
-from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.search import search
+from pure_loop.stages.sizes import found_size
+from pure_loop.stages.update import apply_optimizer
 from pure_loop.state import State
-from pure_loop.task import Task, make_task
+from pure_loop.task import make_task
 from pure_loop.tools.indices import indices_of_batch
+from pure_loop.tools.samples import Measured, OneByOne, norm_of
 
 __all__ = ["Inspection", "ModuleRow", "ParameterRow", "Sample", "inspect"]
 
@@ -42,14 +46,19 @@ class Sample:
     Attributes:
         row: in the batch, from 0.
         index: in the dataset; None: not known.
-        loss: its own, of its part of the outputs of its microbatch.
-        gradient_norm: the L2 norm of the gradient of that loss; None: not computed. The mean of these gradients over
-            the batch is the batch's.
+        loss: its own, of its row of the outputs of its microbatch, or of a forward of its own; None: it has no target
+            that counts (its weight is 0).
+        gradient_norm: the L2 norm of the gradient of that loss. None: not computed; or it is not finite while the loss
+            is, in a batch in which something is not finite: the NaN may be another sample's, with which a backward
+            multiplies. Of a loss that is a mean over samples, the mean of these gradients is the batch's; of one with
+            ``reduction="sum"`` their sum is; of a mean over tokens or over targets that are not ignored, their mean
+            weighted by how many each sample has (``pl.Task(weight=)``). This doesn't hold of another loss, nor of
+            samples that have forwards of their own.
     """
 
     row: int
     index: int | None
-    loss: float
+    loss: float | None
     gradient_norm: float | None
 
 
@@ -79,7 +88,8 @@ class ParameterRow:
     Attributes:
         name: of the parameter.
         norm: before the step.
-        gradient: of the gradient of the whole batch.
+        gradient: of the gradient of the whole batch, as the optimizer gets it: clipped by ``clip_grad``; 0: there is
+            none, as of a parameter in ``state.frozen``.
         update: of what the optimizer adds; None: no optimizer was passed.
     """
 
@@ -95,10 +105,12 @@ class Inspection:
 
     Attributes:
         batch: its number, from 0.
-        samples: by their losses, the highest first.
+        samples: by their losses, the highest first. Before them are those with inputs, outputs or a loss that are not
+            finite; after them those without a loss, or with one that is NaN in a batch in which all else is finite.
         modules: those without submodules, in the order of their calls.
         parameters: by the norms of their updates relative to their own, the largest first.
         origin: what was first not finite, in words; None: all is finite.
+        alone: whether samples had forwards of their own, because the outputs can't be split by samples.
     """
 
     batch: int
@@ -106,6 +118,7 @@ class Inspection:
     modules: tuple[ModuleRow, ...]
     parameters: tuple[ParameterRow, ...]
     origin: str | None
+    alone: bool = False
 
     def tables(self) -> tuple[tuple[str, list[str], list[list[str]]], ...]:
         """A caption, titles and rows of each table."""
@@ -121,9 +134,10 @@ class Inspection:
             [item.name, *map(_number, (item.norm, item.gradient, item.update, _relative(item)))]
             for item in self.parameters[:_SHOWN]
         ]
+        alone = ", each in a forward of its own" if self.alone else ""
         return (
             (
-                f"batch {self.batch}: {len(samples)} of {len(self.samples)} samples, by loss",
+                f"batch {self.batch}: {len(samples)} of {len(self.samples)} samples, by loss{alone}",
                 ["row", "index", "loss", "gradient norm"],
                 samples,
             ),
@@ -178,18 +192,29 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
     The batch goes through a copy of the model again: with the parameters, microbatches, precision and random numbers
     (dropout) of its step, and without the algorithms from BEFORE_FORWARD on. Nothing is trained.
 
+    The loss of a sample is that of its row of the outputs. Row i of the outputs is taken to be that of sample i. Where
+    a tensor in the outputs has no row for each sample (a loss of shape (), a time dimension that is the first), or the
+    outputs are of a class that is no pytree, each sample has a forward of its own, whose dropout masks are not those
+    of the step; ``Inspection.alone`` says so.
+
     Args:
-        state: from inside a batch, such as the first of :func:`pure_loop.rewind` at ``"batch_start"``.
+        state: from inside a batch, up to its AFTER_TRAIN_BATCH, such as the first of :func:`pure_loop.rewind` at
+            ``"batch_start"``. Gradients of parameters are those of the State at AFTER_TRAIN_BATCH, and computed at
+            other events.
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
             is a ``DataLoader`` whose sampler gives the indices of a batch, and no algorithm moved its rows. Or, of a
             State of a boundary, a batch.
-        gradients: compute the norm of the gradient of each sample: one backward each.
+        gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
+            for each, so the time grows with the square of its samples; False leaves it out.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``, ``task``,
-            ``optimizer``, ``precision`` and ``microbatch_size``.
+            ``optimizer``, ``precision``, ``microbatch_size``, ``batches_per_step`` and ``clip_grad``.
 
     Raises:
-        ArgumentTypeError: ``state`` is no State; an argument that ``fit`` doesn't have.
-        ArgumentError: there is no batch; parameters in shards.
+        ArgumentTypeError: ``state`` is no State; an argument that ``fit`` doesn't have, or of another type.
+        ArgumentError: there is no batch; the State is of BATCH_END, after the step; parameters in shards; a loss that
+            can't take one sample; outputs that can't be split, of a model with a BatchNorm in train mode or one that
+            can't take one sample.
+        ResumeError: the State has the memory of another optimizer.
 
     >>> import torch, pure_loop as pl
     >>> inputs = torch.ones(4, 2)
@@ -213,28 +238,37 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
             "inspect: the State is of a boundary, and has no batch: give one from inside a batch, as that of "
             "BATCH_START, or a batch, pl.inspect(state, batch, ...)."
         )
-    task = make_task(state.model.skeleton, settings.get("loss"), settings.get("task"))
-    replay = _Replay(state, batch, task, Precision.parse(settings.get("precision", "fp32")), _size(settings))
+    if state.event is Event.BATCH_END:
+        raise ArgumentError(
+            "inspect: the State is of BATCH_END, and its parameters are those after the step of its batch: give one "
+            'from before the step, of the stream or of pl.rewind(folder, "3417ba", "batch_start", ...), or '
+            '"after_train_batch".'
+        )
+    if settings.get("optimizer") is not None:
+        refuse_other_optimizer(state, read_optimizer(settings["optimizer"]))
+    replay = _Replay(state, batch, settings)
     indices = None if state.batch is None or data is None else indices_of_batch(data, state, settings)
-    origin = search(replay.state, task, replay.pieces, replay.seeding)
+    origin = search(replay.state, replay.stages.task, replay.pieces, replay.seeding)
+    measured = list(enumerate(replay.samples(gradients=gradients)))
+    measured.sort(key=lambda item: item[1].order(finite=origin is None))
     samples = [
-        Sample(row, None if indices is None or row >= len(indices) else indices[row], loss, norm)
-        for row, (loss, norm) in enumerate(replay.samples(gradients=gradients))
+        Sample(
+            row,
+            None if indices is None or row >= len(indices) else indices[row],
+            item.loss,
+            item.norm(finite=origin is None),
+        )
+        for row, item in measured
     ]
-    samples.sort(key=lambda item: (math.isfinite(item.loss), -item.loss if math.isfinite(item.loss) else 0.0))
     parameters = replay.parameters(settings.get("optimizer"))
     parameters.sort(key=lambda item: -(_relative(item) or 0.0))
-    number = state.timestamp.batch - (state.event is Event.BATCH_END)
     words = None if origin is None else origin.words
-    return Inspection(number, tuple(samples), tuple(replay.modules), tuple(parameters), words)
+    return Inspection(
+        state.timestamp.batch, tuple(samples), tuple(replay.modules), tuple(parameters), words, replay.alone
+    )
 
 
 _NEEDED: dict[str, Any] = {"optimizer": None, "max_duration": None}
-
-
-def _size(settings: Mapping[str, Any]) -> int | None:
-    size = settings.get("microbatch_size")
-    return size if type(size) is int else None
 
 
 class _Replay:
@@ -242,50 +276,68 @@ class _Replay:
 
     Attributes:
         state: with the batch.
-        pieces: its microbatches.
+        stages: as the run had them, without its algorithms.
+        pieces: the microbatches of the batch.
         modules: statistics of the outputs of modules in the first of them, once :meth:`samples` was called.
+        alone: whether samples had forwards of their own then.
     """
 
-    def __init__(self, state: State, batch: Any, task: Task, precision: Precision, size: int | None) -> None:
+    def __init__(self, state: State, batch: Any, settings: Mapping[str, Any]) -> None:
         if any(type(tensor).__name__ == "DTensor" for tensor in state.params.values()):
             raise ArgumentError(
                 "inspect: the parameters are in shards; read the checkpoint with pl.load(path, model=...) in one "
                 "process, which makes them whole, and inspect a batch there."
             )
+        several = read_batches_per_step(settings.get("batches_per_step", 1)) > 1
+        if type(batch) is Batches and not several:
+            raise ArgumentError(
+                f"inspect: the batch of the State is {len(batch)} batches of the dataloader; pass batches_per_step= as "
+                "the run had it."
+            )
+        task = make_task(state.model.skeleton, settings.get("loss"), settings.get("task"))
+        size = read_microbatch_size(settings.get("microbatch_size"))
+        self.stages = LoopStages(
+            task=task.of_groups() if several else task,
+            precision=Precision.parse(settings.get("precision", "fp32")),
+            microbatch_size=found_size(state) if size == "auto" else size,
+            clip_grad=read_clip(settings.get("clip_grad")),
+            nonfinite="skip",  # a batch that weighs nothing has gradients that are NaN, and is no error
+            handlers={},
+        )
         self.state = state.replace(batch=batch)
-        self.pieces = list(parts_of(batch)) if size is None else task.split(batch, size)
+        self.pieces = self.stages.microbatches(batch)
         self.modules: list[ModuleRow] = []
-        self._task, self._precision = task, precision
+        self.alone = False
 
     def seeding(self, stage: str, index: int) -> AbstractContextManager[Any]:
         """The random numbers and the precision of a stage of a microbatch, as in training."""
-        t = self.state.previous_timestamp if self.state.event is Event.BATCH_END else self.state.timestamp
+        t = self.state.timestamp
         stack = ExitStack()
         stack.enter_context(seeded_all(derive(self.state.seed, stage, t.epoch, t.batch, index, 0)))
-        stack.enter_context(self._precision.autocast(self.state.device) or nullcontext())
+        stack.enter_context(self.stages.precision.autocast(self.state.device) or nullcontext())
         return stack
 
-    def samples(self, *, gradients: bool) -> list[tuple[float, float | None]]:
-        """The loss of each sample, of its part of the outputs of its microbatch, and the norm of its gradient."""
-        module = self.state.module()
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def samples(self, *, gradients: bool) -> list[Measured]:
+        """The loss of each sample, and the norm of its gradient."""
+        state, task = self.state, self.stages.task
+        module = state.module()
+        trained = set(state.model.differentiated(state.frozen))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trained)
         handles = [
             submodule.register_forward_hook(partial(self._note, name))
             for name, submodule in module.named_modules()
             if next(submodule.children(), None) is None
         ]
-        results: list[tuple[float, float | None]] = []
+        one_by_one = OneByOne(state, task, self.seeding, gradients)
+        results: list[Measured] = []
         for index, piece in enumerate(self.pieces):
             with torch.set_grad_enabled(gradients), self.seeding("forward", index):
-                outputs = self._task.forward(module, piece)
+                outputs = task.forward(module, piece)
             for handle in handles:
                 handle.remove()
-            count = self._task.samples(piece)
-            for row, sample in enumerate(self._task.split(piece, 1)):
-                part: Any = optree.tree_map(partial(_row, row, count), outputs, namespace=NAMESPACE)
-                with torch.set_grad_enabled(gradients), self.seeding("loss", index):
-                    loss = _loss(self._task, module, part, sample)
-                results.append((float(loss.detach()), _gradient_norm(loss, trained) if gradients else None))
+            results += one_by_one.measured(index, piece, outputs, module)
+        self.alone = one_by_one.has_rows is False
         return results
 
     def _note(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -296,57 +348,32 @@ class _Replay:
                 statistics = (numbers.mean(), numbers.std(correction=0), numbers.abs().max(), zeros)
                 self.modules.append(ModuleRow(name, type(module).__name__, *map(float, statistics)))
 
-    def parameters(self, optimizer: Any) -> list[ParameterRow]:
+    def parameters(self, optimizer: Optimizer | None) -> list[ParameterRow]:
         """Norms of all parameters that are trained, of their gradients and of their updates."""
         state = self.state
         trained = state.model.trained(state.params)
-        grads = state._grads if isinstance(state._grads, Mapping) else self._gradients()
+        # Before AFTER_TRAIN_BATCH gradients are sums of some microbatches, and scaled.
+        complete = state.event is Event.AFTER_TRAIN_BATCH and isinstance(state._grads, Mapping)
+        grads: Mapping[str, Any] = state._grads if complete else self._gradients()
         new: Mapping[str, Tensor] | None = None
         if optimizer is not None and state.opt_state is not None:
-            t = state.previous_timestamp if state.event is Event.BATCH_END else state.timestamp
             served = state.model.served_by(optimizer)
             with torch.no_grad():
-                new, _ = served.update(grads, state.opt_state, trained, time_of_step(served, t, state.lr_scale))
+                new, _ = apply_optimizer(self.stages.engine, served, state.replace(grads=grads), trained)
         return [
             ParameterRow(
                 name,
-                _norm(tensor),
-                0.0 if grads.get(name) is None else _norm(grads[name]),
-                None if new is None else _norm(new[name].detach().double() - tensor.detach().double()),
+                norm_of(tensor),
+                0.0 if grads.get(name) is None else norm_of(grads[name]),
+                None if new is None else norm_of(new[name].detach().double() - tensor.detach().double()),
             )
             for name, tensor in trained.items()
         ]
 
-    def _gradients(self) -> dict[str, Any]:
-        """Of the mean loss of the batch, each microbatch weighted by its samples."""
-        module = self.state.module()
-        counts = [self._task.samples(piece) for piece in self.pieces]
-        for index, (piece, count) in enumerate(zip(self.pieces, counts, strict=True)):
-            with self.seeding("forward", index):
-                outputs = self._task.forward(module, piece)
-            with self.seeding("loss", index):
-                loss = _loss(self._task, module, outputs, piece)
-            weighted: Any = loss * (1.0 if self._task.summed else count / sum(counts))
-            weighted.backward()
-        return {name: tensor.grad for name, tensor in module.named_parameters()}
-
-
-def _gradient_norm(loss: Tensor, trained: Sequence[Tensor]) -> float:
-    """The norm of the gradient through the graph of a whole microbatch, which stays."""
-    if not loss.requires_grad:
-        return 0.0
-    grads = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
-    return math.hypot(*(_norm(gradient) for gradient in grads if gradient is not None))
-
-
-def _loss(task: Task, module: Any, outputs: Any, batch: Any) -> Tensor:
-    return total_loss(module.loss(outputs, batch) if task.loss is None else task.loss(outputs, batch))
-
-
-def _row(row: int, samples: int, leaf: Any) -> Any:
-    """A sample's part of an output; what has no dimension of samples belongs to all."""
-    return leaf[row : row + 1] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == samples else leaf
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach().to_dense().double()))
+    def _gradients(self) -> Mapping[str, Any]:
+        """Of the loss of the batch, as the loop computes them: weighted, unscaled and clipped."""
+        # On a copy of the model, so that the run's own is not bound to what is computed here.
+        state = self.state.with_module(self.state.module())
+        state = state.replace(event=None, microbatch=None, outputs=None, loss=None)
+        grads: Mapping[str, Any] = self.stages.gradients(state)._grads
+        return grads

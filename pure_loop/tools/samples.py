@@ -1,0 +1,238 @@
+"""The loss of each sample of a microbatch, and the norm of its gradient.
+
+A sample's loss is that of its row of the outputs of the microbatch, where all outputs have the samples along their
+first dimension; a forward of a few samples shows that they do. Else each sample has a forward of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import attrs
+import optree
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import registered_pytrees
+from pure_loop.data.batch import describe, map_tensors, tensors_in
+from pure_loop.errors import ArgumentError, LossError, PureLoopError
+from pure_loop.stages.loss import loss_problem
+from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.search import Seeding, is_finite
+from pure_loop.state import State
+from pure_loop.task import Task
+
+__all__ = ["Measured", "OneByOne", "norm_of"]
+
+_BATCH_FIRST = (
+    "pass a task with outputs of which each tensor has the samples along its first dimension, such as task=pl.Task("
+    "forward=lambda model, batch: model(**batch).logits, loss=lambda logits, batch: ...)."
+)
+
+
+@attrs.frozen
+class Measured:
+    """A sample by itself.
+
+    Attributes:
+        loss: None: the sample weighs 0.
+        gradient_norm: None: not computed.
+        finite_inputs: whether all of its part of the batch is.
+        finite_outputs: whether all of its outputs are.
+    """
+
+    loss: float | None
+    gradient_norm: float | None
+    finite_inputs: bool
+    finite_outputs: bool
+
+    def norm(self, *, finite: bool) -> float | None:
+        """The norm of the gradient, if it is the sample's own; ``finite``: as of :meth:`order`."""
+        norm, loss = self.gradient_norm, self.loss
+        lost = not finite and norm is not None and loss is not None and math.isfinite(loss) and not math.isfinite(norm)
+        return None if lost else norm
+
+    def order(self, *, finite: bool) -> tuple[int, bool, float]:
+        """By which samples are sorted; ``finite``: whether all of the batch and of its forward is.
+
+        First are inputs that are not finite, then outputs or losses that are not, then the losses, the highest first. A
+        loss that is NaN in a batch that is finite is a mean over nothing, and last.
+        """
+        loss = self.loss
+        number = loss is not None and math.isfinite(loss)
+        if not self.finite_inputs:
+            rank = 0
+        elif not self.finite_outputs or (loss is not None and not number and (math.isinf(loss) or not finite)):
+            rank = 1
+        else:
+            rank = 2 if number else 3
+        return rank, number, -loss if loss is not None and number else 0.0
+
+
+@attrs.define
+class OneByOne:
+    """How samples are measured.
+
+    Attributes:
+        state: whose model and parameters it is.
+        task: what the model does with a microbatch, and with a sample.
+        seeding: of the random numbers of a stage of a microbatch, and its precision.
+        gradients: whether their norms are computed, each by a backward.
+        has_rows: whether outputs have the samples along their first dimension; None: unknown, of a single sample.
+    """
+
+    state: State
+    task: Task
+    seeding: Seeding
+    gradients: bool
+    has_rows: bool | None = None
+
+    def measured(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> list[Measured]:
+        """The samples of a microbatch.
+
+        Args:
+            index: its number.
+            piece: the microbatch.
+            outputs: of its forward.
+            module: that of the forward.
+
+        Raises:
+            ArgumentError: the loss fails on one sample; outputs can't be split, and no sample has a forward of its own.
+        """
+        samples = self.task.samples(piece)
+        if samples == 1:
+            return [self._measured(index, piece, outputs, module)]
+        if self.has_rows is None:
+            self.has_rows = self._in_rows(index, piece, outputs)
+        elif not _have_rows(outputs, samples):
+            self.has_rows = False
+        by = self._rows if self.has_rows else self._alone
+        return list(by(index, piece, outputs, module))
+
+    def _in_rows(self, index: int, piece: Any, outputs: Any) -> bool:
+        """Whether the outputs have the samples along the first dimension; tried with two of them, or with one of two.
+
+        Two, because a BatchNorm takes no single one in train mode. A dimension that is as long as there are samples by
+        chance, such as the time of outputs that have it first, stays as long.
+        """
+        samples = self.task.samples(piece)
+        if not _have_rows(outputs, samples):
+            return False
+        size = min(2, samples - 1)
+        module = self.state.module(training=size == 2)
+        few = self.task.split(piece, size)[0]
+        try:
+            with torch.no_grad(), self.seeding("forward", index):
+                tried = self.task.forward(module, few)
+        except Exception as error:
+            raise ArgumentError(
+                f"inspect tried how outputs follow the samples, and the forward of {size} of the {samples} samples of "
+                f"a microbatch failed: {type(error).__name__}: {error}. It has to take any number of samples."
+            ) from error
+        return len(list(_leaves(tried))) == len(list(_leaves(outputs))) and _have_rows(tried, size)
+
+    def _rows(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+        """Each sample by its row of the outputs of its microbatch, whose graph stays for them all."""
+        for row, sample in enumerate(self.task.split(piece, 1)):
+            yield self._measured(index, sample, map_tensors(partial(_row, row), outputs), module)
+
+    def _alone(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+        """Each sample by a forward of its own.
+
+        Raises:
+            ArgumentError: a forward of one sample is another one than that of the microbatch, or fails.
+        """
+        for name, submodule in module.named_modules():
+            if isinstance(submodule, _BatchNorm) and submodule.training:
+                self._refuse_alone(outputs, f"{name!r} ({type(submodule).__name__}) normalises over the microbatch")
+        for sample in self.task.split(piece, 1):
+            try:
+                with torch.set_grad_enabled(self.gradients), self.seeding("forward", index):
+                    own = self.task.forward(module, sample)
+            except Exception as error:
+                self._refuse_alone(outputs, f"the forward of one failed: {type(error).__name__}: {error}", error)
+            yield self._measured(index, sample, own, module)
+
+    def _refuse_alone(self, outputs: Any, why: str, error: Exception | None = None) -> NoReturn:
+        raise ArgumentError(
+            f"inspect can't split the outputs of the forward, {describe(outputs)}, by samples, nor run a forward of "
+            f"each sample alone: {why}. Instead {_BATCH_FIRST}"
+        ) from error
+
+    def _measured(self, index: int, sample: Any, outputs: Any, module: nn.Module) -> Measured:
+        finite_inputs, finite_outputs = (all(map(is_finite, tensors_in(part))) for part in (sample, outputs))
+        with torch.set_grad_enabled(self.gradients), self.seeding("loss", index):
+            loss = self._loss(outputs, sample, module)
+        if loss is None:
+            return Measured(None, None, finite_inputs, finite_outputs)
+        norm = _gradient_norm(loss, module) if self.gradients else None
+        return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs)
+
+    def _loss(self, outputs: Any, sample: Any, module: Any) -> Tensor | None:
+        """Of one sample; None: it weighs 0.
+
+        Raises:
+            ArgumentError: the loss function fails on one sample.
+            LossError: it is no number.
+        """
+        task = self.task
+        try:
+            if not task.summed and float(task.weigh(sample)) == 0:
+                return None
+            loss = module.loss(outputs, sample) if task.loss is None else task.loss(outputs, sample)
+        except PureLoopError:
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"inspect computes the loss of one sample at a time, and {task.loss_in_words} failed on one: "
+                f"{type(error).__name__}: {error}. A loss that compares the samples of a batch, such as a contrastive "
+                "one, is no mean over samples: pass a loss that takes one sample to rank them by, pl.inspect(state, "
+                "data, loss=..., ...). Gradients and updates of parameters are those of the run then in a State of "
+                "AFTER_TRAIN_BATCH, and those of this loss in others."
+            ) from error
+        problem = loss_problem(loss, differentiated=False)
+        if problem is not None:
+            raise LossError(f"the loss of one sample, which {task.loss_in_words} returned, {problem}")
+        return total_loss(loss)
+
+
+def norm_of(tensor: Tensor) -> float:
+    """The L2 norm of a tensor."""
+    return float(torch.linalg.vector_norm(tensor.detach().to_dense().double()))
+
+
+def _gradient_norm(loss: Tensor, module: nn.Module) -> float:
+    if not loss.requires_grad:
+        return 0.0
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+    return math.hypot(*(norm_of(gradient) for gradient in grads if gradient is not None))
+
+
+def _leaves(outputs: Any) -> Iterator[Any]:
+    """The leaves of a pytree, whichever engine knows its classes."""
+    for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
+        known = registered_pytrees.get(type(leaf))
+        if known is None:
+            yield leaf
+        else:
+            for child in known.flatten_fn(leaf)[0]:
+                yield from _leaves(child)
+
+
+def _have_rows(outputs: Any, samples: int) -> bool:
+    """Whether there are tensors, and nothing else that a loss may be computed from, of so many rows."""
+    tensors = [leaf for leaf in _leaves(outputs) if not isinstance(leaf, str | bool)]
+    return bool(tensors) and all(
+        isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.ndim > 0 and leaf.shape[0] == samples
+        for leaf in tensors
+    )
+
+
+def _row(row: int, tensor: Tensor) -> Tensor:
+    return tensor[row : row + 1]
