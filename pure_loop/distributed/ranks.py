@@ -9,13 +9,11 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,9 +30,6 @@ _NUMBERS = 8
 # Of the last stream of this process that met the others.
 _patience = 300.0
 _EVENTS = tuple(Event)
-# Those of streams that have met the others, and may be open still.
-_open: WeakSet[Ranks] = WeakSet()
-_watches = False
 
 
 class Ranks:
@@ -82,7 +77,6 @@ class Ranks:
             # Groups find each other through the store, too. Each connects within the timeout, if the store answers.
             within(1.5 * self.timeout, lambda: self._join(joined))
             self.exchange(Event.INIT, 0)
-            self._watch_the_end()
         except (RuntimeError, ValueError, OSError) as error:
             if isinstance(error, DistributedError):
                 raise
@@ -197,21 +191,6 @@ class Ranks:
         else:
             self._fell(f"raised {type(error).__name__} after {place}: {first_line(error)}")
 
-    def _watch_the_end(self) -> None:
-        """Report an end of the process in the middle of the loop: a stream that a module keeps is closed too late."""
-        global _watches
-        _open.add(self)
-        if not _watches:
-            _watches = True
-            atexit.register(_end_in_the_loop)
-
-    def end_in_the_loop(self) -> None:
-        """The process ends; nothing, where the stream has ended before."""
-        if self._rendezvous is not None:
-            error: Any = getattr(sys, "last_value", None)
-            why = "" if error is None else f" by {type(error).__name__}: {first_line(error)}"
-            self._fell(f"ended its process in the middle of the loop{why}")
-
     def _fell(self, text: str) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         assert rendezvous is not None
@@ -290,11 +269,6 @@ def patience() -> float:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _end_in_the_loop() -> None:
-    for ranks in list(_open):
-        ranks.end_in_the_loop()
 
 
 def local_rank() -> int:

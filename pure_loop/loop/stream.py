@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator, Iterable, Mapping
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeError
 from pure_loop.event import Event
@@ -14,6 +17,18 @@ from pure_loop.state import State
 __all__ = ["Stream", "arguments_of", "pairs_of", "refuse_no_stream", "run", "stream_of"]
 
 _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: "started", GEN_CLOSED: "ended"}
+
+
+# Those that may have begun and not ended.
+_open: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the streams that variables of modules keep: when these are cleared, what a stream calls to end is gone."""
+    for pairs in list(_open):
+        if isinstance(pairs, GeneratorType) and getgeneratorstate(pairs) == GEN_SUSPENDED:
+            pairs.close()
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):
@@ -36,6 +51,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
 
     def __init__(self, pairs: Generator[tuple[Event, State], None, Any]) -> None:
         self._pairs = pairs
+        _open.add(pairs)
 
     # A loop then asks the generator itself, which costs nothing, and lets it see where its States go.
     def __iter__(self) -> Generator[tuple[Event, State], None, Any]:
