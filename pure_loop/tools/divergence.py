@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
@@ -80,17 +81,22 @@ def diff_streams(
     a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
 ) -> Divergence | None:
     """The same of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
-    both = (steps(stream, "diff", operations_from, copied=True) for stream in (a, b))
-    for one, other in zip_longest(*both):
-        if one is None or other is None or (one.event, one.by) != (other.event, other.by):
-            step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
-            mine, theirs = (_where(item) for item in (one, other))
-            return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
-        divergence = first_difference(one, other, tolerance)
-        if divergence is not None:
-            return divergence
-        if one.state.timestamp.batch > end:
-            return None
+    with ExitStack() as closing_both:
+        # Each ends its stream, in both: they may hold files, workers and ranks.
+        one_run, other_run = (
+            closing_both.enter_context(closing(steps(stream, "diff", operations_from, copied=True)))
+            for stream in (a, b)
+        )
+        for one, other in zip_longest(one_run, other_run):
+            if one is None or other is None or (one.event, one.by) != (other.event, other.by):
+                step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
+                mine, theirs = (_where(item) for item in (one, other))
+                return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
+            divergence = first_difference(one, other, tolerance)
+            if divergence is not None:
+                return divergence
+            if one.state.timestamp.batch > end:
+                return None
     return None
 
 

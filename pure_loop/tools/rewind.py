@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor, nn
@@ -172,29 +173,28 @@ def _pairs_from(
     stream: Stream, target: Event, batch: int, occurrence: int, watch: frozenset[Event] | None
 ) -> Generator[tuple[Event, State], None, Any]:
     """The pairs of a stream from an event on, and after it those that are watched; None: all."""
-    pairs = iter(stream)
     seen = 0
-    while True:
-        try:
-            event, state = next(pairs)
-        except StopIteration:
-            raise ArgumentError(_missing(target, batch, occurrence, seen)) from None
-        if event in _BEFORE or (event is Event.FIT_START and target is not Event.FIT_START):
-            continue
-        if state.timestamp.batch > batch:
-            pairs.close()
-            raise ArgumentError(_missing(target, batch, occurrence, seen))
-        if event is target and state.timestamp.batch == batch:
-            seen += 1
-            if seen > occurrence:
-                break
-    yield event, state
-    del state
-    if watch is None:
-        return (yield from pairs)
-    for event, state in pairs:
-        if event in watch:
-            yield event, state
+    with closing(iter(stream)) as pairs:
+        while True:
+            try:
+                event, state = next(pairs)
+            except StopIteration:
+                raise ArgumentError(_missing(target, batch, occurrence, seen)) from None
+            if event in _BEFORE or (event is Event.FIT_START and target is not Event.FIT_START):
+                continue
+            if state.timestamp.batch > batch:
+                raise ArgumentError(_missing(target, batch, occurrence, seen))
+            if event is target and state.timestamp.batch == batch:
+                seen += 1
+                if seen > occurrence:
+                    break
+        yield event, state
+        del state
+        if watch is None:
+            return (yield from pairs)
+        for event, state in pairs:
+            if event in watch:
+                yield event, state
     return None
 
 

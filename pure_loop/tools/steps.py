@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import attrs
@@ -44,7 +44,9 @@ class Step:
     operations: Sequence[Operation] = ()
 
 
-def steps(stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False) -> Iterator[Step]:
+def steps(
+    stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False
+) -> Generator[Step, None, None]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
     Args:
@@ -78,10 +80,12 @@ def refuse_stepless(stream: Any, function: str) -> Parts:
     return parts
 
 
-def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Iterator[Step]:
+def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Generator[Step, None, None]:
     noted: list[Step] = []
-    pairs, batch = iter(stream), parts.state.timestamp.batch
-    with ExitStack() as restoring:
+    pairs: Any = iter(stream)
+    batch = parts.state.timestamp.batch
+    # However far it is iterated over: what the stream holds (files, workers, ranks) is let go of.
+    with closing(pairs), ExitStack() as restoring:
         replace_each(restoring, parts.handlers, functools.partial(_noted, noted, [0], copied))
         while True:
             operations: list[Operation] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -198,32 +196,3 @@ def test_a_deep_copy_in_a_nesting_is_one_object() -> None:
     state = pl.State.create(net())
     first, second = copy.deepcopy([state, state])
     assert first is second
-
-
-KEPT = """
-import torch
-import pure_loop as pl
-
-class Says(pl.Callback):
-    def epoch_end(self, state, logger): ...
-
-    def close(self):
-        print("closed", flush=True)
-
-data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
-settings = dict(loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep")
-streams = [pl.fit(torch.nn.Linear(2, 1), data, callbacks=[Says()], **settings) for _ in range(3)]
-next(streams[0])
-for event, state in streams[1]:
-    if event == "batch_end":
-        break
-print("the end of the program", flush=True)
-"""
-
-
-def test_streams_that_a_module_keeps_are_closed_with_the_program() -> None:
-    """Before the modules are cleared that a stream ends with; one that has not begun has nothing to end."""
-    result = subprocess.run([sys.executable, "-W", "error", "-c", KEPT], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[:3] == ["the end of the program", "closed", "closed"]
-    assert not result.stderr

@@ -195,6 +195,25 @@ def test_other_events() -> None:
     assert (more.leaf, more.by) == ("events", "sam")
 
 
+def test_streams_are_ended_where_they_part() -> None:
+    class Ends(pl.Callback):
+        ended = 0
+
+        def epoch_end(self, state: pl.State, logger: Any) -> None: ...
+
+        def close(self) -> None:
+            self.ended += 1
+
+    ends = Ends()
+    runs = [stream(mlp(), points(), callbacks=[ends], seed=seed) for seed in (0, 1)]
+    assert pl.diff(*runs) is not None
+    assert ends.ended == 2
+    for _ in pl.changes(another := stream(mlp(), points(), callbacks=[ends])):
+        break
+    assert another is not None
+    assert ends.ended == 3
+
+
 def test_a_tolerance() -> None:
     def run(factor: float) -> Any:
         return stream(mlp(), points(), [scaled(factor, Event.AFTER_TRAIN_BATCH, "grads")], max_duration="2ba")
