@@ -42,11 +42,13 @@ class Facts:
         optimizer: that of training.
         evaluators: by label, in their order.
         batches: those of a prediction.
+        skips: whether batches that are not finite are left out of training.
     """
 
     optimizer: Optimizer | None = None
     evaluators: Mapping[str, EvaluatorFacts] = attrs.field(factory=FrozenDict)
     batches: int | None = None
+    skips: bool = False
 
     @classmethod
     def of(cls, stream: Iterable[Any]) -> Facts:
@@ -56,7 +58,7 @@ class Facts:
             arguments = arguments_of(pairs)
             fit, evaluators, source = (arguments.get(name) for name in ("fit", "evaluators", "source"))
             if isinstance(fit, Fit):
-                return cls(fit.stages.optimizer, _by_label(fit.evaluators))
+                return cls(fit.stages.optimizer, _by_label(fit.evaluators), skips=fit.stages.nonfinite == "skip")
             if evaluators is not None:
                 return cls(evaluators=_by_label(evaluators))
             if source is not None:

@@ -20,6 +20,9 @@ class MeanLoss:
 
     Losses are collected, and summed up on their device a number at a time.
 
+    Args:
+        skips: leave out losses that are not finite, as training does.
+
     >>> mean = MeanLoss()
     >>> mean.add(torch.tensor(1.0), 4)
     >>> mean.add(torch.tensor(4.0), 2)
@@ -27,13 +30,16 @@ class MeanLoss:
     (tensor(2., dtype=torch.float64), None)
     """
 
-    __slots__ = ("_losses", "_samples", "_sum", "_weight")
+    __slots__ = ("_left_out", "_losses", "_samples", "_skips", "_sum", "_weight")
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips: bool = False) -> None:
+        self._skips = skips
         self._losses: list[Any] = []
         self._samples = 0
         self._sum: Any = 0.0
         self._weight = 0
+        # The samples of losses that are left out; on the device.
+        self._left_out: Any = 0
 
     @property
     def count(self) -> int:
@@ -52,8 +58,8 @@ class MeanLoss:
     def take(self) -> Any:
         """The mean of those that were added, on their device; None if there are none. It begins anew."""
         self._fold()
-        mean = self._sum / self._weight if self._weight else None
-        self._sum, self._weight = 0.0, 0
+        mean = self._sum / (self._weight - self._left_out) if self._weight else None
+        self._sum, self._weight, self._left_out = 0.0, 0, 0
         return mean
 
     def _fold(self) -> None:
@@ -64,7 +70,12 @@ class MeanLoss:
         self._losses.clear()
         if losses:
             with torch.no_grad():
-                self._sum = self._sum + self._samples * _summed(torch.stack(losses))
+                values = torch.stack(losses)
+                if self._skips:
+                    finite = torch.isfinite(values)
+                    self._left_out = self._left_out + self._samples * (~finite).sum()
+                    values = torch.where(finite, values, 0.0)
+                self._sum = self._sum + self._samples * _summed(values)
             self._weight += self._samples * len(losses)
 
 

@@ -66,7 +66,7 @@ class Tracker:
         self._speed_from: tuple[float, int] | None = None
         self._speed: float | None = None
         # Of the table. The losses since the last row; None where there is no table.
-        self._losses = MeanLoss() if screen.live else None
+        self._losses = MeanLoss(skips=self._facts.skips) if screen.live else None
         # The metrics of the State, among them those of training.
         self._trained: Mapping[str, Any] = {}
         self._row: tuple[Timestamp, dict[str, Any]] | None = None
@@ -79,6 +79,7 @@ class Tracker:
             Event.FIT_START: partial(self._start, TRAIN),
             Event.BATCH_END: self._batch_end,
             Event.EPOCH_END: self._epoch_end,
+            Event.EPOCH_CHECKPOINT: self._epoch_checkpoint,
             Event.FIT_END: self._fit_end,
             Event.EVAL_STANDALONE_START: partial(self._start, "evaluate"),
             Event.EVAL_START: self._eval_start,
@@ -88,10 +89,7 @@ class Tracker:
             Event.PREDICT_BATCH_END: self._other_batch_end,
         }
         if self.screen.live:
-            looks |= {
-                Event.EVAL_AFTER_ALL: self._eval_after_all,
-                Event.EPOCH_CHECKPOINT: self._epoch_checkpoint,
-            }
+            looks[Event.EVAL_AFTER_ALL] = self._eval_after_all
         return looks
 
     def finish(self, ending: str) -> None:
@@ -145,6 +143,9 @@ class Tracker:
         self._tell()
 
     def _epoch_checkpoint(self, state: State) -> None:
+        if self._timestamp is None or self._timestamp.epoch != state.timestamp.epoch:  # no event before is watched
+            self._metrics = {label: state.metrics[label] for label in self._facts.evaluators if label in state.metrics}
+            self._epoch_end(state)
         # After the last epoch those evaluate that had no turn at its end; their results belong to this row.
         if not state.has_ended() or self._facts.evaluators.keys() <= self._metrics.keys():
             self._close_row()

@@ -15,7 +15,6 @@ import attrs
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import registered_pytrees
@@ -28,6 +27,8 @@ from pure_loop.state import State
 from pure_loop.task import Task
 
 __all__ = ["Measured", "OneByOne", "norm_of"]
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _BATCH_FIRST = (
     "pass a task with outputs of which each tensor has the samples along its first dimension, such as task=pl.Task("
@@ -148,7 +149,7 @@ class OneByOne:
             ArgumentError: a forward of one sample is another one than that of the microbatch, or fails.
         """
         for name, submodule in module.named_modules():
-            if isinstance(submodule, _BatchNorm) and submodule.training:
+            if isinstance(submodule, _NORMS) and submodule.training:
                 self._refuse_alone(outputs, f"{name!r} ({type(submodule).__name__}) normalises over the microbatch")
         for sample in self.task.split(piece, 1):
             try:

@@ -162,6 +162,7 @@ def _readme(results: Results) -> Table:
     columns = {
         "`pl.fit`": "pl.fit, every event",
         "`pl.fit`, compiled": "pl.fit, compile=True, watch={EPOCH_END}",
+        "by hand, `torch.compile`": "hand-written, torch.compile(model)",
         "by hand, AdamW by default": "hand-written, default AdamW",
     }
     found = results["steps"]

@@ -83,3 +83,15 @@ def test_what_is_no_number_is_left_out():
 
 def test_nan_is_not_hidden():
     assert torch.isnan(mean_of([(torch.tensor(1.0), 4), (torch.tensor(torch.nan), 4)]))
+
+
+def test_losses_that_training_skips_are_left_out():
+    mean = MeanLoss(skips=True)
+    for loss, samples in ((1.0, 4), (float("nan"), 4), (float("inf"), 2), (4.0, 2)):
+        mean.add(torch.tensor(loss), samples)
+    assert float(mean.take()) == pytest.approx((4 * 1.0 + 2 * 4.0) / 6)
+    mean.add(torch.tensor(3.0), 2)
+    assert float(mean.take()) == 3.0
+    plain = MeanLoss()
+    plain.add(torch.tensor(float("nan")), 4)
+    assert float(plain.take()) != float(plain.take() or 0.0)

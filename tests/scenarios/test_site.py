@@ -63,6 +63,8 @@ def test_a_name_that_no_page_has_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.png")), ids=lambda path: path.stem)
 def test_pictures_of_the_gallery_are_small_and_shown(picture: Path) -> None:
     assert picture.stat().st_size < _largest()
+    if f"pictures/{picture.name}" in (ROOT / "README.md").read_text():  # drawn by docs/pictures.py, of no example
+        return
     assert f"pictures/{picture.name}" in (DOCS / "gallery.md").read_text()
     assert (ROOT / "examples" / f"{picture.stem}.py").exists()
 
