@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
+
+# W&B reads it once a process, with the first run that a test or a page of the docs makes.
+os.environ.setdefault("WANDB_MODE", "offline")
 
 
 @pytest.fixture(autouse=True)

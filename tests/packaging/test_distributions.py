@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, needs("hatchling")]
 
 def output(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     """What a command prints. No variable of this process makes packages importable there."""
-    own = ("PYTHON", "COVERAGE", "MAKE")
+    own = ("PYTHON", "COVERAGE", "MAKE", "VENV")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=inherited | environment, timeout=250)
     assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"

@@ -481,9 +481,10 @@ def test_what_looks_at_all_of_the_package_needs_no_hypothesis(blocked: bool) -> 
     code = """
 import inspect, pydoc
 import pure_loop as pl
+getmembers = inspect.getmembers  # before a star brings pl.inspect
 from pure_loop import *
 assert fit is pl.fit
-names = [name for name, _ in inspect.getmembers(pl)]
+names = [name for name, _ in getmembers(pl)]
 assert "schedules" in names
 pydoc.render_doc(pl)
 """

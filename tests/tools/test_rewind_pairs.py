@@ -170,7 +170,11 @@ def serving(name: str) -> st.SearchStrategy[Any]:
     needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
     if name == "transform":
         needed["function"] = st.just(jitter)
-    return st.tuples(built(factory, **needed), st.just(as_problem(served(factory) or "mlp")))
+    if name == "progressive_resizing":  # not of targets, which are labels here, and no maps
+        made = st.builds(factory, initial=st.sampled_from([0.5, 0.75]), mode=st.sampled_from(["crop", "resize"]))
+    else:
+        made = built(factory, **needed)
+    return st.tuples(made, st.just(as_problem(served(factory) or "mlp")))
 
 
 def composed(name: str) -> st.SearchStrategy[Any]:
