@@ -54,6 +54,7 @@ class Run:
         task: what the model does with a batch; None outside ``fit``.
         precision: that of forward and loss, ``"fp32"``, ``"amp_bf16"``, ``"amp_fp16"`` or ``"amp_fp8"``.
         microbatch_size: the samples of a forward, at most; None: whole batches.
+        algorithms: names and settings of those of ``fit``, as text.
         device: of the parameters; None outside ``fit``.
         sources: the sources of batches, those of evaluators last.
         boundary: the State of the last boundary, for callbacks that save it if a stream ends early; None outside
@@ -75,6 +76,7 @@ class Run:
     task: Task | None = None
     precision: PrecisionName = "fp32"
     microbatch_size: int | None = None
+    algorithms: tuple[str, ...] = ()
     device: torch.device | None = None
     sources: tuple[Source, ...] = ()
     boundary: LastBoundary | None = None

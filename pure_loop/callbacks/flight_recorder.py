@@ -25,6 +25,7 @@ from pure_loop.checkpoint.flight import (
     ends_in_a_line,
     facts_of,
     line_of,
+    settings_of,
 )
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
@@ -101,13 +102,7 @@ class FlightRecorder(CheckpointSaver):
             ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021, or another saver of this folder.
         """
         super().bind(run)
-        self._settings = {
-            "optimizer": None if run.optimizer is None else run.optimizer.name,
-            "max_duration": str(run.max_duration),
-            "precision": run.precision,
-            "microbatch_size": run.microbatch_size,
-            "ranks": run.ranks,
-        }
+        self._settings = settings_of(run)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         if in_parts(state):

@@ -20,6 +20,7 @@ from torch import Tensor
 from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.version import __version__
+from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, TimeFormatError
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
@@ -35,6 +36,7 @@ __all__ = [
     "facts_of",
     "line_of",
     "read_flight",
+    "settings_of",
 ]
 
 JOURNAL, RUN = "journal.jsonl", "run.json"
@@ -92,6 +94,18 @@ def facts_of(state: State) -> dict[str, Any]:
         "seed": state.seed,
         "batches_per_epoch": state.timestamp.batches_per_epoch,
         "algorithms": sorted(state.algorithm_state),
+    }
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """What of the arguments of a run can be compared with another's."""
+    return {
+        "optimizer": None if run.optimizer is None else run.optimizer.name,
+        "max_duration": str(run.max_duration),
+        "precision": run.precision,
+        "microbatch_size": run.microbatch_size,
+        "ranks": run.ranks,
+        "algorithm_settings": list(run.algorithms),
     }
 
 

@@ -136,6 +136,7 @@ def assemble(settings: Settings) -> Assembly:
         task=stages.task,
         precision=settings.precision.name,
         microbatch_size=_fixed_size(settings),
+        algorithms=tuple(settings.algorithms_described),
         device=state.device,
         sources=(data, *(evaluator.source for evaluator in evaluators)),
         boundary=boundary,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
 from types import GeneratorType
@@ -26,9 +27,10 @@ _open: WeakSet[Any] = WeakSet()
 @atexit.register
 def _close_all() -> None:
     """End the streams that variables of modules keep: when these are cleared, what a stream calls to end is gone."""
-    for pairs in list(_open):
-        if isinstance(pairs, GeneratorType) and getgeneratorstate(pairs) == GEN_SUSPENDED:
-            pairs.close()
+    with ExitStack() as closing:  # one that raises keeps none of the others from ending
+        for pairs in list(_open):
+            if isinstance(pairs, GeneratorType) and getgeneratorstate(pairs) == GEN_SUSPENDED:
+                closing.callback(pairs.close)
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):

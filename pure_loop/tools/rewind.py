@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.extras import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
-from pure_loop.callback import Callback, LoggerGroup
-from pure_loop.checkpoint.flight import Flight, Line, digest_of, digest_of_batch, facts_of, read_flight
+from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.checkpoint.flight import Flight, Line, digest_of, digest_of_batch, facts_of, read_flight, settings_of
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event
@@ -215,6 +215,10 @@ class _Checking(Callback):
         self._flight = flight
         # Of the batch that was first in the record: its number, and a digest of its tensors.
         self._number, self._digest = flight.facts.get("first_batch", (None, None))
+        self._settings: dict[str, Any] = {}
+
+    def bind(self, run: Run) -> None:
+        self._settings = settings_of(run)
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         line = self._flight.lines.get(state.timestamp.batch)
@@ -235,13 +239,16 @@ class _Checking(Callback):
 
     def _refusal(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts
-        now = facts_of(state)
+        now = {**facts_of(state), **self._settings}
         others = [
             f"{name} is {value!r}, and was {facts[name]!r}"
             for name, value in now.items()
             if name in facts and facts[name] != value
         ]
-        known = "; ".join(others) or "what the journal records (versions, model, seed, length of the data) is the same"
+        known = (
+            "; ".join(others)
+            or "what the journal records (versions, model, seed, settings, length of the data) is the same"
+        )
         return (
             f"batch {line.batch - 1} is not that of the recorded run: {what}. {known[0].upper()}{known[1:]}. Look for "
             "other data, in another order, other settings, or code that has changed since."

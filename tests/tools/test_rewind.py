@@ -255,3 +255,14 @@ def on_a_rank(rank: int, folder: str) -> Any:
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     assert pool().run(partial(on_a_rank, folder=str(tmp_path))) == [True, True]
+
+
+def test_other_settings_of_algorithms_are_named(tmp_path: Path) -> None:
+    def smoothed(smoothing: float) -> dict[str, Any]:
+        return {"algorithms": [pl.algorithms.label_smoothing(smoothing)]}
+
+    record(tmp_path, recorder={"keep": "100ba"}, **smoothed(0.1))
+    with pytest.raises(RewindError, match=r"Algorithm_settings is \[.*0\.2.*\], and was \[.*0\.1.*\]"):
+        next(back(tmp_path, "5ba", "after_loss", **smoothed(0.2)))
+    event, _ = next(back(tmp_path, "5ba", "after_loss", **smoothed(0.1)))
+    assert event is Event.AFTER_LOSS
