@@ -137,7 +137,7 @@ class Verification:
 
     def __init__(self, every: int, stages: LoopStages, recorder: Recorder) -> None:
         self._every, self._recorder, self._donation = every, recorder, stages.donation
-        # Of its own: a tool may replace those of the loop while it looks at them.
+        # Of its own: a tool may replace those of the loop for a time.
         self._handlers = dict(stages.handlers)
         self._stages = attrs.evolve(stages, donation=None, handlers=self._handlers)
 

@@ -221,7 +221,7 @@ def nonfinite_error(
         if overwritten or ranks > 1:
             origin = origin_in_batch(state.batch)
             if ranks > 1:
-                failure = "Of several ranks each looks at its part of the batch alone, and rows are those of the part. "
+                failure = "Of several ranks each searches its part of the batch alone, and rows are counted in that part. "
         else:
             try:
                 origin = search(state, task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
@@ -259,7 +259,7 @@ def search(
     Args:
         state: with the batch.
         task, pieces, seeding: as for :func:`origin_in_forward`.
-        buffers: those of before the batch, which are looked at, too.
+        buffers: those of before the batch, which are searched, too.
     """
     pieces = list(pieces)
     origin = origin_in_batch(state.batch) or _of_tensors("parameter", state.params, lambda item: not is_finite(item))

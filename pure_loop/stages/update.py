@@ -87,7 +87,7 @@ class UpdateStage(StageSettings):
         taken = None
         in_place = self.writes_in_place and state.loss_scale is None
         if in_place:
-            # Before anything is written to, so that it can be looked at.
+            # Before anything is written to, so that the error has the State before the step.
             loss, norm = total_loss(state.loss), state.grad_norm
             if (loss.is_cpu and not is_finite_number(loss)) or (
                 norm is not None and norm.is_cpu and not norm.isfinite()

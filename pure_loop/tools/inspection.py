@@ -160,7 +160,9 @@ class Inspection:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        first = "" if self.origin is None else f"<p>not finite: {self.origin}</p>"
+        import html  # notebooks alone need it
+
+        first = "" if self.origin is None else f"<p>not finite: {html.escape(self.origin)}</p>"
         return first + "".join(table(rows, head=head, caption=caption) for caption, head, rows in self.tables())
 
 
@@ -214,7 +216,7 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
         ArgumentError: there is no batch; the State is of BATCH_END, after the step; parameters in shards; a loss that
             can't take one sample; outputs that can't be split, of a model with a BatchNorm in train mode or one that
             can't take one sample.
-        ResumeError: the State has the memory of another optimizer.
+        ResumeError: the State has the optimizer state of another optimizer.
 
     >>> import torch, pure_loop as pl
     >>> inputs = torch.ones(4, 2)
@@ -279,7 +281,7 @@ class _Replay:
         stages: as the run had them, without its algorithms.
         pieces: the microbatches of the batch.
         modules: statistics of the outputs of modules in the first of them, once :meth:`samples` was called.
-        alone: whether samples had forwards of their own then.
+        alone: whether each sample had a forward of its own.
     """
 
     def __init__(self, state: State, batch: Any, settings: Mapping[str, Any]) -> None:
