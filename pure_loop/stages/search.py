@@ -221,7 +221,7 @@ def nonfinite_error(
         if overwritten or ranks > 1:
             origin = origin_in_batch(state.batch)
             if ranks > 1:
-                failure = "Of several ranks each searches its part of the batch alone, and rows are counted in that part. "
+                failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
         else:
             try:
                 origin = search(state, task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
