@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from sys import _getframe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 
+from pure_loop._internal.forks import generation
 from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -17,7 +18,7 @@ from pure_loop.donation.consumer import rebinds_loop_variable
 from pure_loop.donation.donation import Donation, drop_gradients
 from pure_loop.donation.references import holders_of
 from pure_loop.donation.request import Request
-from pure_loop.errors import AlgorithmReturnError, PureLoopError
+from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.loop.contract import check_returned
 from pure_loop.loop.fast import Observed, fast_text
@@ -125,12 +126,13 @@ class Run:
         calibrating: whether the first batch has yet to show that.
         measured: whether ``large_gradients`` is known.
         large_gradients: whether gradients are large enough to count the references to them.
-        closing: what is called when the stream ends, however it does.
+        closing: what is called when the stream ends, however it does, in the process that began it.
+        generation: the process that began the stream.
         texts: the fast texts of inner scripts.
     """
 
     __slots__ = (
-        *("calibrating", "closing", "consumer_rebinds", "donation", "handlers", "large_gradients"),
+        *("calibrating", "closing", "consumer_rebinds", "donation", "generation", "handlers", "large_gradients"),
         *("last_yielded", "measured", "observed", "observers", "stages", "texts"),
     )
 
@@ -144,7 +146,7 @@ class Run:
         donation: Donation | None = None,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self.closing = closing
+        self.closing, self.generation = closing, generation()
         self.handlers, self.observers, self.observed = handlers, observers, observed
         self.stages, self.donation = stages, donation
         self.last_yielded: Callable[[], State | None] = _no_state
@@ -154,10 +156,14 @@ class Run:
         self.measured = self.large_gradients = False
         self.texts = Texts(observed)
 
+    def begin(self) -> None:
+        """The stream begins; it may have been made in another process."""
+        self.generation = generation()
+
     def close(self, state: State) -> None:
         """End the stream, whose last State this is."""
         with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(self.closing):
+            for close in reversed(self.closing if self.generation == generation() else ()):
                 stack.callback(close)
             stack.callback(state.model.release)
             if self.donation is not None:
@@ -171,6 +177,8 @@ class Run:
                 self.donation.invalidate()  # type: ignore[union-attr]
             state = apply(event, state, handling, self.stages)
         if observing is not None:
+            if self.generation != generation():
+                refuse_fork(event, state)
             _observe(event, state, observing, None)
         return state
 
@@ -257,14 +265,14 @@ def run_script(
 ) -> Generator[tuple[Event, State], None, Any]:
     """Run a script, and yield each ``(event, state)`` after its algorithms and callbacks have run.
 
-    Returns the State that the script returns. However the stream ends, the functions in ``closing`` are called then;
-    before them ``failed``, if it ends before the script does, with the error (GeneratorExit where the loop was left),
-    the last event and its State. ``donation`` is told before each update which references to the State there are.
+    Returns the State that the script returns. However the stream ends, the functions in ``closing`` are called then, in
+    the process that began it, and in no child that was forked meanwhile; before them ``failed``, if it ends before the
+    script does, with the error (GeneratorExit where the loop was left), the last event and its State. ``donation`` is told before each update which references to the State there are.
     ``events``, if not None, are the run's order: other events of the script are passed over. A
     :class:`~pure_loop.donation.request.Request` of the script is answered by the driver alone.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
-    send, last = script.send, Event.INIT
+    send, last, began = script.send, Event.INIT, generation()
     event: Event | Request = last
     compiled = donation is not None and donation.compiled
     plain = watch is None and strict is None and not compiled
@@ -309,6 +317,8 @@ def run_script(
                             donation.invalidate()  # type: ignore[union-attr]
                         argument = apply(event, argument, handling, stages, strict)
                     if observing is not None:
+                        if began != generation():
+                            refuse_fork(event, argument)
                         _observe(event, argument, observing, strict)
                     if compiled:
                         donation.seen = True  # type: ignore[union-attr]
@@ -356,12 +366,12 @@ def run_script(
                         writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
                         skip -= writing - passed_over
     except BaseException as error:
-        if failed is not None:
+        if failed is not None and began == generation():
             failed(error, Event.AFTER_TRAIN_BATCH if isinstance(event, Request) else event, argument)
         raise
     finally:
         with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(closing):
+            for close in reversed(closing if began == generation() else ()):
                 stack.callback(close)
             if argument is not None:
                 stack.callback(argument.model.release)
@@ -403,6 +413,18 @@ def _record_references(
         donation.record_references(others, yielded, replaced=in_turn)
     if drops and in_turn and yielded is not None:
         drop_gradients(yielded)
+
+
+def refuse_fork(event: Event, state: State) -> NoReturn:
+    """
+    Raises:
+        ForkedError: always: this process is a child of the one whose callbacks these are.
+    """
+    raise ForkedError(
+        f"this process was forked inside of the loop, and continues the parent's stream, at {event.name} of batch "
+        f"{state.timestamp.batch}: both would save and log to the same places. A child ends by itself (os._exit), or "
+        "trains by a stream of its own: fit(state, ...) with other folders."
+    )
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:

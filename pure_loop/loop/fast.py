@@ -158,7 +158,7 @@ def _text(script: Any, observed: Observed, outermost: bool, inner: tuple[Any, ..
     except _OtherFormError:
         return None
     if outermost:
-        body = [ast.Try(body, [], [], [_statement("run.close(state)")])]
+        body = [_statement("run.begin()"), ast.Try(body, [], [], [_statement("run.close(state)")])]
     function.body = [_statement("if False: yield"), *body]
     names = {event.name: event for event in Event} | {
         "ref": ref,

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable
 from typing import TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
+from pure_loop._internal.forks import generation
 from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
@@ -89,7 +90,7 @@ def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
 
 
 def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
-    looks = tracker.looks()
+    looks, began = tracker.looks(), generation()
 
     def look(pair: tuple[Event, State]) -> tuple[Event, State]:
         at = looks.get(pair[0])
@@ -102,14 +103,17 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
         yield from map(look, pairs_of(stream, "pl.progress"))
         tracker.finish("done")
     except GeneratorExit:
-        tracker.finish("stopped")
+        if began == generation():  # a forked child draws nothing
+            tracker.finish("stopped")
         raise
     except BaseException as error:
-        tracker.finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}")
+        if began == generation():
+            tracker.finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}")
         raise
     finally:
         try:
-            tracker.screen.close()
+            if began == generation():
+                tracker.screen.close()
         finally:
             if isinstance(stream, Generator):
                 stream.close()
