@@ -110,9 +110,17 @@ class LastBoundary:
     Attributes:
         state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
             out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+        evaluated: of the evaluations since the last batch the States at EVAL_START, with the weights that were measured,
+            by the labels of their evaluators, the last one last: callbacks that save them put them here.
     """
 
     state: State | None = None
+    evaluated: dict[str, State] = attrs.field(factory=dict)
+
+    def leave(self) -> None:
+        """The next batch is loaded, whose step may write to the memory of these States."""
+        self.state = None
+        self.evaluated.clear()
 
 
 @attrs.frozen(kw_only=True)
@@ -396,7 +404,7 @@ def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) 
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
         return state, None, 0
-    fit.boundary.state = None
+    fit.boundary.leave()
     draft = fresh_draft_of(state)
     draft.batch, samples, tokens = ready
     draft.__class__ = state.__class__
