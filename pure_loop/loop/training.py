@@ -110,8 +110,8 @@ class LastBoundary:
     Attributes:
         state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
             out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
-        evaluated: of the evaluations since the last batch the States at EVAL_START, with the weights that were measured,
-            by the labels of their evaluators, the last one last: callbacks that save them put them here.
+        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
+            the labels of their evaluators, the last one last: callbacks that save them put them here.
     """
 
     state: State | None = None

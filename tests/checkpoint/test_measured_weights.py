@@ -1,8 +1,8 @@
 """A file with a score holds the weights that were measured: loaded into a plain module, they give the recorded score.
 
 Tried as neighbours: ema, swa (with statistics of its own, and one that replaces the weights after an evaluation), both
-at once, schedule-free optimizers, algorithms that put the weights back at EVAL_END and that have other weights for another
-evaluator; several evaluators with a saver each, one run and a resumed one, saved in the background and with
+at once, schedule-free optimizers, algorithms that put the weights back at EVAL_END and that have other weights for
+another evaluator; several evaluators with a saver each, one run and a resumed one, saved in the background and with
 ``donate=True``, compiled, replicated and sharded; the export at FIT_END, once more for a run that has ended; the best
 parameters of early_stopping; whole States whose weights changed after they were measured.
 """
