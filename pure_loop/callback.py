@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlia
 import attrs
 import torch
 
+from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.dtensor import alone_on_rank
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
@@ -183,7 +184,7 @@ class Logger(Callback):
         """A text, such as a sample of a language model."""
 
     def log_file(self, name: str, path: str) -> None:
-        """A file."""
+        """A file, and the name under which to store it, which may have folders: ``"samples/final.txt"``."""
 
     def flush(self) -> None:
         """Write everything that was recorded so far.
@@ -212,8 +213,17 @@ class LoggerGroup:
     log_hyperparameters = _to_each(Logger.log_hyperparameters)
     log_table = _to_each(Logger.log_table)
     log_text = _to_each(Logger.log_text)
-    log_file = _to_each(Logger.log_file)
     flush = _to_each(Logger.flush)
+
+    def log_file(self, name: str, path: str) -> None:
+        """A file, and the name under which loggers store it: a relative path without ``..``.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: another name, which could lead out of a logger's folder.
+        """
+        check_file_name(name, "log_file")
+        for logger in self.loggers:
+            logger.log_file(name, path)
 
     def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
         """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table."""
