@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 from weakref import WeakMethod
 
-__all__ = ["generation", "in_child"]
+__all__ = ["generation", "here", "in_child"]
+
+P = ParamSpec("P")
 
 _generation = 0
 _forgetting: list[WeakMethod[Callable[[], None]]] = []
@@ -19,6 +21,17 @@ _forgetting: list[WeakMethod[Callable[[], None]]] = []
 def generation() -> int:
     """How many forks lie between this process and the one that imported this: another number than before in a child."""
     return _generation
+
+
+def here(function: Callable[P, object]) -> Callable[P, None]:
+    """The function in this process; in a child that is forked from now on it does nothing."""
+    began = _generation
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        if began == _generation:
+            function(*args, **kwargs)
+
+    return called
 
 
 def in_child(method: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pure_loop._internal.forks import generation
+from pure_loop._internal.forks import here
 from pure_loop._internal.torch_private import broadcast_coalesced
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
@@ -113,7 +113,7 @@ class Ranks:
         """Leave the process group that was made here to the end of the process: States still use it."""
         if self._owns:
             self._owns = False
-            atexit.register(_leave, generation())
+            atexit.register(here(_leave))
 
     def exchange(self, event: Event, batch: int, *numbers: float) -> list[tuple[float, ...]]:
         """What every rank gave, in the order of ranks. All have to be about to come to the same event.
@@ -266,8 +266,8 @@ def patience() -> float:
     return _patience
 
 
-def _leave(began: int) -> None:
-    if dist.is_initialized() and began == generation():
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 
-from pure_loop._internal.forks import generation
+from pure_loop._internal.closing import call_all, closing
+from pure_loop._internal.forks import generation, here
 from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Observer, refuse_return
@@ -35,8 +36,18 @@ Handlers = Mapping[Event, tuple[Handler, ...]]
 _set_grads = vars(State)["_grads"].__set__
 
 
-def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
-    """Apply the handlers of one event, one after the other, and check what each returns."""
+def apply(
+    event: Event,
+    state: State,
+    handlers: Sequence[Handler],
+    stages: Any,
+    strict: Strict | None = None,
+    observers: Sequence[Observer] | None = None,
+) -> State:
+    """Apply the handlers of one event, one after the other, and check what each returns.
+
+    Those of ``observers`` that record are shown the State if a handler raises.
+    """
     grads_missing = state._grads is None
     if grads_missing:
         _set_grads(state, NOT_READY)
@@ -63,17 +74,16 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
             if new is not state:
                 new = check_returned(new, state, handler.algorithm, event)
                 state = new
-    except PureLoopError as error:
-        if f"algorithm {handler.algorithm!r}" not in str(error):
+    except BaseException as error:
+        is_named = isinstance(error, PureLoopError) and f"algorithm {handler.algorithm!r}" in str(error)
+        if isinstance(error, Exception) and not is_named:
             error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
-        raise
-    except Exception as error:
-        error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "with parallel='shard' params, grads and opt_state are DTensors: "
                 "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
             )
+        _record(event, state, observers, error)
         raise
     finally:
         set_grad_enabled(grad_mode)
@@ -127,13 +137,14 @@ class Run:
         measured: whether ``large_gradients`` is known.
         large_gradients: whether gradients are large enough to count the references to them.
         closing: what is called when the stream ends, however it does, in the process that began it.
-        generation: the process that began the stream.
+        generation: of the process that began the stream.
+        ended_by: the error that ended the stream, until it is closed.
         texts: the fast texts of inner scripts.
     """
 
     __slots__ = (
-        *("calibrating", "closing", "consumer_rebinds", "donation", "generation", "handlers", "large_gradients"),
-        *("last_yielded", "measured", "observed", "observers", "stages", "texts"),
+        *("calibrating", "closing", "consumer_rebinds", "donation", "ended_by", "generation", "handlers"),
+        *("large_gradients", "last_yielded", "measured", "observed", "observers", "stages", "texts"),
     )
 
     def __init__(
@@ -147,6 +158,7 @@ class Run:
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.closing, self.generation = closing, generation()
+        self.ended_by: BaseException | None = None
         self.handlers, self.observers, self.observed = handlers, observers, observed
         self.stages, self.donation = stages, donation
         self.last_yielded: Callable[[], State | None] = _no_state
@@ -157,17 +169,17 @@ class Run:
         self.texts = Texts(observed)
 
     def begin(self) -> None:
-        """The stream begins; it may have been made in another process."""
-        self.generation = generation()
+        """The stream begins; it may have been made in the parent of this process."""
+        self.closing, self.generation = [*map(here, self.closing)], generation()
 
     def close(self, state: State) -> None:
         """End the stream, whose last State this is."""
-        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(self.closing if self.generation == generation() else ()):
-                stack.callback(close)
-            stack.callback(state.model.release)
-            if self.donation is not None:
-                stack.callback(self.donation.forget)
+        ended_by, self.ended_by = self.ended_by, None  # its traceback refers to the frame that refers to this
+        forget = [] if self.donation is None else [self.donation.forget]
+        try:
+            call_all([*forget, state.model.release, *self.closing], ended_by, "while closing: ")
+        finally:
+            del ended_by
 
     def dispatch(self, event: Event, state: State) -> State:
         """Apply the algorithms of an event to its State, and pass the result to the callbacks."""
@@ -175,7 +187,7 @@ class Run:
         if handling is not None:
             if self.large_gradients:
                 self.donation.invalidate()  # type: ignore[union-attr]
-            state = apply(event, state, handling, self.stages)
+            state = apply(event, state, handling, self.stages, observers=observing)
         if observing is not None:
             if self.generation != generation():
                 refuse_fork(event, state)
@@ -186,7 +198,7 @@ class Run:
         """An inner script that has no fast text, event by event."""
         observed = self.observed
         state: Any = None
-        try:
+        with closing(script):  # in an evaluation, with its loader open in it
             while True:
                 try:
                     event, state = script.send(state)
@@ -203,8 +215,6 @@ class Run:
                     yield event, state
                     if observed.watch is not None:  # the text around this one reads it there alone
                         self.last_yielded = ref(state)
-        finally:
-            script.close()
 
     def measure(self, state: State) -> None:
         """Before the first update: whether gradients are large."""
@@ -265,14 +275,15 @@ def run_script(
 ) -> Generator[tuple[Event, State], None, Any]:
     """Run a script, and yield each ``(event, state)`` after its algorithms and callbacks have run.
 
-    Returns the State that the script returns. However the stream ends, the functions in ``closing`` are called then, in
-    the process that began it, and in no child that was forked meanwhile; before them ``failed``, if it ends before the
-    script does, with the error (GeneratorExit where the loop was left), the last event and its State. ``donation`` is told before each update which references to the State there are.
+    Returns the State that the script returns. However the stream ends, the functions in ``closing`` are called then;
+    before them ``failed``, if it ends before the script does, with the error (GeneratorExit where the loop was left),
+    the last event and its State. ``donation`` is told before each update which references to the State there are.
     ``events``, if not None, are the run's order: other events of the script are passed over. A
     :class:`~pure_loop.donation.request.Request` of the script is answered by the driver alone.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
     send, last, began = script.send, Event.INIT, generation()
+    closing = [*map(here, closing)]
     event: Event | Request = last
     compiled = donation is not None and donation.compiled
     plain = watch is None and strict is None and not compiled
@@ -293,6 +304,7 @@ def run_script(
     skip |= passed_over
 
     argument: Any = None  # what a generator that has not begun takes
+    ended_by: BaseException | None = None
     try:
         while True:
             try:
@@ -315,7 +327,7 @@ def run_script(
                     if handling is not None:
                         if large_gradients:
                             donation.invalidate()  # type: ignore[union-attr]
-                        argument = apply(event, argument, handling, stages, strict)
+                        argument = apply(event, argument, handling, stages, strict, observing)
                     if observing is not None:
                         if began != generation():
                             refuse_fork(event, argument)
@@ -366,18 +378,17 @@ def run_script(
                         writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
                         skip -= writing - passed_over
     except BaseException as error:
+        ended_by = error
         if failed is not None and began == generation():
             failed(error, Event.AFTER_TRAIN_BATCH if isinstance(event, Request) else event, argument)
         raise
     finally:
-        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(closing if began == generation() else ()):
-                stack.callback(close)
-            if argument is not None:
-                stack.callback(argument.model.release)
-                if donation is not None:
-                    stack.callback(donation.forget)
-            stack.callback(script.close)
+        forget = [] if donation is None or argument is None else [donation.forget]
+        release = [] if argument is None else [argument.model.release]
+        try:
+            call_all([script.close, *forget, *release, *closing], ended_by, "while closing: ")
+        finally:
+            ended_by = None  # its traceback refers to this frame
 
 
 def _record_references(
@@ -428,18 +439,28 @@ def refuse_fork(event: Event, state: State) -> NoReturn:
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:
-    for observer in seen:
+    for place, observer in enumerate(seen):
         if strict is not None:
             strict.hand_over(state)
         try:
-            returned = observer.observe(event, state)
-        except Exception as error:
-            error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+            try:
+                returned = observer.observe(event, state)
+            except Exception as error:
+                error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+                raise
+            if returned is not None:
+                refuse_return(returned, observer.name, event)
+            if strict is not None:
+                strict.take_back(state, f"callback {observer.name}", event)
+        except BaseException as error:
+            _record(event, state, seen[place + 1 :], error)
             raise
-        if returned is not None:
-            refuse_return(returned, observer.name, event)
-        if strict is not None:
-            strict.take_back(state, f"callback {observer.name}", event)
+
+
+def _record(event: Event, state: State, observers: Sequence[Observer] | None, error: BaseException) -> None:
+    """An error ends the stream at this event: observers that record are shown it, so that no value of it is lost."""
+    recording = [partial(observer.observe, event, state) for observer in observers or () if observer.records]
+    call_all(recording, error, f"while recording {event.name}: ")
 
 
 def run_silently(script: Generator[tuple[Event, State], State, State], handlers: Handlers, stages: Any) -> State:
