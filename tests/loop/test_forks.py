@@ -8,6 +8,7 @@ child's own, with a saver of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,9 +35,17 @@ ENDS = 90.0
 DATA = [(torch.ones(4, 3), torch.ones(4, 2))] * 4
 
 
-def stream(**options):
+class Ones(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.ones(3), torch.ones(2)
+
+
+def stream(data=DATA, **options):
     options = {"loss": torch.nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), **options}
-    return pl.fit(torch.nn.Linear(3, 2), DATA, max_duration="1ep", **options)
+    return pl.fit(torch.nn.Linear(3, 2), data, max_duration="1ep", **options)
 
 
 def in_a_child(function):
@@ -163,6 +172,24 @@ def test_a_stream_that_begins_in_a_child_is_the_childs(tmp_path):
     assert batches_of(tmp_path) == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("way", ["left", "closed", "an error"])
+def test_workers_of_a_loader_stay_the_parents(way, persistent):
+    loader = torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=1, persistent_workers=persistent)
+    pairs = stream(loader, callbacks=[Counting()])
+    next(pair for pair in pairs if pair[0] is Event.BATCH_END)
+
+    def child():
+        nonlocal pairs
+        with contextlib.suppress(KeyError):
+            WAYS[way](pairs)
+        pairs = None
+        return "ended"
+
+    assert in_a_child(child) == "ended"
+    assert pl.run(pairs).timestamp.batch == 4
+
+
 def scripted(state):
     state = yield Event.BATCH_END, state
     return state
@@ -228,7 +255,7 @@ class Data(torch.utils.data.Dataset):
 model = torch.nn.Sequential(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 2))
 stream = pl.fit(
     model,
-    torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=int(way == "falls")),
+    torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=int(way == "process")),
     loss=torch.nn.functional.mse_loss,
     optimizer=pl.optim.sgd(lr=1e-6),
     max_duration="1ep",
