@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -131,6 +132,7 @@ class Destination(Logger):
         self._keep("text", name, text, state)
 
     def log_file(self, name: str, path: str) -> None:
+        check_file_name(name, f"{type(self).__name__}.log_file")
         if self._wants(name):
             self._pending.append(Entry("file", name, path, self._latest, _now()))
 
