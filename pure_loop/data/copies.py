@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import torch
 
-from pure_loop._internal.torch_private import KEPT_ITERATOR, of_one_pass
+from pure_loop._internal.torch_private import KEPT_ITERATOR, iterator_of_loader, of_one_pass
 from pure_loop.random import derive
 
 __all__ = ["Private", "has_epochs", "writes_attributes"]
@@ -159,6 +159,10 @@ class Private:
         if has_epochs(part):
             return False
         return _keeps_passes(part) or writes_attributes(type(part), "__iter__", "__next__", "_get_iterator")
+
+    def keeps(self, batches: Any) -> bool:
+        """Whether an iterator is that of a loader whose workers stay, and is used again."""
+        return any(_is(part, "DataLoader") and iterator_of_loader(part) is batches is not None for part in self._parts)
 
     def _unseeded_items(self) -> list[Any]:
         seeded = set(map(id, self._generators))

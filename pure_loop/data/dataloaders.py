@@ -213,10 +213,6 @@ class _Rebuilt(Iterated):
             shut(iterator_of_loader(self._kept))
             self._kept = None
 
-    def _end(self, batches: Any) -> None:
-        if not self._keeps_workers:
-            shut(batches)
-
     def _copy(self) -> Private:
         loader = self._loader
         shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)

@@ -345,10 +345,8 @@ class Iterated(Source):
                 del batch
         finally:
             with self._guard(number, "close"):
-                self._end(batches)
-
-    def _end(self, batches: Any) -> None:
-        shut(batches)
+                if not copy.keeps(batches):
+                    shut(batches)
 
     def _copy(self) -> Private:
         from pure_loop.data.copies import Private
