@@ -46,8 +46,9 @@ JOURNAL, RUN = "journal.jsonl", "run.json"
 ENDED = '{"ended":true}\n'
 # Bytes: of a row of numbers that are added up, and from which on tensors are.
 _BLOCK, _LARGE = 1 << 13, 1 << 17
-# Of losses before one: how many it is compared with, and how many it takes at least.
-_WINDOW, _FEWEST = 30, 3
+# Of losses before one: how many it is compared with (few, because losses fall), how many the changes are of, and how
+# many there have to be.
+_COMPARED, _WINDOW, _FEWEST = 9, 30, 3
 _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
@@ -169,9 +170,14 @@ class Rise:
     before: tuple[float, ...]
 
     @property
+    def compared(self) -> tuple[float, ...]:
+        """The losses right before it, with whose median it is compared."""
+        return self.before[-_COMPARED:]
+
+    @property
     def height(self) -> float:
-        """How far the loss is above the median of those before it."""
-        return self.loss - median(self.before)
+        """How far the loss is above the median of those right before it."""
+        return self.loss - median(self.compared)
 
     @property
     def limit(self) -> float:
@@ -181,7 +187,7 @@ class Rise:
         their median: so that neither noise nor a loss that falls or rises steadily makes outliers.
         """
         change = median(abs(after - before) for before, after in pairwise(self.before))
-        return max(10 * change, abs(median(self.before)) / 10)
+        return max(10 * change, abs(median(self.compared)) / 10)
 
     @property
     def is_outlier(self) -> bool:
@@ -302,7 +308,7 @@ class Flight:
         if highest is not None:
             found += (
                 f": the highest is {highest.loss:.4g}, {highest.height:+.2g} from the median of the "
-                f"{len(highest.before)} before it, and an outlier is above {highest.limit:+.2g}"
+                f"{len(highest.compared)} before it, and an outlier is above {highest.limit:+.2g}"
             )
             advice = f'"spike" for the largest rise, or "{highest.batch}ba" for the highest loss'
         raise self._none_found("worst", found, advice)

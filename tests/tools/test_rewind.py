@@ -95,7 +95,9 @@ FALLING = [2.3 * 0.97**number + 0.01 * (number % 3) for number in range(100)]
 @pytest.mark.parametrize(
     ("losses", "spike", "worst"),
     [
+        ([2.3 * 0.97**number for number in range(100)], None, None),
         (FALLING, None, None),
+        ([math.exp(-number / 20) * (1.5 if number == 40 else 1) for number in range(100)], 40, None),
         ([*FALLING[:60], 1.5, *FALLING[61:]], 60, 60),  # lower than its start
         ([9.0, *FALLING[1:9], 8.0, *FALLING[10:60], 1.5, *FALLING[61:]], 60, 60),  # jumps in the first tenth
         ([*FALLING[:30], 3.0, *FALLING[31:60], 2.5, *FALLING[61:]], 60, 30),  # rises more where the loss is lower
@@ -103,8 +105,8 @@ FALLING = [2.3 * 0.97**number + 0.01 * (number % 3) for number in range(100)]
         ([*[1.0] * 50, 1.2, *[1.0] * 49], 50, 50),
         ([*[-3.0] * 50, -1.0, *[-3.0] * 49], 50, 50),  # losses below 0
         ([*[0.0] * 50, 1e-6, *[0.0] * 49], 50, 50),
-        ([*[0.0, 1.0] * 25, 10.4, *[0.0, 1.0] * 25], 50, None),  # median 0.5, changes of 1: an outlier is above 10.5
-        ([*[0.0, 1.0] * 25, 10.6, *[0.0, 1.0] * 25], 50, 50),
+        ([*[0.0, 1.0] * 25, 10.9, *[0.0, 1.0] * 25], 50, None),  # five of nine are 1, changes are of 1: above 11
+        ([*[0.0, 1.0] * 25, 11.1, *[0.0, 1.0] * 25], 50, 50),
         ([1.0, 1.0, 1.0, 1.0, 9.0, 1.0], 4, 4),
         ([*FALLING[:40], *[5.0] * 60], 40, 40),  # stays high: its first batch
         ([*FALLING[:50], math.inf, *FALLING[51:60], 1.5, *FALLING[61:], math.nan], 60, 50),
