@@ -10,12 +10,12 @@ the consumer, and sends it back. The scripts here read as the specification in :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 import torch
 
+from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
@@ -110,9 +110,17 @@ class LastBoundary:
     Attributes:
         state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
             out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
+            the labels of their evaluators, the last one last: callbacks that save them put them here.
     """
 
     state: State | None = None
+    evaluated: dict[str, State] = attrs.field(factory=dict)
+
+    def leave(self) -> None:
+        """The next batch is loaded, whose step may write to the memory of these States."""
+        self.state = None
+        self.evaluated.clear()
 
 
 @attrs.frozen(kw_only=True)
@@ -419,7 +427,7 @@ def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) 
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
         return state, None, 0
-    fit.boundary.state = None
+    fit.boundary.leave()
     draft = fresh_draft_of(state)
     draft.batch, samples, tokens = ready
     draft.__class__ = state.__class__
