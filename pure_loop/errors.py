@@ -39,6 +39,7 @@ __all__ = [
     "RehearsalError",
     "ResumeError",
     "RewindError",
+    "RunExistsError",
     "StreamAttributeError",
     "TimeFormatError",
     "VerificationError",
@@ -147,6 +148,10 @@ class ResumeError(PureLoopError, ValueError):
 
 class RewindError(PureLoopError, RuntimeError):
     """What ``rewind`` trains again is not what was recorded."""
+
+
+class RunExistsError(ArgumentError, FileExistsError):
+    """A folder or a file holds what another run has left, and this one would replace it."""
 
 
 class CheckpointError(PureLoopError, ValueError):
