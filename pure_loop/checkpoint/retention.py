@@ -157,6 +157,11 @@ class Names:
     def of(self, timestamp: Timestamp) -> str:
         return self._pattern.of(_counts(timestamp))
 
+    def is_like(self, other: Names) -> bool:
+        """Whether both give a name in some run."""
+        now, mine, its = Timestamp(), self.filled(_EXAMPLE), other.filled(_EXAMPLE)
+        return mine.match(its.of(now)) or its.match(mine.of(now))
+
     def match(self, name: str) -> bool:
         """Whether the pattern gives such names."""
         return self._pattern.match(name)

@@ -16,7 +16,6 @@ from pure_loop.checkpoint.retention import Names, Saved, expired, ranked
 from pure_loop.checkpoint.storage import join, leftover, same_place, storage_of, try_folder
 from pure_loop.errors import ArgumentError, CheckpointError
 from pure_loop.state import State
-from pure_loop.time import Timestamp
 
 __all__ = ["RunFolder", "is_of_run"]
 
@@ -98,9 +97,7 @@ class RunFolder:
             )
 
     def _is_like(self, other: RunFolder) -> bool:
-        now = Timestamp()
-        matches = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
-        return matches and same_place(self.path, other.path)
+        return self._names_pattern.is_like(other._names_pattern) and same_place(self.path, other.path)
 
     def name_of(self, state: State, *, parts: bool) -> str:
         """The name of a checkpoint of this State: of a file, or of a folder with the parts of each rank."""
