@@ -24,7 +24,7 @@ from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
-from pure_loop.event import Event
+from pure_loop.event import Event, nearest_event
 from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
 from pure_loop.state import State
@@ -370,21 +370,27 @@ def _calling(method: Callable[[State, LoggerGroup], Any], logger: LoggerGroup) -
 
 
 def _refuse_near_misses(callback: Callback) -> None:
-    """Refuse a method with a callback's arguments whose name is no event: it would silently never be called."""
-    import difflib  # for classes of the user's own alone
-
-    values = [event.value for event in Event]
-    aliases = {alias.lower(): [event.value] for alias, event in Event.__members__.items()}
-    for name, method in inspect.getmembers(type(callback), inspect.isfunction):
-        if name.startswith("_") or name in values or hasattr(Logger, name):
+    """Refuse a method for an event whose name is almost that of one: it would silently never be called."""
+    names = {event.value for event in Event}
+    methods = [name for name, _ in inspect.getmembers(type(callback), inspect.isroutine)]
+    for name in [*methods, *getattr(callback, "__dict__", ())]:
+        near = None if name.startswith("_") or name in names or hasattr(Logger, name) else nearest_event(name, 0.8)
+        method = None if near is None else getattr(callback, name)
+        if near is None or not callable(method):
             continue
-        bare = name.removeprefix("on_")
-        near = aliases.get(bare) or difflib.get_close_matches(bare, values, n=1, cutoff=0.8)
-        if near and (accepts(method, 3) or name.startswith("on_")):
+        if name.startswith("on_") or accepts(method, 2) or _takes_state(method):
             raise ArgumentError(
                 f"callback {type(callback).__name__} has a method {name!r}, which is no event and would never be "
-                f"called: did you mean {near[0]}(self, state, logger)? (A helper's name may start with an underscore.)"
+                f"called: did you mean {near.value}(self, state, logger)? (A helper's name may start with an "
+                "underscore.)"
             )
+
+
+def _takes_state(method: Callable[..., Any]) -> bool:
+    try:
+        return "state" in inspect.signature(method).parameters
+    except ValueError:
+        return False
 
 
 def observers(

@@ -38,15 +38,22 @@ class Place:
         self.run: Run | None = None
         self.folder = self._folder.text
 
-    def begin(self, state: State, rank: int = 0) -> None:
-        """Put in the fields of a run that starts.
+    def settle(self, state: State, rank: int = 0) -> None:
+        """Put in the fields of the run that starts from a State.
 
         Raises:
-            RunExistsError: the files of another run are there, and are not to be replaced.
+            ArgumentError: a field has no value.
         """
         run = self.run or Run(function="drive", callbacks=())
         self._fields = run.fields(state.timestamp, rank)
         self.folder = self._folder.of(self._fields)
+
+    def refuse_others(self, state: State) -> None:
+        """
+        Raises:
+            RunExistsError: the files of another run are there, and are not to be replaced.
+        """
+        run = self.run or Run(function="drive", callbacks=())
         if self._overwrite or run.continues(state.timestamp.batch):
             return
         names = [name.filled({**self._fields, "epoch": None, "batch": None}) for name in self._names]

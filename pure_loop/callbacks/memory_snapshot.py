@@ -93,7 +93,8 @@ class MemorySnapshot(Callback):
             RuntimeError: this torch records no history of memory.
             OSError: the folder can't be made.
         """
-        self._place.begin(state, self.rank)
+        self._place.settle(state, self.rank)
+        self._place.refuse_others(state)
         Path(self._place.folder).mkdir(parents=True, exist_ok=True)
         self._device = state.device
         self._waits_since, self._window_since = state.timestamp, None

@@ -222,8 +222,8 @@ STARTS = st.sampled_from(["fresh", "autoresume", "newest", "end", "kept"])
 def check_runs(runs: list[tuple[str, bool, int]]) -> None:
     """Runs in one folder, one after the other: what is there is never changed, unless that was written.
 
-    Compared are the bytes of all checkpoints of earlier runs; a run resumes from the newest, from the last State that was
-    returned, or from one that was kept.
+    Compared are the bytes of all checkpoints of earlier runs; a run resumes from the newest, from the last State
+    that was returned, or from one that was kept.
     """
     with tempfile.TemporaryDirectory() as place:
         folder, last, kept = Path(place), None, None
