@@ -105,8 +105,8 @@ class ExportForInferenceCallback(Callback):
             self._place.settle(state)
         module = self._module(state)
         if module is not None:
-            self._place.refuse_others(state)
             try_to_write(self._place.of(state))
+            self._place.refuse_others(state)
             try_to_export(module, self._format, sample=self._sample, dynamic_batch=self._dynamic_batch)
 
     def eval_start(self, state: State, logger: LoggerGroup) -> None:

@@ -139,7 +139,9 @@ class RunFolder:
         now = state.timestamp.batch
         starts = now == 0 if run is None else not run.continues(now)
         from_disk = run is not None and (run.autoresume is not None or run.resumed_from is not None)
-        mine, others, later = [], [], []
+        mine: list[Found] = []
+        later: list[Found] = []
+        others: list[str] = []
         for name in storage_of(self.path).names():
             path = self.path_of(name)
             if self._beside and re.fullmatch(self._beside, name):
