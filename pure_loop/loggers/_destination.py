@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name, check_flag
+from pure_loop._internal.closing import Closing
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop._internal.recordable import recordable_metrics
@@ -202,14 +203,15 @@ class Destination(Logger):
             self.write(new)
 
     def close(self) -> None:
-        try:
+        with Closing(self._close):
             self.flush()
-        finally:
-            self._pending = []
-            self._run = None
-            if self._is_open:
-                self._is_open = False
-                self.end()
+
+    def _close(self) -> None:
+        self._pending = []
+        self._run = None
+        if self._is_open:
+            self._is_open = False
+            self.end()
 
     def _open(self, start: Moment | None) -> None:
         """Open the record, unless it is."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
-from contextlib import closing
 from itertools import count
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pure_loop._internal.closing import closing
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError

@@ -10,12 +10,12 @@ the consumer, and sends it back. The scripts here read as the specification in :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 import torch
 
+from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Generator
-from contextlib import closing
 from typing import Any
 
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.closing import closing
 from pure_loop._internal.extras import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
