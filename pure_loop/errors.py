@@ -152,7 +152,7 @@ class ResumeError(PureLoopError, ValueError):
 
 
 class RewindError(PureLoopError, RuntimeError):
-    """What ``rewind`` trains again is not what was recorded."""
+    """What ``rewind`` trains again is not what was recorded, or no batch of the record is what it was asked for."""
 
 
 class RunExistsError(ArgumentError, FileExistsError):
