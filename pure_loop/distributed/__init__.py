@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from pure_loop._internal.dtensor import shard_like
 from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.scripts import mean
 
-__all__ = ["Parallel", "rank", "shard_like", "world_size"]
+__all__ = ["Parallel", "mean", "rank", "shard_like", "world_size"]
 
 
 def __dir__() -> list[str]:

@@ -157,6 +157,14 @@ class MultiRankEngine(Engine):
                         "may differ between ranks is the data, with Parallel(data='own')."
                     )
 
+    def refuse_others(self, state: State, what: str) -> None:
+        """Refuse ranks that have another State than the first; ``what`` says so.
+
+        Raises:
+            DistributedError: names the rank, the tensor, and both digests.
+        """
+        self._compare(_digests(state), what)
+
     def barrier(self, state: State, event: Event) -> None:
         by_rank = self.talk.exchange(event, state.timestamp.batch, self._signature)
         self._refuse_others([row[0] for row in by_rank])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.signatures import name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
+from pure_loop.entry.announcing import announced
+from pure_loop.entry.parallel import Together, algorithm_described
 from pure_loop.entry.settings import StreamSettings
 from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError
@@ -22,6 +27,7 @@ from pure_loop.state import State
 __all__ = ["drive"]
 
 
+@announced
 def drive(
     script: Script,
     *,
@@ -32,6 +38,7 @@ def drive(
     watch: Collection[Event | EventName] | None = None,
     strict: bool = False,
     deterministic: bool = False,
+    parallel: Literal["replicate", False] | Parallel | None = None,
 ) -> Stream:
     """Run a script of your own: algorithms, callbacks and loggers as in :func:`fit`.
 
@@ -41,6 +48,9 @@ def drive(
         algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
             from the first State on.
         strict: checks by value that no State is changed in place; the order is yours.
+        parallel: as in :func:`fit`; on several ranks the script takes its part of each batch, and exchanges by
+            :func:`pure_loop.distributed.mean`. States have to be the same on all ranks, which is checked at the first
+            event, at the first BATCH_END and at the end.
 
     >>> import torch, pure_loop as pl
     >>> def script(state):
@@ -65,37 +75,49 @@ def drive(
         strict=strict,
         deterministic=deterministic,
     )
-    observed, objects, _ = observers(settings.callbacks, settings.loggers)
-    run = Run(function="drive", callbacks=objects)
+    together, meeting = Together.of(parallel), Alone()
+    if together.parallel is not None:
+        refuse_of_fit(together.parallel)
+        alike = {"script": name_of(script), "algorithms": [algorithm_described(item) for item in settings.algorithms]}
+        meeting = Meeting(together.parallel, alike)
+    observed, objects, _ = observers(settings.callbacks, settings.loggers, None, meeting.rank, meeting.ranks)
+    run = Run(function="drive", callbacks=objects, ranks=meeting.ranks)
     bind_callbacks(run)
     pairs = run_script(
-        _with_memory(script, settings.algorithms),
+        _with_memory(script, settings.algorithms, meeting),
         bind(settings.algorithms),
         observed,
-        [*(callback.close for callback in objects), *run.at_end],
+        [meeting.close, *(callback.close for callback in objects), *run.at_end],
         stages=stages,
         watch=settings.watch,
         strict=Strict(None) if settings.strict else None,
+        failed=meeting.failed,
     )
     return stream_of(pairs, settings.deterministic)
 
 
-def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
-    """The script, whose first State has the initial state of the algorithms."""
+def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alone) -> Script:
+    """The script, whose first State has the initial state of the algorithms, and is that of all ranks."""
     try:
-        event, state = _pair(next(script))
+        with meeting.computing():
+            event, state = _pair(next(script))
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
+    state = meeting.begin(event, state)
     for algorithm in algorithms:
         if algorithm.init is not None and algorithm.name not in state.algorithm_state:
             state = state.remember(algorithm.name, first_memory(algorithm, state))
     with closing(script):
-        try:
-            while True:
-                state = yield event, state
-                event, state = _pair(script.send(state))
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+        while True:
+            meeting.come_to(event, state)
+            state = yield event, state
+            try:
+                with meeting.computing():
+                    yielded = script.send(state)
+            except StopIteration as stop:
+                meeting.end(stop.value)
+                return stop.value  # type: ignore[no-any-return]
+            event, state = _pair(yielded)
 
 
 def _pair(yielded: Any) -> tuple[Event, State]:
