@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
+from pure_loop._internal.logs import get_logger
 from pure_loop.checkpoint.files import SHARDED, SUFFIX
 from pure_loop.checkpoint.finding import found_at, found_in
 from pure_loop.checkpoint.index import INDEX, is_sharded_folder, remove
@@ -16,7 +15,7 @@ from pure_loop.time import Timestamp
 
 __all__ = ["RunFolder"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 class RunFolder:

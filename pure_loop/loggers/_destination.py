@@ -14,7 +14,6 @@ from torch import Tensor
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import Closing
 from pure_loop._internal.recordable import recordable_metrics
-from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -29,7 +28,6 @@ Names = str | Iterable[str] | None
 
 
 _UNKNOWN = Moment()
-_SECRETS = ("token", "api_key", "api_token")
 
 
 class Destination(Logger):
@@ -61,11 +59,6 @@ class Destination(Logger):
         self._run: Run | None = None
         self._latest = _UNKNOWN
         self.run_name: str | None = None
-
-    def __repr__(self) -> str:
-        # Loggers are among the hyperparameters that others record.
-        secret = {name: "..." for name in _SECRETS if (self.made_with or {}).get(name) is not None}
-        return call(type(self).__name__, {**(self.made_with or {}), **secret})
 
     # What a destination overrides.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.arguments import check_file_name, is_path
+from pure_loop._internal.secret import without_secrets
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.checkpoint.storage import join, storage_of
@@ -157,7 +158,7 @@ class RemoteUploader(Logger):
         url, self._run = self._target, None
         if missing:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-            text = f"RemoteUploader: {len(missing)} of the files are not at {url}. {reasons}"
+            text = without_secrets(f"RemoteUploader: {len(missing)} of the files are not at {url}. {reasons}")
             error = sys.exception()
             if error is None or isinstance(error, GeneratorExit):
                 raise OSError(text)
