@@ -220,7 +220,7 @@ def of_mlflow(folder: Path, name: str) -> Any:
 
 
 @needs("tensorboard", "slack_sdk", "mlflow")
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in HOSTILE[2:])])
 @pytest.mark.parametrize("make", [of_json_lines, of_csv, of_tensorboard, of_slack, of_mlflow])
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_recorded_name_of_a_run_is_checked_as_one_that_is_passed(
