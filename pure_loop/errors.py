@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pure_loop._internal.logs import one_line
-from pure_loop._internal.secret import without_secrets
+from pure_loop._text import one_line, without_secrets
 
 __all__ = [
     "AlgorithmReturnError",
@@ -96,6 +95,10 @@ class DataError(PureLoopError, ValueError):
 
 class DistributedError(PureLoopError, RuntimeError):
     """A rank raised, died, hangs or does something else than the others; the message names the rank and the event."""
+
+
+class ForkedError(PureLoopError, RuntimeError):
+    """A child process continues the stream of the process that it was forked from."""
 
 
 class LossError(PureLoopError, ValueError):

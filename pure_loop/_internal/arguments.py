@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
-from pure_loop._internal.secret import HIDDEN, is_secret, without_secrets
+from pure_loop._text import HIDDEN, is_secret, without_secrets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from pure_loop._internal.secret import without_secrets
+from pure_loop._text import one_line, without_secrets
 
-__all__ = ["get_logger", "one_line"]
+__all__ = ["get_logger"]
 
 # Longer messages are cut: a name in a file may have any length.
 _LONGEST = 4000
-
-
-def one_line(text: str) -> str:
-    """A text without line ends and control characters, which are escaped.
-
-    >>> one_line("a\\x1b[31m\\nb: 精度")
-    'a\\\\x1b[31m\\\\nb: 精度'
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class _OneLine(logging.Filter):

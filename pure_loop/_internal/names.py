@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any
 
-from pure_loop._internal.logs import one_line
+from pure_loop._text import one_line
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["check_name", "check_recorded_run_name", "check_run_name", "digest_of", "printable"]

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.reprs import data, shown
-from pure_loop._internal.secret import without_secrets
+from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence
 from pure_loop.entry.parallel import Together
 from pure_loop.entry.settings import Settings

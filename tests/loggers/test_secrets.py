@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.reprs import call, shown
-from pure_loop._internal.secret import is_secret, without_secrets
+from pure_loop._text import is_secret, without_secrets
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.loggers import InMemoryLogger, RemoteUploader, SlackLogger
 from tests.support.extras import needs

@@ -1,10 +1,10 @@
-"""What must be in no record, repr or error: passwords and tokens among arguments, and in URLs."""
+"""What no record, repr, error or message of a log has: secrets among arguments and in URLs, control characters."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["HIDDEN", "is_secret", "without_secrets"]
+__all__ = ["HIDDEN", "is_secret", "one_line", "without_secrets"]
 
 HIDDEN = "..."
 
@@ -40,3 +40,14 @@ def without_secrets(text: str) -> str:
         return text
     text = _USER.sub(rf"\g<scheme>\g<user>:{HIDDEN}@", text)
     return _QUERY.sub(rf"\g<key>{HIDDEN}", text)
+
+
+def one_line(text: str) -> str:
+    """A text without line ends and control characters, which are escaped.
+
+    >>> one_line("a\\x1b[31m\\nb: 精度")
+    'a\\\\x1b[31m\\\\nb: 精度'
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
