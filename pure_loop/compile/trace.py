@@ -38,6 +38,7 @@ from pure_loop.compile.trace_guards import trace_guards
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
+from pure_loop.random.seeds import rng_lock
 
 __all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
 
@@ -179,8 +180,35 @@ class Tracing:
         return result[::-1]
 
 
-# torch.fx writes what it traces into variables of the process, and so does torch's compiler with its settings.
-_one_at_a_time = threading.RLock()
+class _Turn:
+    """Compiling is one thread's at a time; a thread that waits for its turn lends the generators to the others.
+
+    torch.fx writes what it traces into variables of the process, and so does torch's compiler with its settings. What
+    is traced may seed the generators, for which the tracing thread would wait for ever if the one that has them, inside
+    ``pl.random.seeded``, waited for its turn meanwhile. It goes on when it has both, and no other thread is in the
+    middle of such a block: each puts the generators back as it found them.
+    """
+
+    def __init__(self) -> None:
+        self._ended = threading.Condition(rng_lock)
+        self._thread: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._ended:
+            self._ended.wait_for(lambda: self._thread in (None, me))
+            self._thread, self._depth = me, self._depth + 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._ended:
+            self._depth -= 1
+            if not self._depth:
+                self._thread = None
+                self._ended.notify_all()
+
+
+_one_at_a_time = _Turn()
 
 
 @attrs.define
