@@ -44,7 +44,8 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, read_altered, refuse_misplaced
 from pure_loop.model.model import ModelDef
-from pure_loop.state import State
+from pure_loop.model.names import places, reordered
+from pure_loop.state import State, order_of
 from pure_loop.time import Timestamp
 
 __all__ = [
@@ -73,6 +74,10 @@ WEIGHTS_KEY = "pure_loop.weights"
 
 # What belongs to the batch under way, or is of the model and comes with it.
 _NOT_SAVED = frozenset({"model", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"})
+
+
+# What has mappings by the names of parameters and buffers, which the model may have in another order by now.
+_KNOWN_BY_NAME = ("params", "buffers", "opt_state", "algorithm_state")
 
 
 def durable_fields(cls: type[State]) -> tuple[str, ...]:
@@ -162,6 +167,8 @@ class Document:
         cls, values = self._values(tensors, device, path)
         model = self.altered_model(model, path)
         refuse_another_model(values["params"], values["buffers"], model, self.model, path)
+        wanted, saved = order_of(model), places(values["params"], values["buffers"])
+        values |= {name: reordered(values[name], wanted, saved) for name in _KNOWN_BY_NAME if name in values}
         seen: set[int] = set()
         for name in ("params", "buffers"):
             values[name] = FrozenDict((key, apart(tensor, seen)) for key, tensor in values[name].items())

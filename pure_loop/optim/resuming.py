@@ -11,6 +11,7 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model.names import aligned
 from pure_loop.optim.optimizer import Optimizer, Params
 
 __all__ = ["AFRESH", "keys_of", "refuse_other_memory"]
@@ -35,6 +36,8 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     wanted = _made(optimizer, params)
     if wanted is None:
         return
+    # Its mappings are known by names: whatever made them may have had these in another order.
+    opt_state = aligned(opt_state, wanted)
     given_spec = optree.tree_structure(opt_state, namespace=NAMESPACE)
     wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
     # An optimizer of the user's own may fill an empty memory as it goes; the library's, which can overwrite it, don't.
