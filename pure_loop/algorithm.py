@@ -19,7 +19,7 @@ from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event, EventName
+from pure_loop.event import Event, EventName, as_event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
@@ -43,13 +43,6 @@ class Handler:
     function: HandlerFunction
     when: Predicate | None
     takes_stages: bool
-
-
-def _as_event(event: Any, where: str) -> Event:
-    try:
-        return Event(event)
-    except ValueError as error:
-        raise ArgumentError(f"{where}: {error}") from None
 
 
 def _takes_stages(function: HandlerFunction, where: str) -> bool:
@@ -132,7 +125,7 @@ class Algorithm:
             raise ArgumentTypeError(f"{where}: handlers is a mapping of events to functions, not {handlers!r}.")
         for events, functions in handlers.items():
             for event in events if isinstance(events, tuple | list | frozenset) else (events,):
-                member = _as_event(event, where)
+                member = as_event(event, where)
                 listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
                 for function in listed:
                     if not callable(function):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
@@ -24,6 +25,7 @@ __all__ = [
     "as_float",
     "check_callable",
     "check_choice",
+    "check_file_name",
     "check_flag",
     "check_integer",
     "check_number",
@@ -167,6 +169,28 @@ def check_text(name: str, value: Any) -> str:
     if isinstance(value, str) and value:
         return value
     raise refusal(name, value, "a text that is not empty")
+
+
+def check_file_name(name: Any, where: str) -> str:
+    """``name``, under which a file can be stored in a folder, or in folders inside of it: ``"samples/final.txt"``.
+
+    Raises:
+        ArgumentTypeError: it is no text.
+        ArgumentError: it is empty or leads out of the folder.
+
+    >>> check_file_name("samples/final.txt", "log_file")
+    'samples/final.txt'
+    """
+    if not isinstance(name, str):
+        raise refusal("name", name, "a text", where)
+    parts = re.split(r"[/\\]", name)
+    if not all(parts) or {".", ".."} & set(parts) or not name.isprintable() or re.match("[A-Za-z]:", name):
+        last = next((part for part in reversed(parts) if part not in ("", ".", "..") and part.isprintable()), "notes")
+        raise ArgumentError(
+            f"{where}: name={name!r} is no name of a file inside a folder: write a relative one without {'..'!r}, such "
+            f"as {last.rpartition(':')[2] or 'notes'!r}. What is stored under it comes second."
+        )
+    return name
 
 
 def check_choice(name: str, value: Any, choices: Collection[T], *, where: str = "") -> T:

@@ -190,9 +190,12 @@ def is_index(metadata: Mapping[str, str]) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint, of one file or a folder; of a folder the index first, so that it is never half a one."""
+    """Remove a checkpoint, of one file or a folder; of a folder the index first, so that it is never half a one.
+
+    Of a link the link alone is removed: what it leads to, such as a checkpoint that was moved to an archive, stays.
+    """
     where = storage_of(path)
-    if where.is_folder():
+    if where.is_folder() and not where.is_link():
         storage_of(join(path, INDEX)).remove()
     where.remove()
 

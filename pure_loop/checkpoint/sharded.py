@@ -69,6 +69,9 @@ def write(coordinator: Coordinator, state: State, path: str, notes: Mapping[str,
     def assign(proposals: Sequence[_Proposal]) -> list[tuple[str, SavePlan]]:
         _refuse_different([proposal.same for proposal in proposals])
         assert planned is not None
+        # Before any rank writes: what the link leads to, such as a checkpoint that was moved to an archive, stays.
+        if storage_of(path).is_link():
+            storage_of(path).remove()
         save = secrets.token_hex(8)
         return [(save, item) for item in planned.of_all([proposal.plan for proposal in proposals])]
 

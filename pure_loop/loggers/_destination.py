@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.closing import Closing
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -131,6 +133,7 @@ class Destination(Logger):
         self._keep("text", name, text, state)
 
     def log_file(self, name: str, path: str) -> None:
+        check_file_name(name, f"{type(self).__name__}.log_file")
         if self._wants(name):
             self._pending.append(Entry("file", name, path, self._latest, _now()))
 
@@ -168,14 +171,15 @@ class Destination(Logger):
             self.write(new)
 
     def close(self) -> None:
-        try:
+        with Closing(self._close):
             self.flush()
-        finally:
-            self._pending = []
-            self._run = None
-            if self._is_open:
-                self._is_open = False
-                self.end()
+
+    def _close(self) -> None:
+        self._pending = []
+        self._run = None
+        if self._is_open:
+            self._is_open = False
+            self.end()
 
     def _open(self, start: Moment | None) -> None:
         """Open the record, unless it is."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.extras import require
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.callback import Logger
@@ -81,7 +82,7 @@ class InMemoryLogger(Logger):
         self.texts.setdefault(name, []).append((state.timestamp, text))
 
     def log_file(self, name: str, path: str) -> None:
-        self.files[name] = path
+        self.files[check_file_name(name, "InMemoryLogger.log_file")] = path
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """One metric: the batches finished when it was recorded, and its values. Waits for the device.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.arguments import check_file_name, is_path
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.checkpoint.storage import join, storage_of
@@ -97,8 +97,10 @@ class RemoteUploader(Logger):
         """Upload a file in the background.
 
         Raises:
+            ArgumentError, ArgumentTypeError: a name that leads out of the folder of the URL.
             FileNotFoundError: there is none.
         """
+        check_file_name(name, "RemoteUploader.log_file")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"RemoteUploader: there is no file {path} to upload as {name!r}.")
         with self._changed:

@@ -158,6 +158,30 @@ def test_folders_are_kept_and_removed_as_files_are(tmp_path):
     assert set(os.listdir(folder)) == {"ep3-ba12.safetensors", "latest", "mine.sharded", torn.name}
 
 
+def test_a_checkpoint_that_was_moved_and_linked_is_neither_removed_nor_overwritten(tmp_path):
+    """Neither by retention nor by a save in its place, as where a run is trained again from before it."""
+    archive, folder = tmp_path / "archive", tmp_path / "run"
+    archive.mkdir()
+
+    def content():
+        return {str(path.relative_to(archive)): path.read_bytes() for path in archive.rglob("*") if path.is_file()}
+
+    def save():
+        def program(rank):
+            pl.save(pl.run(train(network(), parallel="shard", max_duration="1ba")), folder / "ba1.sharded")
+
+        pool().run(program)
+
+    save()
+    (folder / "ba1.sharded").rename(archive / "ba1.sharded")
+    (folder / "ba1.sharded").symlink_to(archive / "ba1.sharded")
+    before = content()
+    save()
+    assert content() == before
+    assert not (folder / "ba1.sharded").is_symlink()
+    assert pl.load(folder / "ba1.sharded", model=network()).timestamp.batch == 1
+
+
 def dies_at(moment):
     """Kills this process at one of the moments of its saving: before a piece is written, flushed, or renamed."""
     left = [moment]

@@ -384,3 +384,28 @@ def test_a_logger_that_is_given_twice_is_refused():
     for options in ({"loggers": [logger, logger]}, {"loggers": [logger], "callbacks": [logger]}):
         with pytest.raises(pl.ArgumentError, match=r"InMemoryLogger\(\) is given twice"):
             fit(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/x", "a/../x", "a\\..\\x", "C:\\x", "C:x", "", "a//b", "a/", ".", "a\nb", "s3://b/x"]
+)
+@pytest.mark.parametrize("kind", ["group", "memory", "lines", "remote"])
+def test_a_name_of_a_file_that_leads_out_of_its_folder_is_refused(name, kind, tmp_path):
+    """At the call, by the group that callbacks are given and by each kind of logger, before anything is stored."""
+    (tmp_path / "x").write_text("mine")
+    logger = {
+        "group": LoggerGroup([InMemoryLogger()]),
+        "memory": InMemoryLogger(),
+        "lines": pl.loggers.JSONLinesLogger(tmp_path / "a" / "metrics.jsonl"),
+        "remote": pl.loggers.RemoteUploader("memory://a/b/c"),
+    }[kind]
+    with pytest.raises(pl.ArgumentError, match="no name of a file inside a folder"):
+        logger.log_file(name, str(tmp_path / "x"))
+
+
+def test_a_name_of_a_file_may_have_folders():
+    logger = InMemoryLogger()
+    LoggerGroup([logger]).log_file("samples/final..txt", "/tmp/x")
+    assert logger.files == {"samples/final..txt": "/tmp/x"}
+    with pytest.raises(pl.ArgumentTypeError, match="a text"):
+        LoggerGroup([logger]).log_file(3, "/tmp/x")
