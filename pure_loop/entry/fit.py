@@ -171,7 +171,8 @@ def fit(
         order: ``"current"``, or ``"2021"``, the order of older documents.
         parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
             :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
-        clock: a function that returns seconds, for durations in seconds.
+        clock: a function that returns seconds, for durations in seconds; NaN and infinity are errors. Where it is set
+            back, the batch takes 0 seconds.
 
     Raises:
         ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before

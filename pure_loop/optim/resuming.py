@@ -58,6 +58,9 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
     for path, value, leaf in zip(paths, leaves, needed, strict=True):
         shape = next((params[key].shape for key in path if key in params), None)
+        # One that is no parameter's, such as a number of steps, has the shape that init gives it.
+        of = "its parameter" if shape is not None else f"with {optimizer.name} it has"
+        shape = leaf.shape if shape is None and isinstance(leaf, Tensor) else shape
         if not isinstance(leaf, Tensor) or leaf.shape != shape:
             continue
         if not isinstance(value, Tensor):
@@ -67,7 +70,7 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
             )
         if value.shape != shape:
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and its parameter "
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and {of} "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
             )
 
