@@ -64,12 +64,12 @@ def test_a_number_of_steps_of_another_shape_is_named(
     make, inside = OPTIMIZERS[name]
     state = pl.run(fit(nn.Linear(2, 1), make(), max_duration="1ep"))
     state = state.replace(opt_state=changed(state.opt_state, inside, step))
+    path = tmp_path / "a.safetensors"
+    pl.save(state, path)
+    starts: dict[str, Callable[[], Any]] = {
+        "fit(state)": lambda: fit(state, make()),
+        "load_path": lambda: fit(nn.Linear(2, 1), make(), load_path=path),
+        "pl.load": lambda: fit(pl.load(path, model=nn.Linear(2, 1)), make()),
+    }
     with pytest.raises(ResumeError, match=rf"opt_state.*'step'\] {what}"):
-        if door == "fit(state)":
-            pl.run(fit(state, make()))
-        else:
-            pl.save(state, tmp_path / "a.safetensors")
-            if door == "load_path":
-                pl.run(fit(nn.Linear(2, 1), make(), load_path=tmp_path / "a.safetensors"))
-            else:
-                pl.run(fit(pl.load(tmp_path / "a.safetensors", model=nn.Linear(2, 1)), make()))
+        starts[door]()
