@@ -86,6 +86,10 @@ class DistributedError(PureLoopError, RuntimeError):
     """A rank raised, died, hangs or does something else than the others; the message names the rank and the event."""
 
 
+class ForkedError(PureLoopError, RuntimeError):
+    """A child process continues the stream of the process that it was forked from."""
+
+
 class LossError(PureLoopError, ValueError):
     """A loss is not a scalar tensor, nor a dict of scalars with the key ``total``."""
 

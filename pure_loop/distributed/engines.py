@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import torch
 
+from pure_loop.distributed.launchers import launched, world
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.distributed.parallel import Parallel, rank, world_size
-from pure_loop.distributed.ranks import Ranks, local_rank
-from pure_loop.errors import ArgumentError
+from pure_loop.distributed.ranks import Ranks
+from pure_loop.errors import ArgumentError, DistributedError
 
 __all__ = ["device_of_rank", "engine_of", "reads_its_own"]
 
@@ -27,10 +28,23 @@ def engine_of(parallel: Parallel, device: torch.device) -> MultiRankEngine:
 
 
 def device_of_rank(device: Any) -> Any:
-    """``device=``, in which "cuda" is this rank's own."""
+    """``device=``, in which "cuda" is this rank's own.
+
+    Raises:
+        DistributedError: nothing says which rank this is on its machine.
+    """
     if device is None or torch.device(device).type == "cpu" or torch.device(device).index is not None:
         return device
-    return f"{torch.device(device).type}:{local_rank()}"
+    kind, here = torch.device(device).type, world()
+    if kind == "cuda" and launched().size > 1 and torch.cuda.device_count() == 1:
+        # Slurm and MPI may show each process its own GPU alone (srun --gpus-per-task=1).
+        return "cuda:0"
+    if here.local_rank is None:
+        raise DistributedError(
+            f"device={device!r}: nothing says which rank this is on its machine, and so which device is its own: set "
+            f'LOCAL_RANK in the environment, or pass the device with its number, device="{kind}:0".'
+        )
+    return f"{kind}:{here.local_rank}"
 
 
 def reads_its_own(parallel: Parallel, dataloader: Any) -> bool:

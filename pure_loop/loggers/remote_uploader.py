@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.arguments import check_file_name, check_flag, is_path
+from pure_loop._internal.forks import in_child
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -102,6 +103,12 @@ class RemoteUploader(Logger):
         self._is_closing = self._gives_up = False
         # What could not be uploaded: why, by name.
         self._failed: dict[str, str] = {}
+        in_child(self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: what waits is the parent's to upload."""
+        self._waiting, self._failed = {}, {}
+        self._changed, self._thread = threading.Condition(), None
 
     def bind(self, run: Run) -> None:
         self._run = run
