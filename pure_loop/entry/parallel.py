@@ -105,7 +105,7 @@ class Together:
     ) -> Source:
         from pure_loop.distributed.engines import reads_its_own
 
-        if not reads_its_own(parallel, dataloader):
+        if not reads_its_own(parallel, dataloader, stream):
             share = Share(self.rank, world_size(), task.samples, task.split)
             return source(dataloader, seed=seed, stream=stream, share=share, **options)
         # In an evaluation every sample counts, so none is left out.
