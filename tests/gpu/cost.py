@@ -6,6 +6,7 @@ of its own. They begin side by side, because what they compile takes long, and a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -27,18 +28,18 @@ from tests.gpu.running import ROOT, command, ended
 Key: TypeAlias = tuple[str, str]
 # What is most worth knowing comes first.
 GROUPS = (("W1", "25M", "GPT"), ("W4", "W3", "W5", "W2"))
-# Whose processes take gigabytes of a GPU while they begin.
+# Whose processes take gigabytes of a GPU while they begin, and compile dozens of kernels.
 LARGE = frozenset({"GPT"})
 MOST_LARGE = 3
 # Of the time of a stage, for beginning.
-BEGINNING = 0.65
+BEGINNING = 0.7
 SECONDS_A_TURN = 0.1
 TURNS, FEWEST_TURNS = 10, 2
 PROFILED = 5
 # Seconds for any answer: what has been made eight times before is made soon.
 PATIENCE = 15.0
 # A share of the time, beside that of loops that don't compile.
-COMPILING = 1.6
+COMPILING = 3.0
 
 
 class LoopError(Exception):
@@ -52,21 +53,25 @@ class Loop:
         self.workload, self.name = workload, name
         device, size = ("cpu" if kind == "cpu" else "cuda"), ("whole" if kind == "cuda" else "small")
         self._log = folder / f"{workload} {name}.log"
-        self._process = subprocess.Popen(
-            command(kind, "tests.gpu.loop", device, size, workload, name),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("wb"),
-            cwd=ROOT,
-            text=True,
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command(kind, "tests.gpu.loop", device, size, workload, name),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                text=True,
+                env=os.environ | ({"TORCHINDUCTOR_COMPILE_THREADS": "4"} if workload in LARGE else {}),
+            )
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._answers.put(json.loads(line))
+            if line.endswith("\n"):  # it may be killed in the middle of one
+                self._answers.put(json.loads(line))
         self._answers.put(None)
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -102,6 +107,11 @@ class Loop:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join(PATIENCE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was asked last was not read
+                    pipe.close()
 
 
 def begin(part: Asked, wanted: Sequence[Key], end: float, folder: Path) -> dict[Key, Loop]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.results import Asked, Results, asked, first_line, read
-from tests.gpu.running import ROOT, command, ended
+from tests.gpu.running import LOST_DEVICE, ROOT, command, ended
 
 # Seconds a test: some compile several steps.
 LIMIT = 60.0
@@ -66,11 +66,11 @@ class Process:
             # Faulthandler ends a process by status 1, as a failure ends pytest.
             why = f"not over after {self._limit:.0f} s" if code == 1 else f"its process {ended(code) or 'ended early'}"
             self._results.write("tests", name, value={"outcome": "broken off", "why": why})
-        if broken and self._restarts < MOST_RESTARTS:
+        if (broken or code == LOST_DEVICE) and self._restarts < MOST_RESTARTS:
             self._restarts += 1
             self._process = self._start()
             return False
-        if not broken and code not in (0, 1, 5) and "selected" not in found:
+        if "selected" not in found:
             lines = self._log.read_text(errors="replace").splitlines()
             wrong = [line for line in lines if "Error" in line] or lines or [""]
             self._results.write("not collected", f"process {code}", value=first_line(wrong[-1]))
