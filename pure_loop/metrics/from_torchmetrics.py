@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.kept import Kept, unholdable
 from pure_loop.data.batch import tensors_in
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics._base import Metric
+from pure_loop.model.kept import Kept, unholdable
 from pure_loop.random.seeds import seeded_all
 from pure_loop.ranges import Name, checked
 
