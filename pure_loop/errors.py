@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pure_loop._text import one_line, without_secrets
+
 __all__ = [
     "AlgorithmReturnError",
     "AlgorithmStructureError",
@@ -49,7 +51,18 @@ __all__ = [
 
 
 class PureLoopError(Exception):
-    """The base of every error of this library."""
+    """The base of every error of this library.
+
+    Its text has no password of a URL, and no control character but line ends: names and texts of files may hold any.
+    """
+
+    def __str__(self) -> str:
+        text = without_secrets(self._message)
+        return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+    @property
+    def _message(self) -> str:
+        return super().__str__()
 
 
 class ArgumentError(PureLoopError, ValueError):
@@ -82,6 +95,10 @@ class DataError(PureLoopError, ValueError):
 
 class DistributedError(PureLoopError, RuntimeError):
     """A rank raised, died, hangs or does something else than the others; the message names the rank and the event."""
+
+
+class ForkedError(PureLoopError, RuntimeError):
+    """A child process continues the stream of the process that it was forked from."""
 
 
 class LossError(PureLoopError, ValueError):
@@ -166,8 +183,9 @@ class CheckpointError(PureLoopError, ValueError):
 class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
     """There is no checkpoint at this path."""
 
-    def __str__(self) -> str:
-        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+    @property
+    def _message(self) -> str:
+        return self.strerror or super()._message  # OSError adds the path, which the message has
 
 
 class CheckpointWriteError(PureLoopError, OSError):
@@ -185,7 +203,8 @@ class FrozenDictError(PureLoopError, TypeError):
 class MissingNameError(PureLoopError, KeyError):
     """A mapping of a State doesn't have this name; the message lists the names that it has."""
 
-    def __str__(self) -> str:
+    @property
+    def _message(self) -> str:
         return str(self.args[0]) if self.args else ""  # KeyError shows its repr
 
 

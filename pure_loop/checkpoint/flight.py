@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = [
     "digest_of",
     "digest_of_batch",
     "facts_of",
+    "has_digest",
     "line_of",
     "read_flight",
     "settings_of",
@@ -53,7 +54,7 @@ _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
 def digest_of(params: Mapping[str, Tensor]) -> str:
-    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same bits.
+    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same names and bits.
 
     Large tensors are added up where they are, as integers, whose sums are exact in any order: the host gets the sums.
 
@@ -61,7 +62,16 @@ def digest_of(params: Mapping[str, Tensor]) -> str:
     >>> digest_of({"w": torch.tensor([1.0, 2.0])}) == digest_of({"w": torch.tensor([1.0, 2.0])})
     True
     """
-    parts = [part for tensor in params.values() for part in _condensed(full_tensor(tensor.detach()))]
+    return _digest(params[name] for name in sorted(params))
+
+
+def has_digest(params: Mapping[str, Tensor], digest: str) -> bool:
+    """Whether parameters have this digest, which may be one by the model's order of names, as it once was."""
+    return digest in (digest_of(params), _digest(params.values()))
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    parts = [part for tensor in tensors for part in _condensed(full_tensor(tensor.detach()))]
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
     numbers = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
@@ -84,9 +94,9 @@ def _condensed(tensor: Tensor) -> list[Tensor]:
 
 
 def digest_of_batch(batch: Any) -> str:
-    """The same of the tensors of a batch."""
+    """A checksum of the tensors of a batch, in their order."""
     leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
-    return digest_of({str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+    return _digest(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def facts_of(state: State) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop.callback import Run
@@ -19,7 +19,7 @@ from pure_loop.state import State
 
 __all__ = ["RunFolder", "is_of_run"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 class RunFolder:

@@ -16,7 +16,6 @@ from pure_loop._internal.closing import Closing
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop._internal.recordable import recordable_metrics
-from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -31,7 +30,6 @@ Names = str | Iterable[str] | None
 
 
 _UNKNOWN = Moment()
-_SECRETS = ("token", "api_key", "api_token")
 
 
 class Destination(Logger):
@@ -75,11 +73,6 @@ class Destination(Logger):
         self._place, self._location = place, "" if place is None else place.text
         self._overwrite = check_flag("overwrite", overwrite, where=name)
         self.run_name: str | None = None
-
-    def __repr__(self) -> str:
-        # Loggers are among the hyperparameters that others record.
-        secret = {name: "..." for name in _SECRETS if (self.made_with or {}).get(name) is not None}
-        return call(type(self).__name__, {**(self.made_with or {}), **secret})
 
     # What a destination overrides.
 

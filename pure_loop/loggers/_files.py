@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.arguments import is_path
+from pure_loop._internal.names import check_recorded_run_name
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -126,8 +127,12 @@ class RunFile:
 
     @property
     def run_name(self) -> str | None:
-        name = self.read().get("run_name")
-        return name if isinstance(name, str) and name else None
+        """The name of the run.
+
+        Raises:
+            ArgumentError: no run can be named so.
+        """
+        return check_recorded_run_name(self.read().get("run_name"), self.path)
 
 
 def json_safe(value: Any) -> Any:

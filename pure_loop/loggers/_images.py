@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import struct
 import zlib
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import Entry
+from pure_loop.loggers._names import file_part
 
 __all__ = ["as_masks", "as_pixels", "overlay", "packed", "png", "unpacked", "write_images"]
 
@@ -110,14 +110,14 @@ def write_images(folder: Path, entry: Entry) -> list[Path]:
     images, masks = entry.value
     pixels = as_pixels(images, entry.name)
     layers = {"": pixels} | {
-        f"-{key}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
+        f"-{file_part(str(key))}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
+    name = file_part(entry.name)
     paths = []
     for suffix, layer in layers.items():
         for index, image in enumerate(layer):
-            path = folder / f"ba{entry.moment.batch}-{safe}-{index}{re.sub(r'[^A-Za-z0-9._-]+', '-', suffix)}.png"
+            path = folder / f"ba{entry.moment.batch}-{name}-{index}{suffix}.png"
             path.write_bytes(png(image))
             paths.append(path)
     return paths

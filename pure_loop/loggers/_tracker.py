@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import secrets
 import sys
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, make_folder, read_path
 from pure_loop.loggers._journal import Journal
+from pure_loop.loggers._names import file_part
 
 __all__ = ["Tracker", "csv_of", "file_name", "image_layers", "new_id", "own_draws", "variables"]
 
@@ -134,7 +134,7 @@ def new_id() -> str:
 
 def file_name(entry: Entry, ending: str) -> str:
     """The name of a file that holds an entry, the same wherever it is written again."""
-    return f"ba{entry.moment.batch}-{re.sub(r'[^A-Za-z0-9._-]+', '-', entry.name)}{ending}"
+    return f"ba{entry.moment.batch}-{file_part(entry.name)}{ending}"
 
 
 def csv_of(entry: Entry) -> str:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pure_loop._internal.names import printable
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, first_line, make_folder, read_file_path, remove_written
+from pure_loop.loggers._names import file_part
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]
@@ -175,8 +177,7 @@ class CSVLogger(Destination):
     def _write_table(self, entry: Entry) -> None:
         columns, rows = entry.value
         self._tables.mkdir(exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
-        Path(self._tables, f"ba{entry.moment.batch}-{name}.csv").write_text(
+        Path(self._tables, f"ba{entry.moment.batch}-{file_part(entry.name)}.csv").write_text(
             "".join(map(_line, [columns, *rows])), encoding="utf-8", newline=""
         )
 
@@ -200,7 +201,8 @@ class CSVLogger(Destination):
 
 def _column(name: str) -> str:
     """A name in one line; no column of a metric is one of the first three."""
-    return f"metric/{name}" if name in _FIRST else re.sub(r"[\r\n]+", " ", name)
+    is_taken = re.sub("^(metric/)+", "", name) in _FIRST
+    return f"metric/{name}" if is_taken else printable(name)
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pure_loop._internal.names import check_recorded_run_name
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
@@ -83,7 +84,7 @@ class JSONLinesLogger(Destination):
     def recorded_run_name(self) -> str | None:
         first = content_of(first_line(self.path))
         name = first["value"] if first is not None and first["kind"] == "run" else None
-        return name if isinstance(name, str) else None
+        return check_recorded_run_name(name, self.path)
 
     @property
     def in_the_way(self) -> Sequence[str]:
