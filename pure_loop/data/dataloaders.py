@@ -152,7 +152,7 @@ class _Indexed(Source):
             if keep:
                 self._pool, self._pool_is_busy = pool, True
             batches = pool.refill(order)
-            iterator_made()
+            iterator_made(batches)
             loader = self._loader
             guard = (
                 nullcontext

@@ -13,15 +13,17 @@ its own that a dataset with indices keeps between items, and an iterator that wa
 
 from __future__ import annotations
 
+import os
 import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import count, islice
 from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import attrs
 import optree
@@ -335,7 +337,7 @@ class Iterated(Source):
         try:
             with self._guard(number, "iter"):
                 batches = iter(self._for_pass(copy, number))
-            iterator_made()
+            iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
             for position in count():
                 with guard(derive(self._seed, number, position)):
@@ -435,10 +437,27 @@ class OneShot(Source):
             )
 
 
-def iterator_made() -> None:
-    """Call the functions in ``ITERATOR_MADE``."""
+def iterator_made(batches: Any) -> None:
+    """An iterator over a dataloader was made: call the functions in ``ITERATOR_MADE``."""
+    with suppress(TypeError):  # no weak references: an iterator of a builtin type, which has no workers
+        _iterators.add(batches)
     for function in ITERATOR_MADE:
         function()
+
+
+# Those of this process, and those of the parents that it was forked from. A child keeps the latter to its end: the end
+# of an iterator of torch tells its workers to stop, and they are the parent's.
+_iterators: WeakSet[Any] = WeakSet()
+_inherited: list[Any] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_iterators)
+    _iterators.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
@@ -473,6 +492,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def shut(batches: Any) -> None:
     """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if any(batches is iterator for iterator in _inherited):
+        return
     if isinstance(batches, GeneratorType):
         batches.close()
     else:
