@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from pure_loop._internal.arguments import is_integer
+from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import num_samples
 from pure_loop.errors import ArgumentError
 from pure_loop.loop.counted import counted_in
@@ -27,11 +28,13 @@ __all__ = ["refuse_endless_warmups"]
 Bounds: TypeAlias = tuple[int, int]
 # At how many batches of a run a rate is looked at before it counts as 0 everywhere; of how many samples are counted.
 _MOST, _MOST_COUNTED = 100_000, 10_000
+# Settings of algorithms that say how long it takes until they do all that they do.
+_BEGINNINGS = ("start", "warmup", "duration")
 
 
 def refuse_endless_warmups(
     optimizer: Optimizer,
-    algorithms: Iterable[Any],
+    algorithms: Iterable[Algorithm],
     timestamp: Timestamp,
     iteration_length: Time | None,
     loader: Any,
@@ -40,7 +43,8 @@ def refuse_endless_warmups(
     batches_per_step: int = 1,
     ranks: int = 1,
 ) -> None:
-    """Refuse schedules whose warmup lasts as long as the run, and learning rates that are 0 at each of its batches.
+    """Refuse what a run is too short for: a warmup that lasts as long, an algorithm that begins after the end, and a
+    learning rate that is 0 at each batch.
 
     What is not known before the run passes: functions of the user's own, seconds in a run that is counted in batches,
     epochs of an unknown length, samples of a loader that doesn't say how many a batch has.
@@ -61,8 +65,9 @@ def refuse_endless_warmups(
     if duration is None or timestamp >= duration:
         return  # which has ended already
     rates = dict(_rates(optimizer))
+    algorithms = tuple(algorithms)
     scheduled = {**rates, **numbers_of(optimizer), **strengths_of(algorithms)}
-    items = [*scheduled.items(), ("", duration)]
+    items = [*scheduled.items(), *_times_of(algorithms), ("", duration)]
     units = [unit for unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN) if counted_in(unit, items)]
     length, bounds = timestamp.batches_per_epoch, dict[TimeUnit, Bounds]()
     if units and length and ranks == batches_per_step == 1:
@@ -77,6 +82,12 @@ def refuse_endless_warmups(
                 f"{name} is {schedule!r}: it rises over {str(time)!r}, which is not over before {of_run}. Write a "
                 'warmup that is a part of the run, such as warmup="0.1dur", or train longer.'
             )
+    for name, time in _times_of(algorithms):
+        if end.comes_before(time, or_with=False):
+            raise ArgumentError(
+                f"{name}={str(time)!r} comes after {of_run}. Write a part of the run, such as "
+                f'{name.rpartition(" ")[2]}="0.1dur", or train longer.'
+            )
     if rates and all(_is_always_0(rate, timestamp, end) for rate in rates.values()):
         name, rate = next(iter(rates.items()))
         raise ArgumentError(
@@ -90,6 +101,15 @@ def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, Any]]:
         yield f"the learning rate of {optimizer.name}{f' ({label!r})' if label else ''}", optimizer.lr
     for name, part in optimizer.parts.items():
         yield from _rates(part, f"{label}/{name}".strip("/"))
+
+
+def _times_of(algorithms: Iterable[Algorithm]) -> Iterator[tuple[str, Time]]:
+    """When algorithms of the library begin, or have warmed up."""
+    for algorithm in algorithms:
+        for name in _BEGINNINGS if algorithm.factory else ():
+            value = algorithm.settings.get(name)
+            if isinstance(value, Time | str) and (time := Time.parse(value)):
+                yield f"algorithm {algorithm.name!r}: {name}", time
 
 
 def _length(timestamp: Timestamp) -> str:

@@ -61,11 +61,14 @@ class End:
     timestamp: Timestamp
     counts: Mapping[TimeUnit, Exact]
 
-    def comes_before(self, time: Time, part: float = 1.0) -> bool:
-        """Whether no batch starts after this part of a time, as far as that is known."""
+    def comes_before(self, time: Time, part: float = 1.0, *, or_with: bool = True) -> bool:
+        """Whether a run ends before this part of a time is over, or with it, as far as that is known.
+
+        Where it ends with it, its last batch starts before it.
+        """
         amount, unit = amount_of(time, self.timestamp)
-        count = self.counts.get(unit)
-        return count is not None and count <= amount * (1 if part == 1.0 else part)
+        count, amount = self.counts.get(unit), amount * (1 if part == 1.0 else part)
+        return count is not None and (count < amount or (or_with and count == amount))
 
 
 def part_over(time: Time, timestamp: Timestamp, since: Exact = 0) -> float:

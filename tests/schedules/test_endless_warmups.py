@@ -129,6 +129,30 @@ LONG_ENOUGH: list[tuple[Any, str, Any, dict[str, Any]]] = [
 ]
 
 
+LATE = [
+    pl.algorithms.swa("500ba"),
+    pl.algorithms.swa("2ep"),
+    pl.algorithms.swa("21sp"),
+    pl.algorithms.layer_freezing(start="11ba"),
+    pl.algorithms.selective_backprop(start="11ba", end="12ba"),
+    pl.algorithms.sequence_length_warmup("500ba"),
+]
+
+
+@pytest.mark.parametrize("algorithm", LATE)
+def test_an_algorithm_that_begins_after_the_end_is_refused(algorithm: Any) -> None:
+    with pytest.raises(
+        pl.ArgumentError, match=rf"algorithm '{algorithm.name}': \w+='\w+' comes after the end of the run"
+    ):
+        fit(0.1, "1ep", algorithms=[algorithm])
+
+
+def test_an_algorithm_that_begins_with_the_end_is_not() -> None:
+    for start in ("10ba", "1ep", "20sp", "1dur"):
+        last = pl.run(fit(0.1, "1ep", algorithms=[pl.algorithms.swa(start, interval="1ba")]))
+        assert last.algorithm_state["swa"]
+
+
 @pytest.mark.parametrize(("lr", "duration", "data", "options"), LONG_ENOUGH)
 def test_what_reaches_it_or_is_not_known_trains(lr: Any, duration: str, data: Any, options: dict[str, Any]) -> None:
     assert pl.run(fit(lr, duration, data, **options)).timestamp.batch > 0
