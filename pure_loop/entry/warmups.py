@@ -28,8 +28,8 @@ __all__ = ["refuse_endless_warmups"]
 Bounds: TypeAlias = tuple[int, int]
 # At how many batches of a run a rate is looked at before it counts as 0 everywhere; of how many samples are counted.
 _MOST, _MOST_COUNTED = 100_000, 10_000
-# Settings of algorithms that say how long it takes until they do all that they do.
-_BEGINNINGS = ("start", "warmup", "duration")
+# Settings of algorithms that say when they begin.
+_BEGINNINGS = ("start", "warmup")
 
 
 def refuse_endless_warmups(

@@ -135,7 +135,6 @@ LATE = [
     pl.algorithms.swa("21sp"),
     pl.algorithms.layer_freezing(start="11ba"),
     pl.algorithms.selective_backprop(start="11ba", end="12ba"),
-    pl.algorithms.sequence_length_warmup("500ba"),
 ]
 
 
