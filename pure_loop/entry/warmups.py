@@ -10,7 +10,7 @@ import attrs
 
 from pure_loop._internal.arguments import is_integer
 from pure_loop.algorithm import Algorithm
-from pure_loop.data.batch import num_samples
+from pure_loop.data.batch import num_samples, num_tokens
 from pure_loop.errors import ArgumentError
 from pure_loop.loop.counted import counted_in
 from pure_loop.loop.recorder import numbers_of, strengths_of
@@ -28,8 +28,6 @@ __all__ = ["refuse_endless_warmups"]
 Bounds: TypeAlias = tuple[int, int]
 # At how many batches of a run a rate is looked at before it counts as 0 everywhere; of how many samples are counted.
 _MOST, _MOST_COUNTED = 100_000, 10_000
-# Settings of algorithms that say when they begin.
-_BEGINNINGS = ("start", "warmup")
 
 
 def refuse_endless_warmups(
@@ -85,8 +83,8 @@ def refuse_endless_warmups(
     for name, time in _times_of(algorithms):
         if end.comes_before(time, or_with=False):
             raise ArgumentError(
-                f"{name}={str(time)!r} comes after {of_run}. Write a part of the run, such as "
-                f'{name.rpartition(" ")[2]}="0.1dur", or train longer.'
+                f'{name}={str(time)!r} comes after {of_run}. Write a part of the run, such as start="0.5dur", or train '
+                "longer."
             )
     if rates and all(_is_always_0(rate, timestamp, end) for rate in rates.values()):
         name, rate = next(iter(rates.items()))
@@ -104,12 +102,11 @@ def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _times_of(algorithms: Iterable[Algorithm]) -> Iterator[tuple[str, Time]]:
-    """When algorithms of the library begin, or have warmed up."""
+    """When algorithms of the library begin."""
     for algorithm in algorithms:
-        for name in _BEGINNINGS if algorithm.factory else ():
-            value = algorithm.settings.get(name)
-            if isinstance(value, Time | str) and (time := Time.parse(value)):
-                yield f"algorithm {algorithm.name!r}: {name}", time
+        value = algorithm.settings.get("start") if algorithm.factory else None
+        if isinstance(value, Time | str) and (time := Time.parse(value)):
+            yield f"algorithm {algorithm.name!r}: start", time
 
 
 def _length(timestamp: Timestamp) -> str:
@@ -120,13 +117,16 @@ def _length(timestamp: Timestamp) -> str:
 def _of_an_epoch(loader: Any, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
     """The least and the most samples and tokens in so many batches of a loader, as far as they are known."""
     bounds: dict[TimeUnit, Bounds] = {}
+    size = getattr(loader, "batch_size", None)
     for unit in units:
         count: Callable[[Any], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
-        size = getattr(loader, "batch_size", None)
+        if count not in (num_samples, num_tokens):
+            continue  # a function of the user's own is called once for each batch, in training
         if type(loader) in (list, tuple) and len(loader) <= _MOST_COUNTED:
             total = sum(count(batch) for batch in loader[:batches])
-            bounds[unit] = total, total
-        elif unit is TimeUnit.SAMPLE and task.samples is num_samples and is_integer(size):
+            if total:  # or else a unit that never moves, which is another error
+                bounds[unit] = total, total
+        elif unit is TimeUnit.SAMPLE and is_integer(size):
             bounds[unit] = (batches - 1) * size + 1, batches * size  # the last one may be smaller
     return bounds
 
