@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.owned_files import naming
+from pure_loop._internal.patterns import Pattern
 from pure_loop.algorithms._monitored import Monitored
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -47,7 +48,8 @@ class MLPerfCallback(Callback):
     ``train_samples``, ``eval_samples`` and ``cache_clear``, which the rules require, too, are for ``settings``.
 
     Args:
-        folder: where the file goes; it is made.
+        folder: where the file goes; it is made. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was
+            called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         benchmark: the name of the benchmark, such as ``"retinanet"``.
         target: the quality that has to be reached.
         metric: of what: ``"<label>/<metric>"`` of an evaluator.
@@ -86,9 +88,9 @@ class MLPerfCallback(Callback):
         status: Literal["onprem", "cloud", "preview", "research"] = "onprem",
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if not is_path(folder):
-            raise ArgumentTypeError(f"MLPerfCallback(folder={folder!r}): write a text or a pathlib.Path.")
-        self.folder = Path(os.fspath(folder))
+        self._place = Pattern(folder, "MLPerfCallback folder")
+        self.folder = Path(self._place.text)
+        self._run: Run | None = None
         self._target = target
         self._monitored = Monitored.read("MLPerfCallback", metric, mode)
         if self._monitored.of_training:
@@ -114,11 +116,14 @@ class MLPerfCallback(Callback):
         Raises:
             ArgumentError: no evaluator measures the metric.
         """
+        self._run = run
         if run.function == "fit":
             self._monitored.bind(run)
         self._called = _now()
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        run = self._run or Run(function="drive", callbacks=())
+        self.folder = Path(self._place.of(run.fields(state.timestamp, self.rank)))
         self._open(resumes=state.timestamp.batch > 0)
         for key, value in {**self._points, "seed": state.seed}.items():
             self._write("POINT_IN_TIME", key, value)
@@ -154,9 +159,10 @@ class MLPerfCallback(Callback):
         self._stop("aborted", state)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with naming(file.name, "MLPerfCallback"):
+                file.close()
 
     def _stop(self, status: str, state: State) -> None:
         self._write("INTERVAL_END", "run_stop", status=status, **_place(state))
@@ -166,7 +172,8 @@ class MLPerfCallback(Callback):
         """Open the file of this run, unless it is complete."""
         self.close()
         self._written = set()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with naming(self.folder, "MLPerfCallback"):
+            self.folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(name[1]) for name in map(_NAME.fullmatch, os.listdir(self.folder)) if name is not None)
         newest = numbers[-1] if numbers else None
         number = newest if resumes and newest is not None else 0 if newest is None else newest + 1
@@ -176,7 +183,8 @@ class MLPerfCallback(Callback):
             self._written = {_identity(content["key"], content["metadata"]) for content in contents}
             if any(content["key"] == "run_stop" for content in contents):
                 return
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        with naming(path, "MLPerfCallback"):
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
     def _write(self, kind: str, key: str, value: Any = None, *, at: int | None = None, **metadata: Any) -> None:
         identity = _identity(key, metadata)
@@ -191,8 +199,9 @@ class MLPerfCallback(Callback):
             "value": value,
             "metadata": metadata,
         }
-        self._file.write(f"{_PREFIX}{json.dumps(content)}\n")
-        self._file.flush()
+        with naming(self._file.name, "MLPerfCallback"):
+            self._file.write(f"{_PREFIX}{json.dumps(content)}\n")
+            self._file.flush()
 
 
 def _now() -> int:

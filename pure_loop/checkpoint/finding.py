@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import attrs
 
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import teaching
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ __all__ = ["Found", "first_whole", "found_at", "found_in", "latest", "newest", "
 
 T = TypeVar("T")
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 @attrs.frozen
@@ -35,6 +35,7 @@ class Found:
         path: of the file or folder.
         seed: of the run.
         batch: how many batches were finished.
+        seconds: of training until then.
         event: where the State was kept.
         progress: how far the run was; of two States of a run the later one has the larger.
         metric: whose score it has, ``"val/loss"``; None: of none.
@@ -45,6 +46,7 @@ class Found:
     path: str
     seed: int
     batch: int
+    seconds: float
     event: Event | None
     progress: tuple[int, ...]
     metric: str | None
@@ -58,6 +60,7 @@ class Found:
             path=path,
             seed=document.seed,
             batch=document.batch,
+            seconds=document.timestamp.total_seconds,
             event=document.event,
             progress=document.progress,
             metric=metric if isinstance(metric, str) else None,

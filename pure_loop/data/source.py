@@ -13,24 +13,30 @@ its own that a dataset with indices keeps between items, and an iterator that wa
 
 from __future__ import annotations
 
+import os
 import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import count, islice
 from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import attrs
+import optree
+import torch
+from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group
 from pure_loop.data.group import grouped, steps
-from pure_loop.errors import DataError
+from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:
@@ -243,6 +249,28 @@ class Source(ABC):
             if stop == 0 and start == 0:
                 raise self._empty_epoch(epoch)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        """How many steps of an epoch are left out when training resumes, perhaps with batches of another size.
+
+        Args:
+            epoch: which one.
+            start: how many steps of it were made.
+            samples: how many samples they had.
+            count: the samples of a batch.
+            changed: whether an epoch has another length now.
+
+        Raises:
+            ResumeError: the batches have other sizes than those that were made, and samples can't be skipped by number.
+        """
+        return start
+
+    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, now: int, why: str) -> ResumeError:
+        return ResumeError(
+            f"the {self._stream} dataloader has {now} samples in the first {batches} batches of epoch {epoch}, and the "
+            f"State has seen {samples} in as many: the batches have another size now, so that samples would be left "
+            f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
+        )
+
     def _empty_epoch(self, epoch: int) -> DataError:
         return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
@@ -279,6 +307,14 @@ class Listed(Source):
         # A sequence of the user's own may make its batches when asked.
         return type(self._loader) in (list, tuple)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if self.batches_stay and not self.uneven:
+            batches = start * self._per_step
+            now = sum(map(count, self._loader[:batches]))
+            if now != samples:
+                raise self._refuse_other_sizes(epoch, batches, samples, now, "A list of batches has no indices.")
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         if self.batches_stay:  # so nothing can draw
             for position in range(start, len(self._loader)):
@@ -296,8 +332,26 @@ class Iterated(Source):
 
     _in_workers = False
 
+    # What was made of an epoch, to compare it with what is dropped.
+    _made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        return self._passes.epoch(epoch, start, seen)
+        made, self._made = self._made, None
+        if made is None or made[:2] != (epoch, start):
+            yield from self._passes.epoch(epoch, start, seen)
+            return
+        _, _, samples, count = made
+        with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
+            now = sum(map(count, islice(batches, start)))
+            if now != samples:
+                why = "It has no indices by which they could be skipped."
+                raise self._refuse_other_sizes(epoch, start, samples, now, why)
+            yield from batches
 
     def close(self) -> None:
         self._passes.close()
@@ -324,11 +378,14 @@ class Iterated(Source):
         )
 
     def _run(self, copy: Private, number: int) -> Batches:
+        return self._pass(self._copy() if number and self._selects else copy, number)
+
+    def _pass(self, copy: Private, number: int) -> Batches:
         batches: Any = None
         try:
             with self._guard(number, "iter"):
                 batches = iter(self._for_pass(copy, number))
-            iterator_made()
+            iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
             for position in count():
                 with guard(derive(self._seed, number, position)):
@@ -339,10 +396,8 @@ class Iterated(Source):
                 del batch
         finally:
             with self._guard(number, "close"):
-                self._end(batches)
-
-    def _end(self, batches: Any) -> None:
-        shut(batches)
+                if not copy.keeps(batches):
+                    shut(batches)
 
     def _copy(self) -> Private:
         from pure_loop.data.copies import Private
@@ -351,12 +406,40 @@ class Iterated(Source):
 
     def _for_pass(self, copy: Private, number: int) -> Any:
         """What to iterate over in a pass."""
-        if has_epochs(self._loader):
-            return at_epoch(self._loader, number)
-        return copy.begin(self._seed, number, set_epoch=False)
+        return copy.begin(derive(self._seed, number, "order"), number)
 
     def _independent(self, copy: Private) -> bool | None:
-        return is_independent(self._loader)
+        return True if self._selects else copy.independent
+
+    @property
+    def _has_epochs(self) -> bool:
+        from pure_loop.data.copies import has_epochs
+
+        return has_epochs(self._loader)
+
+    @cached_property
+    def _selects(self) -> bool:
+        """Whether ``set_epoch`` says what a pass is, whatever passes were made before: each is made on a new copy.
+
+        What a pass leaves behind is mostly bookkeeping. It counts where new copies begin passes 0 and 1 alike, and a
+        copy on which pass 0 was made begins pass 1 otherwise.
+        """
+        if not self._has_epochs:
+            return False
+        copy = self._copy()
+        if copy.counts_without_epochs:
+            return False
+        copy.watch()
+        first = self._first(copy, 0)
+        if not copy.changed():
+            return True
+        second = self._first(self._copy(), 1)
+        return not _alike(first, second) or _alike(second, self._first(copy, 1))
+
+    def _first(self, copy: Private, number: int) -> Any:
+        """The first batch of a pass."""
+        with closing(self._pass(copy, number)) as batches:
+            return next(batches, END)
 
 
 class OneShot(Source):
@@ -372,6 +455,12 @@ class OneShot(Source):
     ) -> None:
         super().__init__(loader, seed, stream, limit, share, per_step)
         self._taken = 0
+        self._made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
 
     @property
     def reads_once(self) -> bool:
@@ -387,7 +476,14 @@ class OneShot(Source):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
+        made, self._made = self._made, None
+        now = 0
         while True:
+            if made is not None and self._taken == seen:
+                if made[:2] == (epoch, start) and now != made[2]:
+                    why = "An iterator has no indices by which they could be skipped."
+                    raise self._refuse_other_sizes(epoch, start, made[2], now, why)
+                made = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -395,6 +491,8 @@ class OneShot(Source):
             self._taken += 1
             if self._taken > seen:
                 yield batch
+            elif made is not None and self._taken > seen - start:
+                now += made[3](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
@@ -402,10 +500,27 @@ class OneShot(Source):
             )
 
 
-def iterator_made() -> None:
-    """Call the functions in ``ITERATOR_MADE``."""
+def iterator_made(batches: Any) -> None:
+    """An iterator over a dataloader was made: call the functions in ``ITERATOR_MADE``."""
+    with suppress(TypeError):  # no weak references: an iterator of a builtin type, which has no workers
+        _iterators.add(batches)
     for function in ITERATOR_MADE:
         function()
+
+
+# Those of this process, and those of the parents that it was forked from. A child keeps the latter to its end: the end
+# of an iterator of torch tells its workers to stop, and they are the parent's.
+_iterators: WeakSet[Any] = WeakSet()
+_inherited: list[Any] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_iterators)
+    _iterators.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
@@ -421,35 +536,27 @@ def is_loading(frame: FrameType | None, sources: Collection[Source] | None = Non
     return False
 
 
-def has_epochs(data: Any) -> bool:
-    """Whether a pass over the data is what ``set_epoch`` says, whatever passes were made before."""
-    return callable(getattr(data, "set_epoch", None))
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two batches are known to be equal."""
+    (leaves, structure), (others, of_other) = map(_flat, (one, other))
+    return bool(structure == of_other) and all(map(_equal, leaves, others))
 
 
-def at_epoch(data: Any, epoch: int) -> Any:
-    """A private copy that knows the epoch, of data that wants to (``set_epoch``)."""
-    from pure_loop.data.copies import Private
-
-    private = Private(data, seeds=False)
-    if private.value is data:
-        data.set_epoch(epoch)  # it can't be copied
-    return private.begin(0, epoch, set_epoch=True)
+def _flat(batch: Any) -> Any:
+    return optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def is_independent(data: Any, *methods: str) -> bool | None:
-    """Whether a pass is the same whatever passes were made before; None where only a pass can tell.
-
-    It is where ``set_epoch`` says which pass it is, and it isn't where the methods that iterate assign to attributes.
-    """
-    from pure_loop.data.copies import writes_attributes
-
-    if has_epochs(data):
-        return True
-    return False if writes_attributes(type(data), "__iter__", "__next__", *methods) else None
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "__array__") else bool(equal)
 
 
 def shut(batches: Any) -> None:
     """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if any(batches is iterator for iterator in _inherited):
+        return
     if isinstance(batches, GeneratorType):
         batches.close()
     else:

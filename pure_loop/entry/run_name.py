@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pure_loop._internal.names import check_run_name
 from pure_loop.callback import Callback, Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["new_run_name", "read_run_name", "recorded_run_name"]
+__all__ = ["new_run_name", "noted_run_name", "read_run_name", "recorded_run_name"]
 
 _QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
 _NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
-
-_LONGEST = 128
 
 
 def read_run_name(name: Any) -> str | None:
@@ -28,20 +27,7 @@ def read_run_name(name: Any) -> str | None:
         return None
     if not isinstance(name, str):
         raise ArgumentTypeError(f'run_name={name!r}: write a text, such as "baseline-1", or None for a new name.')
-    wrong = next((character for character in name if character in '/\\:*?"<>|' or not character.isprintable()), None)
-    if wrong is not None:
-        raise ArgumentError(
-            f"run_name={name!r} holds {wrong!r}: loggers name files and folders so, which not all systems allow; "
-            'write letters, digits, "-", "_" and ".", such as "baseline-1".'
-        )
-    if not name.strip() or name != name.strip() or name.startswith("."):
-        raise ArgumentError(
-            f"run_name={name!r}: a name is not empty, and begins with no dot and no space; write one such as "
-            '"baseline-1", or None for a new name.'
-        )
-    if len(name.encode()) > _LONGEST:
-        raise ArgumentError(f"run_name has {len(name.encode())} bytes, and names of files have room for {_LONGEST}.")
-    return name
+    return check_run_name(name)
 
 
 def new_run_name() -> str:
@@ -51,6 +37,14 @@ def new_run_name() -> str:
     """
     words = secrets.choice(_QUALITIES), secrets.choice(_NOUNS)
     return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
+
+
+def noted_run_name(notes: Mapping[str, Any]) -> str | None:
+    """The name of the run that a ``CheckpointSaver`` noted in a checkpoint; None: none, or one that no run can have."""
+    try:
+        return read_run_name(notes.get("run_name"))
+    except (ArgumentError, ArgumentTypeError):
+        return None
 
 
 def recorded_run_name(callbacks: Iterable[Callback]) -> str | None:

@@ -1,18 +1,30 @@
-"""Files of loggers: folders that are made, records of earlier runs that are kept, and what a run has to remember."""
+"""Files of loggers: folders that are made, and what a run has to remember."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.arguments import is_path
+from pure_loop._internal.names import check_recorded_run_name
+from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["RunFile", "json_safe", "make_folder", "read_file_path", "read_path", "replace_file", "set_aside"]
+__all__ = [
+    "RunFile",
+    "first_line",
+    "json_safe",
+    "make_folder",
+    "read_file_path",
+    "read_path",
+    "remove_written",
+    "replace_file",
+]
 
 
 def read_path(path: Any, name: str) -> Path:
@@ -39,7 +51,7 @@ def read_file_path(path: Any, name: str) -> Path:
 
     Raises:
         ArgumentTypeError: it is no path.
-        ArgumentError: no file can have it, or it is that of a folder, which would be renamed as another run's record.
+        ArgumentError: no file can have it, or it is that of a folder.
     """
     file = read_path(path, name)
     if file.name in ("", "..") or os.path.isdir(file):
@@ -70,22 +82,32 @@ def make_folder(folder: Path, logger: str) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a file that appears under its name whole or not at all."""
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with naming(path, "a logger"):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
-def set_aside(path: Path, run_name: str | None) -> None:
-    """Rename the record of another run, which keeps it: ``metrics.jsonl`` to ``metrics.calm-river.jsonl``."""
-    if not path.exists():
+def first_line(path: Path) -> bytes:
+    """The first line of a file, if it is whole; else nothing."""
+    try:
+        with open(path, "rb") as file:
+            line = file.readline()
+    except OSError:
+        return b""
+    return line if line.endswith(b"\n") else b""
+
+
+def remove_written(folder: Path) -> None:
+    """Remove the images or tables of another run, ``ba<batch>-<name>``, from their folder; links are not followed."""
+    if folder.is_symlink() or not folder.is_dir():
         return
-    middle = run_name or "earlier"
-    number = 1
-    while True:
-        other = path.with_name(f"{path.stem}.{middle}{'' if number == 1 else f'-{number}'}{path.suffix}")
-        if not other.exists():
-            os.rename(path, other)
-            return
-        number += 1
+    for path in folder.iterdir():
+        if re.match("ba[0-9]+-", path.name) and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 class RunFile:
@@ -111,8 +133,12 @@ class RunFile:
 
     @property
     def run_name(self) -> str | None:
-        name = self.read().get("run_name")
-        return name if isinstance(name, str) and name else None
+        """The name of the run.
+
+        Raises:
+            ArgumentError: no run can be named so.
+        """
+        return check_recorded_run_name(self.read().get("run_name"), self.path)
 
 
 def json_safe(value: Any) -> Any:

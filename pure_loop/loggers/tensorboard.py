@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pure_loop._internal.closing import Closing
 from pure_loop._internal.extras import require
+from pure_loop._internal.owned_files import naming
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
@@ -25,18 +28,21 @@ class TensorBoardLogger(Destination):
 
     The step is how many batches had ended. A run that resumes continues the record in the folder: events of steps that
     are trained again, and an event that a kill has torn, are removed from the files, and a TensorBoard that is running
-    is told. Event files of a run of another name are moved to a folder of that name inside, where TensorBoard shows
-    them as a run of their own. Files (``log_file``) are left out.
+    is told. A folder with event files of another run is refused, unless ``overwrite=True``. Files (``log_file``) are
+    left out.
 
     Args:
         folder: for the event files of one run, made if it isn't there; the file ``tensorboard_run.json`` in it has the
-            name of the run.
+            name of the run. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was called, in whole
+            seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         include, exclude, flush: which names are recorded, and how often they are written: see
             :class:`pure_loop.loggers._destination.Destination`.
+        overwrite: replace the record of another run.
 
     Raises:
         MissingExtraError: tensorboard is not installed: ``pip install 'pure_loop[tensorboard]'``.
         ArgumentError, ArgumentTypeError: at once.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the folder is another run's.
         OSError: at FIT_START, where the folder can't be written.
 
     >>> import tempfile, torch, pure_loop as pl
@@ -55,17 +61,30 @@ class TensorBoardLogger(Destination):
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
+        overwrite: bool = False,
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.folder = read_path(folder, "TensorBoardLogger folder")
+        place = Pattern(folder, "TensorBoardLogger folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
         require("tensorboard", "tensorboard", "TensorBoardLogger")
-        self._run_file = RunFile(self.folder / "tensorboard_run.json")
         self._writer: Any = None
-        self._start = -1
+        self._start = self._last = -1
         # Tags that the record has at the step from which the run resumes.
         self._recorded: set[str] = set()
         # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
         self._hyperparameters: dict[str, Any] = {}
+
+    def settle(self, path: str) -> None:
+        self.folder = read_path(path, "TensorBoardLogger folder")
+        self._run_file = RunFile(self.folder / "tensorboard_run.json")
+
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        return [file.name for file in _event_files(self.folder)]
+
+    def discard(self) -> None:
+        for path in (*_event_files(self.folder), self._run_file.path):
+            path.unlink(missing_ok=True)
 
     @property
     def recorded_run_name(self) -> str | None:
@@ -75,19 +94,24 @@ class TensorBoardLogger(Destination):
         from torch.utils.tensorboard import SummaryWriter
 
         make_folder(self.folder, "TensorBoardLogger")
-        recorded = self.recorded_run_name
-        if self.run_name != recorded:
-            self._set_aside(recorded or "earlier")
+        if self.run_name != self.recorded_run_name:
             self._run_file.write({"run_name": self.run_name})
-        self._recorded, self._start = set(), -1 if start is None else start.batch
+        self._recorded, self._start, self._last = set(), -1 if start is None else start.batch, -1
         if start is not None:
             for file in _event_files(self.folder):
-                self._recorded |= _cut(file, start.batch)
+                tags, last = _cut(file, start.batch)
+                self._recorded |= tags
+                self._last = max(self._last, last)
         resumes = start is not None and bool(_event_files(self.folder))
         _wait_for_later_name(self.folder)
-        self._writer = SummaryWriter(
-            log_dir=str(self.folder), purge_step=start.batch + 1 if resumes and start is not None else None
-        )
+        with naming(self.folder, "TensorBoardLogger"):
+            self._writer = SummaryWriter(
+                log_dir=str(self.folder), purge_step=start.batch + 1 if resumes and start is not None else None
+            )
+
+    @property
+    def last_batch(self) -> int | None:
+        return self._last
 
     def has(self, entry: Entry) -> bool:
         if entry.kind == "hyperparameters":
@@ -98,19 +122,21 @@ class TensorBoardLogger(Destination):
         return entry.moment.batch == self._start and not self._recorded.isdisjoint(tags)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if entry.kind == "hyperparameters":
-                self._hyperparameters |= entry.value
-            elif entry.kind != "file":
-                getattr(self, f"_add_{entry.kind}")(entry)
-        if any(entry.moment.batch > 0 for entry in entries):
-            self._write_hyperparameters()
-        self._writer.flush()
+        with naming(self.folder, "TensorBoardLogger"):
+            for entry in entries:
+                if entry.kind == "hyperparameters":
+                    self._hyperparameters |= entry.value
+                elif entry.kind != "file":
+                    getattr(self, f"_add_{entry.kind}")(entry)
+            if any(entry.moment.batch > 0 for entry in entries):
+                self._write_hyperparameters()
+            self._writer.flush()
 
     def end(self) -> None:
         if self._writer is not None:
-            self._write_hyperparameters()
-            self._writer.close()
+            writer = self._writer
+            with naming(self.folder, "TensorBoardLogger"), Closing(writer.close):
+                self._write_hyperparameters()
             self._writer = None
 
     def _add_metric(self, entry: Entry) -> None:
@@ -165,17 +191,6 @@ class TensorBoardLogger(Destination):
         self._run_file.write({**content, "hyperparameters": settings})
         self._hyperparameters = {}
 
-    def _set_aside(self, run_name: str) -> None:
-        files = _event_files(self.folder)
-        if files:
-            target, number = self.folder / run_name, 1
-            while target.exists():
-                number += 1
-                target = self.folder / f"{run_name}-{number}"
-            target.mkdir()
-            for file in [*files, *([self._run_file.path] if self._run_file.path.exists() else [])]:
-                file.rename(target / file.name)
-
 
 def _event_files(folder: Path) -> list[Path]:
     """The event files of a folder, the oldest first."""
@@ -191,11 +206,16 @@ def _wait_for_later_name(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _cut(file: Path, step: int) -> set[str]:
-    """Remove from an event file what is of later steps, and what is torn; the tags that it has at this step."""
+def _cut(file: Path, step: int) -> tuple[set[str], int]:
+    """Remove from an event file what is of later steps, and what is torn.
+
+    Returns:
+        The tags that it has at this step, and the last step that it has.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
 
     tags: set[str] = set()
+    last = -1
     for begin, record, is_whole in _records(file):
         if not is_whole or _step(record) > step:
             if begin:
@@ -203,9 +223,10 @@ def _cut(file: Path, step: int) -> set[str]:
             else:
                 file.unlink()
             break
+        last = max(last, _step(record))
         if _step(record) == step:
             tags.update(value.tag for value in Event.FromString(record).summary.value)
-    return tags
+    return tags, last
 
 
 def _records(file: Path) -> Iterator[tuple[int, bytes, bool]]:
