@@ -26,6 +26,8 @@ __all__ = [
     "DonatedStateError",
     "EventNameError",
     "ExportError",
+    "FileInUseError",
+    "FileWriteError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -190,6 +192,20 @@ class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
 
 class CheckpointWriteError(PureLoopError, OSError):
     """A checkpoint could not be written; the file that was at its path is unchanged."""
+
+
+class FileWriteError(PureLoopError, OSError):
+    """A file of a logger or a callback could not be written: the disk is full, or it is not allowed; names the file."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+
+
+class FileInUseError(PureLoopError, BlockingIOError):
+    """Another process writes to the file, and goes on; names both."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
 
 
 class ExportError(PureLoopError, RuntimeError):

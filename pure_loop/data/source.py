@@ -36,7 +36,7 @@ from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group
 from pure_loop.data.group import grouped, steps
-from pure_loop.errors import DataError
+from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:
@@ -249,6 +249,28 @@ class Source(ABC):
             if stop == 0 and start == 0:
                 raise self._empty_epoch(epoch)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        """How many steps of an epoch are left out when training resumes, perhaps with batches of another size.
+
+        Args:
+            epoch: which one.
+            start: how many steps of it were made.
+            samples: how many samples they had.
+            count: the samples of a batch.
+            changed: whether an epoch has another length now.
+
+        Raises:
+            ResumeError: the batches have other sizes than those that were made, and samples can't be skipped by number.
+        """
+        return start
+
+    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, now: int, why: str) -> ResumeError:
+        return ResumeError(
+            f"the {self._stream} dataloader has {now} samples in the first {batches} batches of epoch {epoch}, and the "
+            f"State has seen {samples} in as many: the batches have another size now, so that samples would be left "
+            f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
+        )
+
     def _empty_epoch(self, epoch: int) -> DataError:
         return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
@@ -285,6 +307,14 @@ class Listed(Source):
         # A sequence of the user's own may make its batches when asked.
         return type(self._loader) in (list, tuple)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if self.batches_stay and not self.uneven:
+            batches = start * self._per_step
+            now = sum(map(count, self._loader[:batches]))
+            if now != samples:
+                raise self._refuse_other_sizes(epoch, batches, samples, now, "A list of batches has no indices.")
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         if self.batches_stay:  # so nothing can draw
             for position in range(start, len(self._loader)):
@@ -302,8 +332,26 @@ class Iterated(Source):
 
     _in_workers = False
 
+    # What was made of an epoch, to compare it with what is dropped.
+    _made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        return self._passes.epoch(epoch, start, seen)
+        made, self._made = self._made, None
+        if made is None or made[:2] != (epoch, start):
+            yield from self._passes.epoch(epoch, start, seen)
+            return
+        _, _, samples, count = made
+        with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
+            now = sum(map(count, islice(batches, start)))
+            if now != samples:
+                why = "It has no indices by which they could be skipped."
+                raise self._refuse_other_sizes(epoch, start, samples, now, why)
+            yield from batches
 
     def close(self) -> None:
         self._passes.close()
@@ -407,6 +455,12 @@ class OneShot(Source):
     ) -> None:
         super().__init__(loader, seed, stream, limit, share, per_step)
         self._taken = 0
+        self._made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
 
     @property
     def reads_once(self) -> bool:
@@ -422,7 +476,14 @@ class OneShot(Source):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
+        made, self._made = self._made, None
+        now = 0
         while True:
+            if made is not None and self._taken == seen:
+                if made[:2] == (epoch, start) and now != made[2]:
+                    why = "An iterator has no indices by which they could be skipped."
+                    raise self._refuse_other_sizes(epoch, start, made[2], now, why)
+                made = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -430,6 +491,8 @@ class OneShot(Source):
             self._taken += 1
             if self._taken > seen:
                 yield batch
+            elif made is not None and self._taken > seen - start:
+                now += made[3](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "

@@ -24,6 +24,7 @@ from pure_loop.entry.resume import loading, read_start, saving, seed_of
 from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
 from pure_loop.entry.settings import Settings
 from pure_loop.entry.start import first_state, preparation, refuse_no_boundary, refuse_other_optimizer
+from pure_loop.entry.warmups import refuse_endless_warmups
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
@@ -114,8 +115,18 @@ def assemble(settings: Settings) -> Assembly:
     stages, verify = _verified(settings, stages)
     open_source = together.sources(stages.task)
     data = _training_data(settings, open_source, state.seed)
-    known = _Start(settings, engine, data)
+    known = _Start(settings, engine, data, stages.task)
     state = known.fitted(state)
+    refuse_endless_warmups(
+        optimizer,
+        settings.algorithms,
+        state.timestamp,
+        settings.iteration_length,
+        settings.train_dataloader,
+        stages.task,
+        batches_per_step=settings.batches_per_step,
+        ranks=engine.ranks,
+    )
     evaluators = bind_evaluators(
         settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
     )
@@ -344,6 +355,7 @@ class _Start:
     settings: Settings
     engine: Engine
     data: Source
+    task: Task
 
     def refuse_misfit(self, state: State) -> None:
         """
@@ -362,8 +374,13 @@ class _Start:
 
         refuse_other_optimizer(state, self.settings.optimizer)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        t = state.timestamp
+        start = t.batch_in_epoch
+        if start:
+            changed = None not in (t.batches_per_epoch, self.data.length) and t.batches_per_epoch != self.data.length
+            start = self.data.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
         lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.data.length}
-        now, before = state.timestamp.replace(**lasting), state.previous_timestamp.replace(**lasting)
+        now, before = t.replace(**lasting).replace(batch_in_epoch=start), state.previous_timestamp.replace(**lasting)
         state = state.replace(timestamp=now, previous_timestamp=before)
         refuse_other_memories(state, self.settings.algorithms)
         return state

@@ -173,7 +173,8 @@ def fit(
             :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: there is one
             process, and where a launcher started several it is an error. False: this process runs on its own, whatever
             a launcher started.
-        clock: a function that returns seconds, for durations in seconds.
+        clock: a function that returns seconds, for durations in seconds; NaN and infinity are errors. Where it is set
+            back, the batch takes 0 seconds.
 
     Raises:
         ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before

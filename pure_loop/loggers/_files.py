@@ -12,6 +12,7 @@ from typing import Any
 
 from pure_loop._internal.arguments import is_path
 from pure_loop._internal.names import check_recorded_run_name
+from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -81,8 +82,13 @@ def make_folder(folder: Path, logger: str) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a file that appears under its name whole or not at all."""
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with naming(path, "a logger"):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def first_line(path: Path) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import Entry
 from pure_loop.loggers._names import file_part
@@ -112,13 +113,15 @@ def write_images(folder: Path, entry: Entry) -> list[Path]:
     layers = {"": pixels} | {
         f"-{file_part(str(key))}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming(folder, "a logger"):
+        folder.mkdir(parents=True, exist_ok=True)
     name = file_part(entry.name)
     paths = []
     for suffix, layer in layers.items():
         for index, image in enumerate(layer):
             path = folder / f"ba{entry.moment.batch}-{name}-{index}{suffix}.png"
-            path.write_bytes(png(image))
+            with naming(path, "a logger"):
+                path.write_bytes(png(image))
             paths.append(path)
     return paths
 

@@ -52,7 +52,7 @@ class Tracker(Destination, ABC):
     def settle(self, path: str) -> None:
         self.folder = read_path(path, f"{type(self).__name__} folder")
         self._run_file = RunFile(self.folder / f"{self._prefix}_run.json")
-        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl")
+        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl", type(self).__name__)
 
     @property
     def recorded_run_name(self) -> str | None:

@@ -76,6 +76,10 @@ class Process:
             self._results.write("not collected", f"process {code}", value=first_line(wrong[-1]))
         return True
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def found(self) -> dict[str, Any]:
         return read(self._results.path)
 
@@ -107,13 +111,19 @@ def main(part: Asked, tests: list[str] | None = None, limit: float = LIMIT) -> N
             Process(part.kind, number, count, files() if tests is None else tests, Path(folder), limit)
             for number in range(count)
         ]
+
+        def write() -> None:
+            for key, value in summary([process.found() for process in processes]).items():
+                part.results.write(key, value=value)
+
         running = list(processes)
         while running and part.left > 0:
             running = [process for process in running if not process.over()]
-            for key, value in summary([process.found() for process in processes]).items():
-                part.results.write(key, value=value)
-            time.sleep(2)
-        # Those that still run are killed with this process's group.
+            write()
+            time.sleep(min(2.0, max(part.left, 0.0)))
+        for process in running:
+            process.kill()
+        write()
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_precision(part: Asked) -> None:
 
 def test_cost(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that can't be, and one that ends its process, cost their rows; and the others are measured."""
-    monkeypatch.setattr(cost, "GROUPS", (("W1",),))
+    monkeypatch.setattr(cost, "TRIED", (("W1",),))
     monkeypatch.setattr(cost, "COMPILING", 1.0)
     monkeypatch.setattr(cost, "COMPILED", {AGAIN: None})
     monkeypatch.setattr(cost, "EAGER", {**dict.fromkeys([BASE, "pl.fit", "by hand, a CUDA graph", "unknown"])})
