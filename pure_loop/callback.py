@@ -25,6 +25,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnErr
 from pure_loop.event import Event
 from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
+from pure_loop.random.guards import is_users
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time
@@ -282,6 +283,8 @@ class Observer:
 
     name: str
     observe: Callable[[Event, State], Any]
+    # Its path in seeds, if it may draw from global generators; None: it draws from none.
+    path: tuple[str | int, ...] | None = None
 
 
 def _alone(observer: Observer) -> Observer:
@@ -295,7 +298,7 @@ def _alone(observer: Observer) -> Observer:
         finally:
             alone_on_rank.reset(token)
 
-    return Observer(name, observe_alone)
+    return attrs.evolve(observer, observe=observe_alone)
 
 
 def _of_function(function: Callable[..., Any]) -> Observer:
@@ -389,6 +392,7 @@ def observers(
     group = LoggerGroup(logged)
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []
+    named: list[str] = []
     recorders = (recorder,) if recorder is not None and logged else ()
     for callback in (*listed, *recorders, *logged):
         if isinstance(callback, Callback):
@@ -398,6 +402,13 @@ def observers(
         else:
             observing = dict.fromkeys(Event, _of_function(callback))
         alone = ranks > 1 and not getattr(callback, "all_ranks", False)
+        # A callback of the library may call functions that it was passed, and loggers.
+        code = (callback, *(getattr(callback, "made_with", None) or {}).values(), *logged)
+        if any(map(is_users, code)):
+            name = name_of(callback)
+            path = ("callback", name, named.count(name))
+            named.append(name)
+            observing = {event: attrs.evolve(observer, path=path) for event, observer in observing.items()}
         for event, observer in observing.items():
             table.setdefault(event, []).append(_alone(observer) if alone else observer)
     return {event: tuple(result) for event, result in table.items()}, tuple(objects), group

@@ -29,7 +29,7 @@ def drive(
     loggers: Iterable[Logger] = (),
     stages: Stages | None = None,
     watch: Collection[Event | EventName] | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     deterministic: bool = False,
 ) -> Stream:
     """Run a script of your own: algorithms, callbacks and loggers as in :func:`fit`.
@@ -39,7 +39,8 @@ def drive(
         stages: what handlers that take a second argument are given.
         algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
             from the first State on.
-        strict: checks by value that no State is changed in place; the order is yours.
+        strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True:
+            always; False: never. The order is yours.
 
     >>> import torch, pure_loop as pl
     >>> def script(state):
@@ -67,14 +68,15 @@ def drive(
     observed, objects, _ = observers(settings.callbacks, settings.loggers)
     run = Run(function="drive", callbacks=objects)
     bind_callbacks(run)
+    handlers = bind(settings.algorithms)
     pairs = run_script(
         _with_memory(script, settings.algorithms),
-        bind(settings.algorithms),
+        handlers,
         observed,
         [*(callback.close for callback in objects), *run.at_end],
         stages=stages,
         watch=settings.watch,
-        strict=Strict(None) if settings.strict else None,
+        strict=Strict.of(settings.strict, settings.watch, {*handlers, *observed}),
     )
     return stream_of(pairs, settings.deterministic)
 

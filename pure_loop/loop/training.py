@@ -10,7 +10,7 @@ the consumer, and sends it back. The scripts here read as the specification in :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
@@ -26,6 +26,7 @@ from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_silently, run_unwatched
 from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict
+from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.state import State, fresh_draft_of, outside_batch, with_fields
 from pure_loop.time import Time, TimeUnit
@@ -151,6 +152,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         last, weight = index == count - 1, weights.shares[index]
         buffers, model = state.buffers, state.model
         piece = pieces[min(index, len(pieces) - 1)]
+        stages.place.microbatch = index
         state = yield Event.BEFORE_FORWARD, with_fields(state, microbatch=piece, outputs=None, loss=None)
         if between is not None:
             state = yield from between(state, index, last, weight)
@@ -168,6 +170,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
+    stages.place.clear()
     mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
         loss = state.loss
@@ -336,9 +339,13 @@ def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]
     donation = fit.stages.donation
     if donation is not None and not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
         donation.seen = True  # a function of the user's is shown the State
-    if event is Event.FIT_END:
-        return [evaluator for evaluator in fit.evaluators if evaluator.due_at_end(state)]
-    return [evaluator for evaluator in fit.evaluators if evaluator.due(state, event)]
+    due = []
+    for evaluator in fit.evaluators:
+        users = is_users(evaluator.interval)
+        with fit.stages.guard(state, ("interval", evaluator.label)) if users else nullcontext():
+            if evaluator.due_at_end(state) if event is Event.FIT_END else evaluator.due(state, event):
+                due.append(evaluator)
+    return due
 
 
 def evaluations(state: State, fit: Fit, *events: Event) -> Script:
