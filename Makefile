@@ -18,7 +18,7 @@ CONSTRAINTS ?= constraints.txt
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-schedule
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
@@ -58,6 +58,14 @@ test-triton: $(STAMP) $(TRITON_STAMP)  ## compiled steps as kernels for a GPU, o
 		-m "gpu and not thorough" tests/compile/test_triton.py
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
 		-m "gpu and not thorough" tests/compile/test_triton_numbers.py
+
+# The interpreter as it is, and no environment: a machine with a GPU may have no network.
+DEVICE ?= cuda
+MINUTES ?= 8
+OUT ?= .
+
+gpu:  ## try and measure all on a GPU, offline, into OUT/gpu.json: PYTHON=python3 MINUTES=8 DEVICE=cuda
+	PYTHONPATH=. $(PYTHON) -m tests.gpu --device $(DEVICE) --minutes $(MINUTES) --output $(OUT)/gpu.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,9 +9,10 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`
 from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
-laws-of-peers`` measures. ``source FILE`` is a file of the repository up to its ``main``, and ``source FILE NAME ...``
-what it defines by these names; only the whole is run as the page's code. ``methods KIND`` is a table of a package's
-modules: the row of each is the first sentence of its docstring.
+laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``source FILE`` is a file of
+the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as
+the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its
+docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
 which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
@@ -347,6 +348,12 @@ def _peers(part: str = "table") -> str:
     return str(_by_path("tests/peers/tables.py").render(part, found))
 
 
+def _gpu() -> str:
+    """What ran on a GPU, or that nothing has."""
+    path = ROOT / "docs" / "gpu.json"
+    return str(_by_path("tests/gpu/page.py").render(json.loads(path.read_text()) if path.exists() else None))
+
+
 def _by_path(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", ROOT / path)
     assert spec is not None
@@ -410,6 +417,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "api": _api,
     "api-of": _api_of,
     "benchmark": _benchmark,
+    "gpu": _gpu,
     "mermaid": _mermaid,
     "methods": _methods,
     "grammar": _grammar,

@@ -19,7 +19,7 @@ from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event, EventName
+from pure_loop.event import Event, EventName, as_event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.guards import is_users
 from pure_loop.state import State
@@ -46,13 +46,6 @@ class Handler:
     takes_stages: bool
     # Its path in seeds, if it may draw from global generators; None: it draws from none.
     path: tuple[str | int, ...] | None = None
-
-
-def _as_event(event: Any, where: str) -> Event:
-    try:
-        return Event(event)
-    except ValueError as error:
-        raise ArgumentError(f"{where}: {error}") from None
 
 
 def _takes_stages(function: HandlerFunction, where: str) -> bool:
@@ -135,7 +128,7 @@ class Algorithm:
             raise ArgumentTypeError(f"{where}: handlers is a mapping of events to functions, not {handlers!r}.")
         for events, functions in handlers.items():
             for event in events if isinstance(events, tuple | list | frozenset) else (events,):
-                member = _as_event(event, where)
+                member = as_event(event, where)
                 listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
                 for function in listed:
                     if not callable(function):

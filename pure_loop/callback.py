@@ -17,12 +17,13 @@ import attrs
 import torch
 
 from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.closing import call_all
 from pure_loop._internal.dtensor import alone_on_rank
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
-from pure_loop.event import Event
+from pure_loop.event import Event, nearest_event
 from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
 from pure_loop.random.guards import is_users
@@ -111,6 +112,10 @@ class Callback:
     """Whether ``fit`` computes ``state.grad_norm`` at each batch for this callback, even if no clipping needs it. It
     requires ``all_ranks = True``, because ranks with shards of the gradients compute it together."""
 
+    records: bool = False
+    """Whether it only passes values to the logger. It is then shown an event at which an algorithm or another callback
+    raises, too, so that the record of a run ends with the values of its last event."""
+
     made_with: Mapping[str, Any] | None = None
     """The arguments with which it was constructed, by name; None: not known."""
 
@@ -195,21 +200,58 @@ class Logger(Callback):
 
 
 def _to_each(method: Callable[Concatenate[Logger, P], None]) -> Callable[Concatenate[LoggerGroup, P], None]:
-    """The same method of a group: calls that of each logger."""
+    """A method of a group that calls that of each logger; one that raises keeps none of the others from recording."""
 
     @functools.wraps(method)
     def called(group: LoggerGroup, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        for logger in group.loggers:
-            getattr(logger, method.__name__)(*args, **kwargs)
+        call_all(functools.partial(getattr(logger, method.__name__), *args, **kwargs) for logger in group.loggers)
 
     return called
 
 
+class _Recorded:
+    """Which callback recorded which name at the batch in progress."""
+
+    __slots__ = ("_authors", "_batch")
+
+    def __init__(self) -> None:
+        self._batch, self._authors = -1, dict[str, str]()
+
+    def add(self, names: Iterable[str], author: str, state: State) -> None:
+        """
+        Raises:
+            ArgumentError: a name has a value at this batch already.
+        """
+        batch = state.timestamp.batch
+        if batch != self._batch:
+            self._batch = batch
+            self._authors.clear()
+        for name in names:
+            if name in self._authors:
+                raise ArgumentError(
+                    f"{author} records {name!r} at batch {batch}, where {self._authors[name]} has recorded it: a name "
+                    "has one value at a step. Record it once, such as the mean at BATCH_END or EVAL_END, or under a "
+                    "name for each value."
+                )
+            self._authors[name] = author
+
+
 class LoggerGroup:
-    """The logger that callbacks are handed: passes everything on to each logger of the run."""
+    """The logger that callbacks are handed: passes everything on to each logger of the run.
+
+    A name has one value at a step: recording it twice at one batch is an error.
+    """
 
     def __init__(self, loggers: Sequence[Logger] = ()) -> None:
         self.loggers: tuple[Logger, ...] = tuple(loggers)
+        self._recorded, self._author = _Recorded(), "a callback"
+
+    def for_callback(self, name: str) -> LoggerGroup:
+        """The group as a callback of this name is handed it."""
+        group = LoggerGroup(self.loggers)
+        group._recorded = self._recorded
+        group._author = f"callback {name}"
+        return group
 
     log_hyperparameters = _to_each(Logger.log_hyperparameters)
     log_table = _to_each(Logger.log_table)
@@ -223,19 +265,26 @@ class LoggerGroup:
             ArgumentError, ArgumentTypeError: another name, which could lead out of a logger's folder.
         """
         check_file_name(name, "log_file")
-        for logger in self.loggers:
-            logger.log_file(name, path)
+        call_all(functools.partial(logger.log_file, name, path) for logger in self.loggers)
 
     def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
-        """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table."""
+        """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table.
+
+        Raises:
+            ArgumentError: one of the names has a value at this batch already.
+        """
         from pure_loop._internal.recordable import recordable_metrics  # only where a callback records
 
         numbers, tables = recordable_metrics(metrics)
-        for logger in self.loggers:
+        self._recorded.add([*numbers, *tables], self._author, state)
+
+        def record(logger: Logger) -> None:
             if numbers or not tables:
                 logger.log_metrics(numbers, state)
             for name, (columns, rows) in tables.items():
                 logger.log_table(name, columns, rows, state)
+
+        call_all(functools.partial(record, logger) for logger in self.loggers)
 
     def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
         """Images, as :meth:`Logger.log_images` says.
@@ -249,8 +298,7 @@ class LoggerGroup:
                 f"log_images({name!r}): images are a tensor or array of shape (n, height, width, channels), or of one "
                 f"image (height, width, channels); got {f'shape {shape}' if shape else type(images).__name__}."
             )
-        for logger in self.loggers:
-            logger.log_images(name, images, state, masks=masks)
+        call_all(functools.partial(logger.log_images, name, images, state, masks=masks) for logger in self.loggers)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """What some loggers can record and others can't, ``log_audio``: goes to those that have the method."""
@@ -268,8 +316,7 @@ class LoggerGroup:
             )
 
         def to_those(*args: Any, **kwargs: Any) -> None:
-            for method in methods:
-                method(*args, **kwargs)
+            call_all(functools.partial(method, *args, **kwargs) for method in methods)
 
         return to_those
 
@@ -279,10 +326,11 @@ CallbackLike: TypeAlias = "Callback | Callable[[Event, State], None]"
 
 @attrs.frozen
 class Observer:
-    """One callback at one event."""
+    """One callback at one event; ``records`` is that of the callback."""
 
     name: str
     observe: Callable[[Event, State], Any]
+    records: bool = False
     # Its path in seeds, if it may draw from global generators; None: it draws from none.
     path: tuple[str | int, ...] | None = None
 
@@ -313,9 +361,10 @@ def _of_function(function: Callable[..., Any]) -> Observer:
 
 def _of_callback(callback: Callback, logger: LoggerGroup) -> dict[Event, Observer]:
     cls = type(callback)
-    name = cls.__name__
+    name, records = cls.__name__, callback.records
+    logger = logger.for_callback(name)
     if cls.run_event is not Callback.run_event:
-        observer = Observer(name, lambda event, state: callback.run_event(event, state, logger))
+        observer = Observer(name, lambda event, state: callback.run_event(event, state, logger), records)
         return dict.fromkeys(Event, observer)
     _refuse_near_misses(callback)
     table = {}
@@ -327,7 +376,7 @@ def _of_callback(callback: Callback, logger: LoggerGroup) -> dict[Event, Observe
                     f"callback {name} has a method {event.value}{inspect.signature(method)}; the loop calls it with "
                     f"the State and the logger: def {event.value}(self, state, logger)."
                 )
-            table[event] = Observer(name, _calling(method, logger))
+            table[event] = Observer(name, _calling(method, logger), records)
     if not table and not isinstance(callback, Logger):
         raise ArgumentError(
             f"callback {name} observes no event: give it methods named after events, such as "
@@ -341,21 +390,27 @@ def _calling(method: Callable[[State, LoggerGroup], Any], logger: LoggerGroup) -
 
 
 def _refuse_near_misses(callback: Callback) -> None:
-    """Refuse a method with a callback's arguments whose name is no event: it would silently never be called."""
-    import difflib  # for classes of the user's own alone
-
-    values = [event.value for event in Event]
-    aliases = {alias.lower(): [event.value] for alias, event in Event.__members__.items()}
-    for name, method in inspect.getmembers(type(callback), inspect.isfunction):
-        if name.startswith("_") or name in values or hasattr(Logger, name):
+    """Refuse a method for an event whose name is almost that of one: it would silently never be called."""
+    names = {event.value for event in Event}
+    methods = [name for name, _ in inspect.getmembers(type(callback), inspect.isroutine)]
+    for name in [*methods, *getattr(callback, "__dict__", ())]:
+        near = None if name.startswith("_") or name in names or hasattr(Logger, name) else nearest_event(name, 0.8)
+        method = None if near is None else getattr(callback, name)
+        if near is None or not callable(method):
             continue
-        bare = name.removeprefix("on_")
-        near = aliases.get(bare) or difflib.get_close_matches(bare, values, n=1, cutoff=0.8)
-        if near and (accepts(method, 3) or name.startswith("on_")):
+        if name.startswith("on_") or accepts(method, 2) or _takes_state(method):
             raise ArgumentError(
                 f"callback {type(callback).__name__} has a method {name!r}, which is no event and would never be "
-                f"called: did you mean {near[0]}(self, state, logger)? (A helper's name may start with an underscore.)"
+                f"called: did you mean {near.value}(self, state, logger)? (A helper's name may start with an "
+                "underscore.)"
             )
+
+
+def _takes_state(method: Callable[..., Any]) -> bool:
+    try:
+        return "state" in inspect.signature(method).parameters
+    except ValueError:
+        return False
 
 
 def observers(
@@ -401,7 +456,6 @@ def observers(
             observing = _of_callback(callback, group)
         else:
             observing = dict.fromkeys(Event, _of_function(callback))
-        alone = ranks > 1 and not getattr(callback, "all_ranks", False)
         # A callback of the library may call functions that it was passed, and loggers.
         code = (callback, *(getattr(callback, "made_with", None) or {}).values(), *logged)
         if any(map(is_users, code)):
@@ -409,8 +463,11 @@ def observers(
             path = ("callback", name, named.count(name))
             named.append(name)
             observing = {event: attrs.evolve(observer, path=path) for event, observer in observing.items()}
+        together = ranks > 1 and getattr(callback, "all_ranks", False)
         for event, observer in observing.items():
-            table.setdefault(event, []).append(_alone(observer) if alone else observer)
+            if together:  # which one rank can't record by itself
+                observer = attrs.evolve(observer, records=False)
+            table.setdefault(event, []).append(_alone(observer) if ranks > 1 and not together else observer)
     return {event: tuple(result) for event, result in table.items()}, tuple(objects), group
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "DataError",
     "DistributedError",
     "DonatedStateError",
+    "EventNameError",
     "ExportError",
     "FrozenDictError",
     "FrozenStateError",
@@ -60,6 +61,10 @@ class ArgumentTypeError(PureLoopError, TypeError):
 
 class TimeFormatError(ArgumentError):
     """A duration or an interval can't be read."""
+
+
+class EventNameError(ArgumentError):
+    """A text is no event: it was passed as one, or compared with one, which would never be true."""
 
 
 class ModelError(ArgumentError):

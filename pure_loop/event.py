@@ -6,10 +6,12 @@ bound to them, and :mod:`pure_loop.order` says in which order they come.
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Literal, TypeAlias
+from enum import EnumType, StrEnum
+from typing import Any, Literal, NoReturn, TypeAlias
 
-__all__ = ["Event", "EventName"]
+from pure_loop.errors import ArgumentError, EventNameError, MissingNameError
+
+__all__ = ["Event", "EventName", "as_event", "nearest_event"]
 
 # tests/typing compares it with the members of Event.
 EventName: TypeAlias = Literal[
@@ -57,8 +59,23 @@ EventName: TypeAlias = Literal[
 """The name of an event, as a text."""
 
 
-class Event(StrEnum):
+class _EventType(EnumType):
+    """The class of :class:`Event`: a name that no event has is an error that gives the nearest one."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"Event.{name} is not an event{_suggestion(name)}")
+
+    def __getitem__(cls, name: str) -> Any:
+        if name not in cls.__members__:
+            raise MissingNameError(f"Event[{name!r}] is not an event{_suggestion(name)}")
+        return cls.__members__[name]
+
+
+class Event(StrEnum, metaclass=_EventType):
     """A moment of training, evaluation or prediction; a ``str`` whose value is its name in lower case.
+
+    An event equals its value. A comparison with any other text that is no event's value raises, because it would never
+    be true. A set or a dict finds texts by their hash and raises nothing: write events into it, ``{Event.BATCH_END}``.
 
     Attributes:
         is_before_event: something is about to happen (``BEFORE_*``, ``*_START``, ``*_BEFORE_*``).
@@ -70,7 +87,8 @@ class Event(StrEnum):
         is_predict: it belongs to prediction.
 
     Raises:
-        ValueError: for a name that no event has; the message gives the nearest one.
+        EventNameError: (a ValueError) for a name that no event has, and for a comparison with such a text; the message
+            gives the nearest event.
 
     >>> Event("epoch_end") is Event("EPOCH_END") is Event.EPOCH_END
     True
@@ -80,6 +98,11 @@ class Event(StrEnum):
     'eval_all'
     >>> Event.TRAINING_START  # the name in older documents
     Event.FIT_START
+    >>> Event.BATCH_END == "batch_ends"
+    Traceback (most recent call last):
+    ...
+    pure_loop.errors.EventNameError: an event is compared with 'batch_ends', which is no event and never comes; did \
+you mean 'batch_end' (Event.BATCH_END)?
     """
 
     # Attributes, not properties: they are read at every event of every batch.
@@ -144,16 +167,78 @@ class Event(StrEnum):
         self.is_predict = words[0] == "predict"
         self.canonical_name = "_".join(word for word in words if word not in ("before", "after", "start", "end"))
 
+    def __eq__(self, other: object) -> bool:
+        member = _BY_VALUE.get(other) if type(other) is str else None  # first, because a body asks at every event
+        if member is not None:
+            return member is self
+        if other is self:
+            return True
+        if not isinstance(other, str):
+            return NotImplemented
+        if isinstance(other, Event):
+            return False
+        text = str.__str__(other)  # of a class of its own
+        if text not in _BY_VALUE:
+            raise EventNameError(
+                f"an event is compared with {text!r}, which is no event and never comes{_advice(text)}"
+            )
+        return str.__eq__(self, text)
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    __hash__ = str.__hash__
+
     def __repr__(self) -> str:
         return f"Event.{self.name}"
 
     @classmethod
     def _missing_(cls, value: object) -> Event:
-        name = value.strip().upper() if isinstance(value, str) else repr(value)
-        if name in cls.__members__:
-            return cls.__members__[name]
-        import difflib  # only on the way to an error
+        member = cls.__members__.get(value.strip().upper()) if isinstance(value, str) else None
+        if member is None:
+            raise EventNameError(f"{value!r} is not an event{_suggestion(value)}")
+        return member
 
-        near = difflib.get_close_matches(name, cls.__members__, n=1)
-        hint = f"; did you mean Event.{near[0]}?" if near else f"; the events are {', '.join(cls.__members__)}"
-        raise ValueError(f"{value!r} is not an event{hint}")
+
+_BY_VALUE: dict[str, Event] = {event.value: event for event in Event}
+
+
+def nearest_event(name: object, cutoff: float = 0.6) -> Event | None:
+    """The event that was probably meant, if there is one; names of other libraries are ``on_train_batch_end``."""
+    import difflib  # only on the way to an error
+    import re
+
+    if not isinstance(name, str):
+        return None
+    words = re.sub("([a-z])([A-Z])", r"\1_\2", name).strip().upper().replace("-", "_").replace(" ", "_")
+    words = re.sub("^(VALIDATION|VAL|TEST)_", "EVAL_", words.removeprefix("ON_"))
+    if words.removeprefix("TRAIN_") in Event.__members__:
+        words = words.removeprefix("TRAIN_")
+    near = difflib.get_close_matches(words, Event.__members__, n=1, cutoff=cutoff)
+    return Event.__members__[near[0]] if near else None
+
+
+def _suggestion(name: object) -> str:
+    """The end of an error about a name that no event has."""
+    near = nearest_event(name)
+    return (
+        f"; the events are {', '.join(event.name for event in Event)}" if near is None else f"; did you mean {near!r}?"
+    )
+
+
+def _advice(text: str) -> str:
+    near = nearest_event(text)
+    return _suggestion(text) if near is None else f"; did you mean {near.value!r} ({near!r})?"
+
+
+def as_event(value: object, where: str) -> Event:
+    """The event that an argument names.
+
+    Raises:
+        ArgumentError: there is none; the message begins with ``where`` and gives the nearest one.
+    """
+    try:
+        return Event(value)  # type: ignore[arg-type]
+    except EventNameError as error:
+        raise ArgumentError(f"{where}: {error}") from None

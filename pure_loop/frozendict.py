@@ -124,7 +124,9 @@ _SHOWN = 8
 _MOST = 20
 _ABOUT_METRICS = (
     "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
-    'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval"'
+    'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval". At the BATCH_END or EPOCH_END '
+    "after which an evaluator is due, its old metrics are left out until its EVAL_END: read the new ones at "
+    "BATCH_CHECKPOINT or EPOCH_CHECKPOINT"
 )
 
 

@@ -138,7 +138,9 @@ class State(Record):
         seed: the seed of all random numbers of the run.
         loss_scale: for ``amp_fp16`` the loss scale as a value, else None.
         algorithm_state: what each algorithm keeps from event to event, by its name.
-        metrics: evaluator labels to metric names to values: ``state.metrics["val"]["accuracy"]``.
+        metrics: evaluator labels to metric names to values: ``state.metrics["val"]["accuracy"]``, those of its last
+            evaluation. From the BATCH_END or EPOCH_END after which it is due until its EVAL_END they are not there: a
+            MissingNameError says at which event they are.
         event: the event at which this State was yielded.
         position: the last boundary passed, from which ``fit`` resumes.
         skipped: steps skipped because of a loss or gradient that was not finite; int64, shape ().

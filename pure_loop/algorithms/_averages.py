@@ -1,24 +1,102 @@
-"""Averages of parameters and buffers in the algorithm state: what can be averaged, and the State that has one."""
+"""Averages of parameters and buffers in the algorithm state: what is averaged, and the State that has an average.
+
+A parameter moves in small steps, and a mean of its values is a value that it could have had. A buffer may be anything:
+the smallest value so far, which begins at infinity; a vector of length 1, of which a mean is shorter; a mask. Only
+running means and variances are averaged, and the buffers that ``buffers=`` names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.arguments import refusal
+from pure_loop._internal.dtensor import local_tensor, map_local
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["averageable", "averaged", "begun", "widened"]
+__all__ = ["AveragedBuffers", "averageable", "averaged", "begun", "finite_or", "widened", "with_average"]
+
+# A module that has both normalizes with them: BatchNorm and InstanceNorm of torch, subclasses, and classes of others.
+_STATISTICS = ("running_mean", "running_var")
 
 
 def averageable(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
     """Those that can be averaged."""
-    return FrozenDict(
-        (name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()
-    )
+    return FrozenDict((name, tensor) for name, tensor in tensors.items() if _is_averageable(tensor))
+
+
+def _is_averageable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@attrs.frozen
+class AveragedBuffers:
+    """Which buffers are averaged: running means and variances, and those that ``buffers=`` names.
+
+    Attributes:
+        where: the algorithm's factory, for errors.
+        globs: of names of buffers that are averaged, too.
+
+    >>> chosen = AveragedBuffers.read("ema", "*.center")
+    >>> list(chosen.of({name: torch.ones(1) for name in ("0.center", "0.u", "1.running_mean", "1.running_var")}))
+    ['0.center', '1.running_mean', '1.running_var']
+    """
+
+    where: str
+    globs: tuple[str, ...]
+
+    @classmethod
+    def read(cls, where: str, buffers: Any) -> AveragedBuffers:
+        """
+        Raises:
+            ArgumentTypeError: it is neither a text nor several.
+        """
+        globs = (buffers,) if isinstance(buffers, str) else tuple(buffers) if isinstance(buffers, Iterable) else (None,)
+        if not all(isinstance(glob, str) and glob for glob in globs):
+            raise refusal("buffers", buffers, 'a glob of names of buffers such as "*.center", or a list of them', where)
+        return cls(where, globs)
+
+    def of(self, buffers: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+        """Those of a State's buffers that are averaged.
+
+        Raises:
+            ArgumentError: a glob matches none of them; names those that there are.
+        """
+        chosen = _chosen(self.where, self.globs, tuple(averageable(buffers)))
+        return FrozenDict((name, buffers[name]) for name in chosen)
+
+
+# Buffers have the same names at each update.
+@functools.lru_cache(maxsize=64)
+def _chosen(where: str, globs: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    for glob in globs:
+        if glob != "*" and not fnmatch.filter(names, glob):
+            near = nearest(glob, names)
+            raise ArgumentError(
+                f"{where}: buffers={glob!r} matches no floating point buffer of the model"
+                + (f"; did you mean {near!r}?" if near else "")
+                + f"; there are {', '.join(names) or 'none'}."
+            )
+    there = set(names)
+    return tuple(name for name in names if _is_statistic(name, there) or _matches(name, globs))
+
+
+def _is_statistic(name: str, names: set[str]) -> bool:
+    layer, dot, own = name.rpartition(".")
+    return own in _STATISTICS and names.issuperset(layer + dot + statistic for statistic in _STATISTICS)
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -28,13 +106,13 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The average of those buffers that are there now: a new one, or one of another shape or dtype, begins as it is."""
+    """The average of these tensors: a new one, or one of another shape or dtype, begins as it is."""
     if average.keys() == tensors.keys() and all(_is_of(old, tensors[name]) for name, old in average.items()):
         return average
-    return {
-        name: average[name] if name in average and _is_of(average[name], tensor) else tensor
+    return FrozenDict(
+        (name, average[name] if name in average and _is_of(average[name], tensor) else tensor)
         for name, tensor in tensors.items()
-    }
+    )
 
 
 def _is_of(average: Tensor, tensor: Tensor) -> bool:
@@ -44,10 +122,25 @@ def _is_of(average: Tensor, tensor: Tensor) -> bool:
     return average.shape == tensor.shape and dtypes[0] is dtypes[1]
 
 
+def finite_or(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    """The average, with the tensors' own numbers where it isn't finite: of two infinities there is no average.
+
+    >>> finite_or({"mask": torch.tensor([torch.nan, 0.5])}, {"mask": torch.tensor([-torch.inf, 1.0])})["mask"]
+    tensor([  -inf, 0.5000])
+    """
+
+    def chosen(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        return [torch.where(a.isfinite(), a, b.to(a)) for a, b in zip(old, new, strict=True)]
+
+    results = map_local(chosen, list(average.values()), [tensors[name] for name in average]) if average else []
+    return FrozenDict(zip(average, results, strict=True))
+
+
 def averaged(state: State, name: str = "ema") -> State:
     """The State with the average of ``ema`` or ``swa`` as its parameters and buffers: ``averaged(state).module()``.
 
-    Integers (BatchNorm's count of batches, weights that are quantised) are not averaged: they are the State's own.
+    Buffers that are not averaged are the State's own, and so are single numbers of which there is no average, because
+    they were infinite.
 
     Raises:
         ArgumentError: the State has no average of this name.
@@ -61,6 +154,15 @@ def averaged(state: State, name: str = "ema") -> State:
     >>> averaged(state).module()
     Linear(in_features=2, out_features=1, bias=True)
     """
+    return with_average(state, name, None)
+
+
+def with_average(state: State, name: str, chosen: AveragedBuffers | None) -> State:
+    """:func:`averaged`, of the buffers that are chosen alone; None: of all that have an average.
+
+    Raises:
+        ArgumentError, ResumeError: as :func:`averaged` does.
+    """
     memory = state.algorithm_state.get(name)
     if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
         raise ArgumentError(
@@ -69,23 +171,31 @@ def averaged(state: State, name: str = "ema") -> State:
             "State from before FIT_START, has no average yet."
         )
     # Ahead of a forward, which broadcasts.
-    for name, tensor in memory["params"].items():
-        if name in state.params and tensor.shape != state.params[name].shape:
+    for key, tensor in memory["params"].items():
+        if key in state.params and tensor.shape != state.params[key].shape:
             raise ResumeError(
-                f"the average of params[{name!r}] has shape {tuple(tensor.shape)}, and the parameter "
-                f"{tuple(state.params[name].shape)}: it is of another model, or was altered."
+                f"the average of params[{key!r}] has shape {tuple(tensor.shape)}, and the parameter "
+                f"{tuple(state.params[key].shape)}: it is of another model, or was altered."
             )
-    return state.replace(params=_with(state.params, memory["params"]), buffers=_with(state.buffers, memory["buffers"]))
+    buffers = state.buffers if chosen is None else chosen.of(state.buffers)
+    return state.replace(
+        params=_with(state.params, memory["params"]),
+        buffers={**state.buffers, **_with(buffers, memory["buffers"])},
+    )
 
 
 def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
-    return FrozenDict(
-        (
-            name,
-            # A buffer may have taken another shape or dtype since the last update.
-            average[name].to(tensor.device, tensor.dtype)
-            if name in average and _is_of(average[name], tensor)
-            else tensor,
-        )
+    # A buffer may have taken another shape or dtype since the last update.
+    result = {
+        name: average[name].to(tensor.device, tensor.dtype)
         for name, tensor in tensors.items()
-    )
+        if name in average and _is_of(average[name], tensor)
+    }
+    return FrozenDict({**tensors, **result, **finite_or(_not_finite(result), tensors)})
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those with a number that isn't finite; waits for the device, once."""
+    flags = [widened(local_tensor(tensor)).isfinite().all() for tensor in tensors.values()]
+    finite = torch.stack(flags).tolist() if flags else []
+    return {name: tensors[name] for name, all_of_it in zip(tensors, finite, strict=True) if not all_of_it}

@@ -13,7 +13,7 @@ https://doi.org/10.1137/0330046 (averaging in stochastic approximation), https:/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from pure_loop._internal.dtensor import is_sharded, map_local
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._averages import averageable, averaged, begun, widened
+from pure_loop.algorithms._averages import (
+    AveragedBuffers,
+    averageable,
+    averaged,
+    begun,
+    finite_or,
+    widened,
+    with_average,
+)
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.cadence import every
 from pure_loop.errors import ArgumentError
@@ -86,12 +94,15 @@ def ema(
     start: Any = None,
     warmup: bool = False,
     offload: bool = False,
+    buffers: str | Iterable[str] = (),
     name: str = "ema",
 ) -> Algorithm:
     """Exponential moving average: evaluation and prediction use the average, training the weights.
 
-    The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters and
-    buffers are averaged, complex ones too, and not those of integers; a buffer that appears later, or takes another
+    The average starts as the weights at the start of training and is updated at BATCH_END or EPOCH_END. Parameters are
+    averaged, complex ones too, and of the buffers running means and variances (a module's ``running_mean`` and
+    ``running_var``, as BatchNorm has them) and those that ``buffers`` names; evaluation uses the latest values of all
+    others. Where an average would not be finite it is the latest value. A buffer that appears later, or takes another
     shape or dtype, begins its average there. Nothing in training reads the average, so training is what it would be
     without. :func:`averaged` gives a State with the average in place of the weights, to export or resume from.
     ``evaluate`` and ``predict`` use the average that their State holds: give them ``algorithms=[ema(...)]`` too.
@@ -107,11 +118,14 @@ def ema(
             weights at first, as TensorFlow does it; updates before ``start`` do not count.
         offload: keep the average in RAM, and not in the memory of the device. Each update copies all weights there and
             waits for them, so write an ``interval`` of many batches; not with ``parallel="shard"``.
+        buffers: globs of names of further buffers that are averaged, ``"*.center"``; ``"*"``: all of floating point.
+            When a run resumes with others than before, averages begin or end there.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
         ArgumentError: both of half_life and smoothing or neither, a time of 0 or by the clock, a half life in epochs
-            that is updated within them; by evaluation: a State that has no average.
+            that is updated within them; by ``fit``: a glob that matches no floating point buffer; by evaluation: a
+            State that has no average.
         ArgumentTypeError: a setting of another type.
 
     >>> import torch, pure_loop as pl
@@ -132,6 +146,7 @@ def ema(
     if life is not None:
         _refuse_inside(life, life.unit, period, period.unit)
     cadence = every(period)
+    chosen_buffers = AveragedBuffers.read("ema", buffers)
 
     def kept(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
         chosen = averageable(tensors)
@@ -149,8 +164,16 @@ def ema(
         unit = None if life is None else _in_counts(life, duration)[1]
         if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
             _refuse_inside(life, unit, period, period_unit)
-        memory = FrozenDict(params=kept(state.params), buffers=kept(state.buffers), updated=_counts(state.timestamp))
+        of_buffers = kept(chosen_buffers.of(state.buffers))
+        memory = FrozenDict(params=kept(state.params), buffers=of_buffers, updated=_counts(state.timestamp))
         return memory | {"updates": 0} if warmup else memory
+
+    def resume(state: State) -> State:
+        memory = state.algorithm_state[name]
+        of_buffers = begun(memory["buffers"], kept(chosen_buffers.of(state.buffers)))
+        if of_buffers is memory["buffers"]:
+            return state
+        return state.remember(name, FrozenDict({**memory, "buffers": of_buffers}))
 
     def update(state: State) -> State:
         assert state.event is not None
@@ -168,16 +191,19 @@ def ema(
             decay = min(decay, updates / (9 + updates))
         params = moving_average(memory["params"], kept(state.params) if offload else state.params, decay)
         # Buffers may come, go and change their shapes.
-        of_buffers = kept(state.buffers) if offload else state.buffers
-        buffers = moving_average(begun(memory["buffers"], averageable(of_buffers)), of_buffers, decay)
-        after = FrozenDict(params=params, buffers=buffers, updated=_counts(now))
+        latest = kept(chosen_buffers.of(state.buffers))
+        average = moving_average(begun(memory["buffers"], latest), latest, decay)
+        if chosen_buffers.globs:  # a running maximum begins at -inf
+            average = finite_or(average, latest)
+        after = FrozenDict(params=params, buffers=average, updated=_counts(now))
         return state.remember(name, after | {"updates": updates} if warmup else after)
 
     def show(state: State) -> State:
-        return averaged(state, name)
+        return with_average(state, name, chosen_buffers)
 
     events = _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
-    return Algorithm(name, {events: update, (Event.EVAL_START, Event.PREDICT_START): show}, init=begin)
+    shown: dict[Any, Any] = {(Event.EVAL_START, Event.PREDICT_START): show}
+    return Algorithm(name, {Event.FIT_START: resume, events: update, **shown}, init=begin)
 
 
 def _decay(half_life: Time, updated: Mapping[str, float], now: Timestamp) -> float:

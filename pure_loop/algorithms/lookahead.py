@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._averages import finite_or
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import Above, AtLeast, checked
@@ -26,7 +27,7 @@ __all__ = ["lookahead", "step_towards"]
 
 @torch.no_grad()
 def step_towards(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], rate: float = 0.5) -> FrozenDict[str, Tensor]:
-    """``slow + rate (fast - slow)``, name by name.
+    """``slow + rate (fast - slow)``, name by name; ``fast`` where that isn't finite, as between two infinities.
 
     Args:
         slow: names to tensors. Those that are neither floating point nor complex are taken from ``fast``.
@@ -47,7 +48,7 @@ def step_towards(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], rate: f
         return list(torch._foreach_lerp(before, now, rate))
 
     moved: list[Any] = map_local(lerp, [slow[name] for name in names], [fast[name] for name in names])
-    return FrozenDict({**fast, **dict(zip(names, moved, strict=True))})
+    return FrozenDict({**fast, **finite_or(dict(zip(names, moved, strict=True)), fast)})
 
 
 @checked

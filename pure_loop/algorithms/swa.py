@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from pure_loop._internal.dtensor import map_local
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._averages import averageable, averaged, begun, widened
+from pure_loop.algorithms._averages import (
+    AveragedBuffers,
+    averageable,
+    begun,
+    finite_or,
+    widened,
+    with_average,
+)
 from pure_loop.algorithms._spans import as_span, is_past, part_of_span
 from pure_loop.cadence import every
 from pure_loop.data.batch import to_device
@@ -129,12 +136,15 @@ def swa(
     evaluate: bool = True,
     reset_optimizer: bool = False,
     batchnorm_data: Iterable[Any] | None = None,
+    buffers: str | Iterable[str] = (),
     name: str = "swa",
 ) -> Algorithm:
     """Stochastic weight averaging: evaluation and prediction use the mean of weights, training the weights.
 
-    From ``start`` on the mean is updated at BATCH_END, or at EPOCH_END for an interval in epochs. Parameters and
-    buffers are averaged, and not those of integers. :func:`averaged` gives a State with the mean in place of the
+    From ``start`` on the mean is updated at BATCH_END, or at EPOCH_END for an interval in epochs. Parameters are
+    averaged, and of the buffers running means and variances (a module's ``running_mean`` and ``running_var``, as
+    BatchNorm has them) and those that ``buffers`` names; evaluation uses the latest values of all others. Where a mean
+    would not be finite it is the latest value. :func:`averaged` gives a State with the mean in place of the
     weights, and :func:`update_batchnorm` one with BatchNorm's statistics of it; the mean of the statistics, which
     evaluations during training use, is an approximation. Nothing in training reads the mean, unless ``replace``.
 
@@ -148,11 +158,14 @@ def swa(
         reset_optimizer: with ``replace``, the optimizer begins anew from the mean.
         batchnorm_data: batches, as ``fit`` takes them, of which evaluation and prediction take BatchNorm's statistics
             of the mean (:func:`update_batchnorm`): a list or a DataLoader, which each of them goes through.
+        buffers: globs of names of further buffers that are averaged, ``"*.center"``; ``"*"``: all of floating point.
+            When a run resumes with others than before, means begin or end there.
         name: another one, if there are several; with several, evaluation uses the last one in the list.
 
     Raises:
         ArgumentError: a time by the clock, an end before the start, ``replace`` without an end, ``reset_optimizer``
-            without ``replace``, or ``batchnorm_data`` that is an iterator or without ``evaluate``.
+            without ``replace``, or ``batchnorm_data`` that is an iterator or without ``evaluate``; by ``fit``: a glob
+            that matches no floating point buffer.
         ArgumentTypeError: a setting of another type.
 
     >>> import pure_loop as pl
@@ -179,11 +192,20 @@ def swa(
         raise ArgumentError(f"swa: batchnorm_data is for evaluations, and {reason}: give a list or a DataLoader.")
     period = Time.parse(interval)
     cadence = every(period)
+    chosen_buffers = AveragedBuffers.read("swa", buffers)
 
     def begin(state: State) -> FrozenDict[str, Any]:
         count = torch.zeros((), dtype=torch.int64, device=state.device)
-        memory = {"params": averageable(state.params), "buffers": averageable(state.buffers), "count": count}
+        of_buffers = chosen_buffers.of(state.buffers)
+        memory = {"params": averageable(state.params), "buffers": of_buffers, "count": count}
         return FrozenDict({**memory, "replaced": False} if replace else memory)
+
+    def resume(state: State) -> State:
+        memory = state.algorithm_state[name]
+        of_buffers = begun(memory["buffers"], chosen_buffers.of(state.buffers))
+        if of_buffers is memory["buffers"]:
+            return state
+        return state.remember(name, FrozenDict({**memory, "buffers": of_buffers}))
 
     def update(state: State) -> State:
         assert state.event is not None
@@ -191,10 +213,11 @@ def swa(
         joins = part_of_span(first, now) >= 1 and not (last is not None and is_past(last, now))
         if joins and cadence.at(state, state.event):
             count = memory["count"]
-            params = running_mean(memory["params"], state.params, count)
+            params = finite_or(running_mean(memory["params"], state.params, count), state.params)
             # Buffers may come, go and change their shapes.
-            buffers = running_mean(begun(memory["buffers"], averageable(state.buffers)), state.buffers, count)
-            memory = FrozenDict({**memory, "params": params, "buffers": buffers, "count": count + 1})
+            latest = chosen_buffers.of(state.buffers)
+            of_buffers = finite_or(running_mean(begun(memory["buffers"], latest), latest, count), latest)
+            memory = FrozenDict({**memory, "params": params, "buffers": of_buffers, "count": count + 1})
             state = state.remember(name, memory)
         if not replace or memory["replaced"] or (last is not None and part_of_span(last, now) < 1):
             return state
@@ -212,7 +235,7 @@ def swa(
 
     def mean(state: State) -> State:
         # Until the first update it is no mean, but the weights at the start. An evaluation may wait for the device.
-        return averaged(state, name) if int(state.algorithm_state[name]["count"]) else state
+        return with_average(state, name, chosen_buffers) if int(state.algorithm_state[name]["count"]) else state
 
     events = _ANY_END if period.unit is TimeUnit.DURATION else _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
 
@@ -221,7 +244,7 @@ def swa(
         assert batchnorm_data is not None
         return shown if shown is state else update_batchnorm(shown, batchnorm_data, task=stages.task)
 
-    handlers: dict[Any, Any] = {events: update_and_reset if reset_optimizer else update}
+    handlers: dict[Any, Any] = {Event.FIT_START: resume, events: update_and_reset if reset_optimizer else update}
     if evaluate:
         handlers[Event.EVAL_START, Event.PREDICT_START] = mean if batchnorm_data is None else show_with_statistics
     return Algorithm(name, handlers, init=begin)

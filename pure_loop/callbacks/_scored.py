@@ -31,9 +31,15 @@ class Scored:
 
     def __init__(self, best: int | None, metric: Any, mode: Any) -> None:
         self.metric, self.mode = _read(best, metric, mode)
-        self._label, _, self._name = str(self.metric).partition("/")
-        # At which batch it was measured.
+        self._label, _, self._name = ("" if self.metric is None else self.metric).partition("/")
+        # At which batch it was measured, and of which tensors.
         self._measured: int | None = None
+        self._trained: list[int] = []
+
+    @property
+    def label(self) -> str:
+        """That of the evaluator; "": there is no metric."""
+        return self._label
 
     @property
     def largest(self) -> bool:
@@ -43,19 +49,34 @@ class Scored:
         """At FIT_START."""
         self._measured = None
 
+    def begins(self, state: State) -> None:
+        """At EVAL_BEFORE_ALL."""
+        if self.metric is not None:
+            self._trained = _identities(state)
+
+    def is_of(self, state: State) -> bool:
+        """Whether this evaluation measures it."""
+        return self.metric is not None and state.evaluator == self._label
+
     def evaluated(self, state: State) -> None:
         """At EVAL_END.
 
         Raises:
             ArgumentError: its evaluator doesn't measure it; says what it does.
         """
-        if self.metric is not None and state.evaluator == self._label:
+        if self.is_of(state):
             self._measured = state.timestamp.batch
             self._refuse_other([*state.metrics[self._label]])
 
-    def is_measured(self, state: State) -> bool:
-        """Whether it was measured at this batch."""
-        return self._measured == state.timestamp.batch
+    def is_measured(self, state: State, *, evaluated: bool) -> bool:
+        """Whether what is saved at this batch was measured.
+
+        Args:
+            state: of the boundary.
+            evaluated: whether the weights of the evaluation are saved, and not those of the State, which algorithms may
+                have changed since.
+        """
+        return self._measured == state.timestamp.batch and (evaluated or self._trained == _identities(state))
 
     def notes(self, state: State) -> dict[str, Any]:
         """What a checkpoint of this State, at which it was measured, says of it."""
@@ -86,6 +107,10 @@ class Scored:
         if self._name not in names:
             measured = ", ".join(f"{self._label}/{name}" for name in names)
             raise ArgumentError(f"metric={self.metric!r} is not measured; there are {measured}.")
+
+
+def _identities(state: State) -> list[int]:
+    return [id(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
 
 
 def _read(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:

@@ -92,6 +92,8 @@ class ActivationMonitor(Callback):
     [2.5, 4.0, 5.48, 1.64]
     """
 
+    records = True
+
     def __init__(
         self,
         interval: CadenceLike = "25ba",

@@ -69,7 +69,8 @@ class CheckpointSaver(Callback):
         best: with ``keep_best``, the name of a link to the best file; None: no link. Where there are no links, as in a
             remote folder, it is a text file that holds the name. :func:`pure_loop.best` needs neither.
         weights_only: save the weights alone, as ``pl.save(..., weights_only=True)`` does: for other programs, not to
-            resume from, so ``autoresume`` needs another folder.
+            resume from, so ``autoresume`` needs another folder. A file with a score has the weights that were measured:
+            with ``ema``, ``swa`` and the like, those of the average. Others have the weights that are trained.
         trained_only: leave out frozen parameters, as ``pl.save(..., trained_only=True)`` does.
         background: write in a thread while training continues, or before it does.
         signals: names such as ``"USR1"``, or numbers. On these the State of the next boundary is saved, and then the
@@ -138,6 +139,8 @@ class CheckpointSaver(Callback):
         # Whether ``autoresume`` of that call reads this folder.
         self._is_resumed = False
         self._began = 0
+        # The States that were measured since the last batch, by the labels of evaluators.
+        self._evaluated: dict[str, State] = {}
         # The State that was saved last, by its batch and its event, and where.
         self._saved: tuple[int, Event | None, str] | None = None
         self._said = ""
@@ -212,12 +215,20 @@ class CheckpointSaver(Callback):
                 write_document(state, parts=together)
             self._folder.open(state, self._scored.metric)
         self._scored.begin()
+        self._evaluated = {} if self._run is None or self._run.boundary is None else self._run.boundary.evaluated
         self._saved, self._said = None, ""
         self._began = state.timestamp.batch
         self._note(state)
         if self._limit is not None:
             self._limit.begin(state, 1 if self._run is None else self._run.ranks)
         self._held.listen()
+
+    def eval_before_all(self, state: State, logger: LoggerGroup) -> None:
+        self._scored.begins(state)
+
+    def eval_start(self, state: State, logger: LoggerGroup) -> None:
+        if self._weights_only and self._scored.is_of(state):
+            self._evaluated[self._scored.label] = state
 
     def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
         # Ranks with parts of a State save it together, at a boundary alone.
@@ -312,7 +323,7 @@ class CheckpointSaver(Callback):
 
         def save() -> None:
             if self.rank == 0 or self._coordinator is not None:
-                self._finish(state, f"stop_before={limit.text!r}", measured=self._scored.is_measured(state))
+                self._finish(state, f"stop_before={limit.text!r}", measured=self._is_measured(state))
 
         if self._coordinator is None and self._run is not None and self._run.ranks > 1:
             from pure_loop.checkpoint.coordination import Coordinator
@@ -366,7 +377,7 @@ class CheckpointSaver(Callback):
         due = self.interval
         now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
         saves = self.rank == 0 or self._coordinator is not None
-        measured = self._scored.is_measured(state)
+        measured = self._is_measured(state)
         if not saves or not (requested or now or state.has_ended()):
             return
         # A run that resumes from this State does not record again what was recorded before it.
@@ -376,13 +387,19 @@ class CheckpointSaver(Callback):
         else:
             self._save(state, measured=measured)
 
+    def _is_measured(self, state: State) -> bool:
+        return self._scored.is_measured(state, evaluated=self._weights_only)
+
     def _save(self, state: State, *, measured: bool) -> None:
         coordinator, folder = self._coordinator, self._folder
         name = folder.name_of(state, parts=coordinator is not None and not self._weights_only)
         path = folder.path_of(name)
         self._saved = state.timestamp.batch, state.event, path
         if self._weights_only:
-            state = state.replace(opt_state=None, algorithm_state={})
+            of = self._evaluated[self._scored.label] if measured else state
+            state = state.replace(
+                opt_state=None, algorithm_state={}, model=of.model, params=of.params, buffers=of.buffers
+            )
         # All ranks gather here, because collectives of a thread would meet those of training.
         weights = Weights.of(state) if self._weights_only and coordinator is not None else None
         # Taken out of it by the job, so that the State is unaliased as soon as it is copied.

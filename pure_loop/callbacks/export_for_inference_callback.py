@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from pure_loop._internal.dtensor import is_sharded
-from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.storage import PathLike, storage_of
 from pure_loop.exporting.export import module_of
 from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_export, try_to_write
@@ -22,6 +22,9 @@ __all__ = ["ExportForInferenceCallback"]
 class ExportForInferenceCallback(Callback):
     """Writes the trained model in eval mode to a file at FIT_END, whole or not at all, and reads it back.
 
+    It is the model whose metrics were recorded last. If a run that has ended before is started again, which evaluates
+    nothing, a file that is there stays as it is.
+
     What would fail then is tried at FIT_START: a model that can't be traced or pickled, an average that there is not, a
     path that can't be written to. Where each rank holds a shard of the parameters (``parallel="shard"``) all ranks
     gather them, and the first one writes.
@@ -34,7 +37,8 @@ class ExportForInferenceCallback(Callback):
             other runtimes, which needs the extra ``onnx``.
         sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
             keyword arguments.
-        average: the name of an average of the weights to export, such as ``"ema"``; None: the weights.
+        average: the name of an average of the weights to export, such as ``"ema"``; None: the weights that the last
+            evaluation measured, those of an average if it used one; without evaluators the weights that are trained.
         dynamic_batch: whether a graph takes batches of any size: the first dimension of the sample's tensors.
         verify: compare the weights in the file, and with a sample its outputs, with the model's.
 
@@ -78,15 +82,34 @@ class ExportForInferenceCallback(Callback):
         self._average = average
         self._dynamic_batch = dynamic_batch
         self._verify = verify
+        # The States that were measured since the last batch, by the labels of evaluators.
+        self._evaluated: dict[str, State] = {}
+        self._evaluates = False
+        self._began = 0
+
+    def bind(self, run: Run) -> None:
+        self._evaluated = {} if run.boundary is None else run.boundary.evaluated
+        self._evaluates = bool(run.metrics)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        self._began = state.timestamp.batch
         module = self._module(state)
         if module is not None:
             try_to_write(self.path)
             try_to_export(module, self._format, sample=self._sample, dynamic_batch=self._dynamic_batch)
 
+    def eval_start(self, state: State, logger: LoggerGroup) -> None:
+        assert state.evaluator is not None
+        if self._average is None:
+            self._evaluated.pop(state.evaluator, None)  # for the last one to stand last
+            self._evaluated[state.evaluator] = state
+
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
-        module = self._module(state)
+        measured = [each for each in self._evaluated.values() if each.timestamp.batch == state.timestamp.batch]
+        over = state.timestamp.batch == self._began and self._evaluates and not measured
+        if over and self._average is None and storage_of(self.path).exists():
+            return
+        module = self._module(measured[-1] if measured and self._average is None else state)
         if module is not None:
             options = {"sample": self._sample, "dynamic_batch": self._dynamic_batch, "verify": self._verify}
             export_module(module, self.path, self._format, **options)

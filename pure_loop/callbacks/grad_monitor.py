@@ -69,6 +69,8 @@ class GradMonitor(Callback):
     [5.0, 0.5, -1.0]
     """
 
+    records = True
+
     all_ranks = True
     needs_grad_norm = True
 

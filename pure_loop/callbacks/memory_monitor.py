@@ -63,6 +63,8 @@ class MemoryMonitor(Callback):
     >>> monitor = MemoryMonitor("100ba")
     """
 
+    records = True
+
     def __init__(self, interval: CadenceLike = "10ba", *, all_ranks: bool = False) -> None:
         self._interval = read_interval(interval, "MemoryMonitor")
         self.all_ranks = all_ranks

@@ -79,6 +79,8 @@ class SpeedMonitor(Callback):
     ([1, 2, 3], [4.0, 4.0, 4.0])
     """
 
+    records = True
+
     def __init__(
         self,
         window: Annotated[int, AtLeast(1, wanted="a number of batches, 1 or more")] = 100,

@@ -69,6 +69,8 @@ class SystemMonitor(Callback):
     >>> monitor = SystemMonitor("1m")
     """
 
+    records = True
+
     def __init__(self, interval: Annotated[str | Time, _Seconds(clock=True)] = "30s") -> None:
         self._seconds = float(Time.parse(interval).value)
         self._psutil = require("psutil", "system", "SystemMonitor")

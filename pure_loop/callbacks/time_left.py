@@ -82,6 +82,8 @@ class TimeLeft(Callback):
     ([1, 2, 3, 4], [3.0, 2.0, 1.0, 0.0])
     """
 
+    records = True
+
     def __init__(self, interval: CadenceLike = "10ba", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = read_interval(interval, "TimeLeft")
         self._clock = clock

@@ -23,7 +23,7 @@ from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_silently
-from pure_loop.loop.training import Fit, LoopStages, Script, gradients
+from pure_loop.loop.training import Fit, LoopStages, Script, current, gradients
 from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
@@ -199,7 +199,7 @@ class Compiler:
                 state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("step", self._step, state, timestamps, (state.batch,))
             if run is not None:
-                return (yield from self._end(state, run, now))
+                return (yield from self._end(state, fit, run, now))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
         while not (self.observed & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
@@ -207,7 +207,7 @@ class Compiler:
                 state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
             if run is not None:
-                return (yield from self._end(state, run, now))
+                return (yield from self._end(state, fit, run, now))
         buffers, model = state.buffers, state.model
         state = yield from self._gradients(state, timestamps[:2])
         if engine.ranks > 1:
@@ -223,7 +223,7 @@ class Compiler:
                 state = self.stages.update(
                     state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
                 )
-                return (yield Event.BATCH_END, state)
+                return (yield Event.BATCH_END, current(state, fit, Event.BATCH_END))
             if asks:
                 state = yield Request.COUNT_REFERENCES, state
             # Values that the graph does not read go around it: a batch of another size needs no other update.
@@ -232,15 +232,15 @@ class Compiler:
             per_batch = (buffers, *[None if name in around else getattr(state, name) for name in _PER_BATCH_FIELDS])
             run = self.attempt("update", self._update, state, timestamps, per_batch)
             if run is not None:
-                return (yield from self._end(state, run, now, around))
+                return (yield from self._end(state, fit, run, now, around))
 
-    def _end(self, state: State, run: Run, now: Timestamp, around: dict[str, Any] | None = None) -> Script:
+    def _end(self, state: State, fit: Fit, run: Run, now: Timestamp, around: dict[str, Any] | None = None) -> Script:
         """The State of BATCH_END, from what a graph gave, and what went around it."""
         ended = self._ended(state, run, now)
         if Event.BATCH_END not in self.observed:
             return ended
         fields = dict(zip(_PER_BATCH_FIELDS, run.per_batch, strict=True)) | (around or {})
-        return (yield Event.BATCH_END, with_fields(ended, **fields))
+        return (yield Event.BATCH_END, current(with_fields(ended, **fields), fit, Event.BATCH_END))
 
     def feed(self, batches: Any) -> Any:
         """Batches as :meth:`several` takes them."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from pure_loop._internal.closing import closing
 from pure_loop._internal.torch_private import iterator_of_loader
 from pure_loop.data import samplers as _samplers
 from pure_loop.data import workers as _loaders

@@ -17,7 +17,7 @@ import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import count, islice
 from types import FrameType, GeneratorType
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
+from pure_loop._internal.closing import closing
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group

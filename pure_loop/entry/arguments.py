@@ -25,7 +25,7 @@ from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.callback import Callback
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event
+from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
@@ -200,14 +200,7 @@ def read_watch(value: Any) -> frozenset[Event] | None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"watch={value!r}: give a set of events, such as watch={{Event.BATCH_END}}.")
-    return frozenset(_event(event) for event in value)
-
-
-def _event(value: Any) -> Event:
-    try:
-        return Event(value)
-    except ValueError as error:
-        raise ArgumentError(f"watch: {error}") from None
+    return frozenset(as_event(event, "watch") for event in value)
 
 
 def read_clip(clip_grad: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable
 from typing import Any
 
+from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
 from pure_loop.entry.settings import StreamSettings
@@ -90,14 +91,13 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...]) -> Script:
     for algorithm in algorithms:
         if algorithm.init is not None and algorithm.name not in state.algorithm_state:
             state = state.remember(algorithm.name, first_memory(algorithm, state))
-    try:
-        while True:
-            state = yield event, state
-            event, state = _pair(script.send(state))
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    finally:
-        script.close()
+    with closing(script):
+        try:
+            while True:
+                state = yield event, state
+                event, state = _pair(script.send(state))
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
 
 
 def _pair(yielded: Any) -> tuple[Event, State]:

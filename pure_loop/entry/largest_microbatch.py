@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import nn
 
+from pure_loop._internal.closing import closing
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel

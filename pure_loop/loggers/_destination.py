@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.closing import Closing
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -170,14 +171,15 @@ class Destination(Logger):
             self.write(new)
 
     def close(self) -> None:
-        try:
+        with Closing(self._close):
             self.flush()
-        finally:
-            self._pending = []
-            self._run = None
-            if self._is_open:
-                self._is_open = False
-                self.end()
+
+    def _close(self) -> None:
+        self._pending = []
+        self._run = None
+        if self._is_open:
+            self._is_open = False
+            self.end()
 
     def _open(self, start: Moment | None) -> None:
         """Open the record, unless it is."""

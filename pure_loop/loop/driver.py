@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from functools import partial
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 
+from pure_loop._internal.closing import call_all, closing
 from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
@@ -37,8 +38,18 @@ _set_grads = vars(State)["_grads"].__set__
 _NONE: Set[Event] = frozenset()
 
 
-def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, strict: Strict | None = None) -> State:
-    """Apply the handlers of one event, one after the other, and check what each returns."""
+def apply(
+    event: Event,
+    state: State,
+    handlers: Sequence[Handler],
+    stages: Any,
+    strict: Strict | None = None,
+    observers: Sequence[Observer] | None = None,
+) -> State:
+    """Apply the handlers of one event, one after the other, and check what each returns.
+
+    Those of ``observers`` that record are shown the State if a handler raises.
+    """
     grads_missing = state._grads is None
     if grads_missing:
         _set_grads(state, NOT_READY)
@@ -67,17 +78,16 @@ def apply(event: Event, state: State, handlers: Sequence[Handler], stages: Any, 
             if new is not state:
                 new = check_returned(new, state, handler.algorithm, event)
                 state = new
-    except PureLoopError as error:
-        if f"algorithm {handler.algorithm!r}" not in str(error):
+    except BaseException as error:
+        is_named = isinstance(error, PureLoopError) and f"algorithm {handler.algorithm!r}" in str(error)
+        if isinstance(error, Exception) and not is_named:
             error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
-        raise
-    except Exception as error:
-        error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "with parallel='shard' params, grads and opt_state are DTensors: "
                 "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
             )
+        _record(event, state, observers, error)
         raise
     finally:
         set_grad_enabled(grad_mode)
@@ -142,13 +152,14 @@ class Run:
         measured: whether ``large_gradients`` is known.
         large_gradients: whether gradients are large enough to count the references to them.
         closing: what is called when the stream ends, however it does.
+        ended_by: the error that ended the stream, until it is closed.
         texts: the fast texts of inner scripts.
         strict: the checks; None: there are none.
         unhandled, unchecked: the events at which algorithms and callbacks, and the loop's body, have yet to be checked.
     """
 
     __slots__ = (
-        *("calibrating", "closing", "consumer_rebinds", "donation", "handlers", "large_gradients"),
+        *("calibrating", "closing", "consumer_rebinds", "donation", "ended_by", "handlers", "large_gradients"),
         *("last_yielded", "measured", "observed", "observers", "stages", "strict", "texts"),
         *("unchecked", "unhandled"),
     )
@@ -166,6 +177,7 @@ class Run:
     ) -> None:
         self.closing, self.strict = closing, strict
         self.unhandled, self.unchecked = (strict.handled, strict.yielded) if strict is not None else (_NONE, _NONE)
+        self.ended_by: BaseException | None = None
         self.handlers, self.observers, self.observed = handlers, observers, observed
         self.stages, self.donation = stages, donation
         self.last_yielded: Callable[[], State | None] = _no_state
@@ -177,12 +189,12 @@ class Run:
 
     def close(self, state: State) -> None:
         """End the stream, whose last State this is."""
-        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(self.closing):
-                stack.callback(close)
-            stack.callback(state.model.release)
-            if self.donation is not None:
-                stack.callback(self.donation.forget)
+        ended_by, self.ended_by = self.ended_by, None  # its traceback refers to the frame that refers to this
+        forget = [] if self.donation is None else [self.donation.forget]
+        try:
+            call_all([*forget, state.model.release, *self.closing], ended_by, "while closing: ")
+        finally:
+            del ended_by
 
     def dispatch(self, event: Event, state: State) -> State:
         """Apply the algorithms of an event to its State, and pass the result to the callbacks."""
@@ -194,7 +206,7 @@ class Run:
         if handling is not None:
             if self.large_gradients:
                 self.donation.invalidate()  # type: ignore[union-attr]
-            state = apply(event, state, handling, self.stages, strict)
+            state = apply(event, state, handling, self.stages, strict, observing)
         if observing is not None:
             _observe(event, state, observing, self.stages, strict)
         if strict is not None:
@@ -219,7 +231,7 @@ class Run:
         """An inner script that has no fast text, event by event."""
         observed = self.observed
         state: Any = None
-        try:
+        with closing(script):  # in an evaluation, with its loader open in it
             while True:
                 try:
                     event, state = script.send(state)
@@ -241,8 +253,6 @@ class Run:
                         yield event, state
                     if observed.watch is not None:  # the text around this one reads it there alone
                         self.last_yielded = ref(state)
-        finally:
-            script.close()
 
     def measure(self, state: State) -> None:
         """Before the first update: whether gradients are large."""
@@ -331,6 +341,7 @@ def run_script(
     skip |= passed_over
 
     argument: Any = None  # what a generator that has not begun takes
+    ended_by: BaseException | None = None
     try:
         while True:
             try:
@@ -354,7 +365,7 @@ def run_script(
                     if handling is not None:
                         if large_gradients:
                             donation.invalidate()  # type: ignore[union-attr]
-                        argument = apply(event, argument, handling, stages, checking)
+                        argument = apply(event, argument, handling, stages, checking, observing)
                     if observing is not None:
                         _observe(event, argument, observing, stages, checking)
                     if checking is not None:
@@ -412,18 +423,17 @@ def run_script(
                         writing |= _OF_GRADIENTS if plain else _OF_GRADIENTS | {Event.BATCH_START}
                         skip -= writing - passed_over
     except BaseException as error:
+        ended_by = error
         if failed is not None:
             failed(error, Event.AFTER_TRAIN_BATCH if isinstance(event, Request) else event, argument)
         raise
     finally:
-        with ExitStack() as stack:  # one that raises (a loader's own clean-up) keeps none of the others from running
-            for close in reversed(closing):
-                stack.callback(close)
-            if argument is not None:
-                stack.callback(argument.model.release)
-                if donation is not None:
-                    stack.callback(donation.forget)
-            stack.callback(script.close)
+        forget = [] if donation is None or argument is None else [donation.forget]
+        release = [] if argument is None else [argument.model.release]
+        try:
+            call_all([script.close, *forget, *release, *closing], ended_by, "while closing: ")
+        finally:
+            ended_by = None  # its traceback refers to this frame
 
 
 def _record_references(
@@ -462,22 +472,32 @@ def _record_references(
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], stages: Any, strict: Strict | None) -> None:
-    for observer in seen:
+    for place, observer in enumerate(seen):
         if strict is not None:
             strict.before_observer(state)
         try:
-            if observer.path is None:
-                returned = observer.observe(event, state)
-            else:
-                with guard(state, observer.path) if stages is None else stages.guard(state, observer.path):
+            try:
+                if observer.path is None:
                     returned = observer.observe(event, state)
-        except Exception as error:
-            error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+                else:
+                    with guard(state, observer.path) if stages is None else stages.guard(state, observer.path):
+                        returned = observer.observe(event, state)
+            except Exception as error:
+                error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
+                raise
+            if returned is not None:
+                refuse_return(returned, observer.name, event)
+            if strict is not None:
+                strict.take_back(state, f"callback {observer.name}", event)
+        except BaseException as error:
+            _record(event, state, seen[place + 1 :], error)
             raise
-        if returned is not None:
-            refuse_return(returned, observer.name, event)
-        if strict is not None:
-            strict.take_back(state, f"callback {observer.name}", event)
+
+
+def _record(event: Event, state: State, observers: Sequence[Observer] | None, error: BaseException) -> None:
+    """An error ends the stream at this event: observers that record are shown it, so that no value of it is lost."""
+    recording = [partial(observer.observe, event, state) for observer in observers or () if observer.records]
+    call_all(recording, error, f"while recording {event.name}: ")
 
 
 def run_silently(script: Generator[tuple[Event, State], State, State], handlers: Handlers, stages: Any) -> State:

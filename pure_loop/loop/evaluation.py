@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pure_loop._internal.closing import closing
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -25,7 +26,7 @@ from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch
 
-__all__ = ["Script", "evaluate", "evaluation", "first_microbatch", "predict"]
+__all__ = ["Script", "evaluate", "evaluation", "first_microbatch", "predict", "without_metrics"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
@@ -39,8 +40,27 @@ def _untimed() -> float:
     return 0.0
 
 
-def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
-    """One evaluator. It runs on a branch of the State, of which only metrics and algorithm state are kept."""
+def without_metrics(state: State, labels: Collection[str]) -> State:
+    """The State without what evaluators of these labels have measured."""
+    if state.metrics.keys().isdisjoint(labels):
+        return state
+    return state.replace(metrics={label: value for label, value in state.metrics.items() if label not in labels})
+
+
+def _with_metrics(
+    metrics: FrozenDict[str, Any], label: str, values: FrozenDict[str, Any], labels: Sequence[str]
+) -> FrozenDict[str, Any]:
+    """Metrics with those of one evaluator, in the order of all ``labels``: which of them are due makes none."""
+    measured = {**metrics, label: values}
+    places = {name: place for place, name in enumerate(labels)}
+    return FrozenDict({name: measured[name] for name in sorted(measured, key=lambda name: places.get(name, -1))})
+
+
+def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: Sequence[str] = ()) -> Script:
+    """One evaluator. It runs on a branch of the State, of which only metrics and algorithm state are kept.
+
+    ``labels`` are those of all evaluators of the call, in order.
+    """
     label, engine = evaluator.label, stages.engine
     if evaluator.task is not None:
         stages = stages.with_task(evaluator.task)
@@ -77,7 +97,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator) -> Scrip
     stages.place.clear()
     with stages.guard(branch, ("merge",)) if is_users(list(metrics or ())) and engine.ranks > 1 else nullcontext():
         accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
-    measured = FrozenDict({**branch.metrics, label: _values(metrics or (), accumulated, branch, stages)})
+    measured = _with_metrics(branch.metrics, label, _values(metrics or (), accumulated, branch, stages), labels)
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
     branch = yield Event.EVAL_END, branch
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
@@ -165,6 +185,7 @@ def evaluate(
     """Evaluation by itself; ``algorithms`` are described, for ranks to compare."""
     settings = {"evaluators": [item.described for item in evaluators], **_settings(stages, algorithms)}
     state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = without_metrics(state, {evaluator.label for evaluator in evaluators})
     state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
         state = yield from evaluation(state, stages, evaluator)

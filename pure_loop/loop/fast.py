@@ -160,7 +160,9 @@ def _text(script: Any, observed: Observed, outermost: bool, inner: tuple[Any, ..
     except _OtherFormError:
         return None
     if outermost:
-        body = [ast.Try(body, [], [], [_statement("run.close(state)")])]
+        noting = [_statement("run.ended_by = error"), ast.Raise()]
+        handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), "error", noting)
+        body = [ast.Try(body, [handler], [], [_statement("run.close(state)")])]
     function.body = [_statement("if False: yield"), *body]
     names = {event.name: event for event in Event} | {
         "ref": ref,

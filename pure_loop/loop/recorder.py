@@ -18,7 +18,19 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Recorder", "is_scalar", "learning_rates", "losses", "numbers_of", "recordable", "strengths_of"]
+__all__ = [
+    "LEARNING_RATE",
+    "Recorder",
+    "is_scalar",
+    "learning_rates",
+    "losses",
+    "numbers_of",
+    "recordable",
+    "strengths_of",
+]
+
+
+LEARNING_RATE = "train/learning_rate"
 
 
 class Recorder(Callback):
@@ -55,6 +67,8 @@ class Recorder(Callback):
     ([1, 2, 3], [1.0, 0.75, 0.5])
     """
 
+    records = True
+
     def __init__(
         self,
         optimizer: Optimizer | None = None,
@@ -63,7 +77,7 @@ class Recorder(Callback):
         *,
         train_metrics: bool = False,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._train_metrics = train_metrics
         self._hyperparameters = dict(hyperparameters or {})
         self._strengths = strengths_of(algorithms) | ({} if optimizer is None else numbers_of(optimizer))
@@ -76,8 +90,8 @@ class Recorder(Callback):
             "parameters": sum(tensor.numel() for tensor in state.params.values()),
             "seed": state.seed,
         }
-        if self._optimizer is not None:
-            settings["optimizer"] = repr(self._optimizer)
+        if self.optimizer is not None:
+            settings["optimizer"] = repr(self.optimizer)
         if state.timestamp.max_duration is not None:
             settings["max_duration"] = str(state.timestamp.max_duration)
         logger.log_hyperparameters(settings | self._hyperparameters)
@@ -92,9 +106,9 @@ class Recorder(Callback):
         size = found_size(state)
         if size != self._microbatch_size:
             values["train/microbatch_size"] = self._microbatch_size = size
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             # Its batch was the one that started at the timestamp before.
-            values |= learning_rates(self._optimizer, state, state.previous_timestamp, "train/learning_rate")
+            values |= learning_rates(self.optimizer, state, state.previous_timestamp, LEARNING_RATE)
         values |= {name: strength(state.previous_timestamp) for name, strength in self._strengths.items()}
         tables: dict[str, Any] = {}
         for name, value in state.metrics.get("train", {}).items() if self._train_metrics else ():

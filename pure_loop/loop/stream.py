@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
+from pure_loop._internal.closing import call_all
 from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -27,10 +27,8 @@ _open: WeakSet[Any] = WeakSet()
 @atexit.register
 def _close_all() -> None:
     """End the streams that variables of modules keep: when these are cleared, what a stream calls to end is gone."""
-    with ExitStack() as closing:  # one that raises keeps none of the others from ending
-        for pairs in list(_open):
-            if isinstance(pairs, GeneratorType) and getgeneratorstate(pairs) == GEN_SUSPENDED:
-                closing.callback(pairs.close)
+    generators = [pairs for pairs in _open if isinstance(pairs, GeneratorType)]
+    call_all(pairs.close for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED)
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):

@@ -10,12 +10,13 @@ the consumer, and sends it back. The scripts here read as the specification in :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 import torch
 
+from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
@@ -25,7 +26,7 @@ from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_silently, run_unwatched
-from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict
+from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.state import State, fresh_draft_of, outside_batch, with_fields
@@ -111,9 +112,17 @@ class LastBoundary:
     Attributes:
         state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
             out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
+            the labels of their evaluators, the last one last: callbacks that save them put them here.
     """
 
     state: State | None = None
+    evaluated: dict[str, State] = attrs.field(factory=dict)
+
+    def leave(self) -> None:
+        """The next batch is loaded, whose step may write to the memory of these States."""
+        self.state = None
+        self.evaluated.clear()
 
 
 @attrs.frozen(kw_only=True)
@@ -268,6 +277,8 @@ def fit(state: State, fit: Fit) -> Script:
                         state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
                     elif fit.verify is not None and fit.verify.is_due(state):
                         state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
+                        if fit.evaluators:
+                            state = current(state, fit, Event.BATCH_END)
                         state = yield Event.BATCH_END, state
                     else:
                         state = yield Event.BATCH_START, state
@@ -282,6 +293,8 @@ def fit(state: State, fit: Fit) -> Script:
                         state = stages.update(
                             state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
                         )
+                        if fit.evaluators:
+                            state = current(state, fit, Event.BATCH_END)
                         state = yield Event.BATCH_END, state
                     at = Event.BATCH_END
                 if at is Event.BATCH_END:
@@ -305,6 +318,8 @@ def fit(state: State, fit: Fit) -> Script:
             state = yield from evaluations(state, fit, *ended)
             state = yield Event.EPOCH_END, state
         elif exhausted:
+            if fit.evaluators:
+                state = current(state, fit, Event.EPOCH_END)
             state = yield Event.EPOCH_END, state
             state = yield from epoch_end(state, fit, Event.EPOCH_END)
 
@@ -335,17 +350,33 @@ _AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATI
 
 
 def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
-    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch."""
-    donation = fit.stages.donation
-    if donation is not None and not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
-        donation.seen = True  # a function of the user's is shown the State
+    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch.
+
+    A function that is an interval is asked about a State without the metrics of evaluators: its answer is the same
+    before and after :func:`current`, and where training resumes in between.
+    """
+    if not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
+        if fit.stages.donation is not None:
+            fit.stages.donation.seen = True  # a function of the user's is shown the State
+        state = without_metrics(state, {evaluator.label for evaluator in fit.evaluators})
     due = []
     for evaluator in fit.evaluators:
         users = is_users(evaluator.interval)
-        with fit.stages.guard(state, ("interval", evaluator.label)) if users else nullcontext():
+        at = with_fields(state, event=event) if users else state
+        with fit.stages.guard(at, ("interval", evaluator.label)) if users else nullcontext():
             if evaluator.due_at_end(state) if event is Event.FIT_END else evaluator.due(state, event):
                 due.append(evaluator)
     return due
+
+
+def current(state: State, fit: Fit, event: Event) -> State:
+    """The State of BATCH_END or EPOCH_END, without metrics that are about to be measured again at this event.
+
+    They are those of an earlier evaluation, and would be taken for those of the batch or epoch that has just ended.
+    """
+    if state.metrics.keys().isdisjoint([evaluator.label for evaluator in fit.evaluators]):
+        return state
+    return without_metrics(state, {evaluator.label for evaluator in due_evaluators(state, fit, event)})
 
 
 def evaluations(state: State, fit: Fit, *events: Event) -> Script:
@@ -354,11 +385,13 @@ def evaluations(state: State, fit: Fit, *events: Event) -> Script:
     due_now = [item for item in fit.evaluators if item in requested] if len(events) > 1 else requested
     if not due_now:
         return state
+    state = without_metrics(state, {item.label for item in due_now})
     fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
     state = yield Event.EVAL_BEFORE_ALL, state
     stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
+    labels = [item.label for item in fit.evaluators]
     for evaluator in due_now:
-        state = yield from evaluation(state, stages, evaluator)
+        state = yield from evaluation(state, stages, evaluator, labels)
     state = yield Event.EVAL_AFTER_ALL, state
     fit.boundary.state = None
     return state
@@ -403,7 +436,7 @@ def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) 
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
         return state, None, 0
-    fit.boundary.state = None
+    fit.boundary.leave()
     draft = fresh_draft_of(state)
     draft.batch, samples, tokens = ready
     draft.__class__ = state.__class__

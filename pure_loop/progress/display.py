@@ -8,9 +8,11 @@ training runs: values are copied behind the computation and shown when they have
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from functools import partial
 from typing import TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
+from pure_loop._internal.closing import Closing, call_all
 from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
@@ -81,11 +83,8 @@ def progress(
 
 def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
     """Of several ranks the first one draws."""
-    try:
+    with Closing(*([stream.close] if isinstance(stream, Generator) else [])):
         yield from pairs_of(stream, "pl.progress")
-    finally:
-        if isinstance(stream, Generator):
-            stream.close()
 
 
 def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
@@ -97,19 +96,15 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
             at(pair[1])
         return pair
 
-    try:
-        # No variable of this generator has the State while the loop's body does, which would cost the next step a copy.
-        yield from map(look, pairs_of(stream, "pl.progress"))
-        tracker.finish("done")
-    except GeneratorExit:
-        tracker.finish("stopped")
-        raise
-    except BaseException as error:
-        tracker.finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}")
-        raise
-    finally:
+    ended = [stream.close] if isinstance(stream, Generator) else []
+    with Closing(tracker.screen.close, *ended):
         try:
-            tracker.screen.close()
-        finally:
-            if isinstance(stream, Generator):
-                stream.close()
+            # No variable of this generator has the State while the loop's body does, or the next step costs a copy.
+            yield from map(look, pairs_of(stream, "pl.progress"))
+        except BaseException as error:
+            call_all([partial(tracker.finish, _WORDS.get(type(error)) or f"failed: {type(error).__name__}")], error)
+            raise
+        tracker.finish("done")
+
+
+_WORDS: dict[type[BaseException], str] = {GeneratorExit: "stopped", KeyboardInterrupt: "interrupted"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
+from pure_loop._internal.closing import closing
 from pure_loop.data.source import END, Batches, Source
 from pure_loop.errors import DataError
 

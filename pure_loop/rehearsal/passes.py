@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers

@@ -214,8 +214,8 @@ def trains_the_first_microbatch_twice() -> Fit:
 def evaluation_trains_batchnorm() -> Fit:
     real = _evaluation.evaluation
 
-    def evaluation(state: pl.State, loop_stages: Stages, evaluator: BoundEvaluator) -> Any:
-        after = yield from real(state, loop_stages, evaluator)
+    def evaluation(state: pl.State, loop_stages: Stages, evaluator: BoundEvaluator, labels: list[str]) -> Any:
+        after = yield from real(state, loop_stages, evaluator, labels)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
     return while_patched(lambda: patch.object(loop, "evaluation", evaluation))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
 import attrs
 from torch import Tensor
 
+from pure_loop._internal.closing import closing
 from pure_loop._internal.reprs import shown
 from pure_loop._internal.torch_private import Operation
 from pure_loop.event import Event

@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from typing import Any, Protocol, Unpack, cast
 
 import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop._internal.closing import closing
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start

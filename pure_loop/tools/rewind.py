@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Generator
-from contextlib import closing
 from typing import Any
 
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.closing import closing
 from pure_loop._internal.extras import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.flight import Flight, Line, digest_of, digest_of_batch, facts_of, read_flight, settings_of
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
-from pure_loop.event import Event
+from pure_loop.event import Event, as_event
 from pure_loop.loop.stream import Stream
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
@@ -79,10 +79,7 @@ def rewind(
         if settings.get(name) is not None:
             raise ArgumentError(f"rewind: {name}= is what the recorded folder stands for: leave it out.")
     occurrence = check_integer("occurrence", occurrence, least=0, where="rewind")
-    try:
-        target = Event(event)
-    except ValueError:
-        raise ArgumentError(f'rewind: event={event!r} is no event; write one such as "after_loss".') from None
+    target = as_event(event, "rewind")
     if target in _BEFORE:
         raise ArgumentError(f"rewind: {target.name} comes before anything is kept; the first event is FIT_START.")
     flight = read_flight(folder)

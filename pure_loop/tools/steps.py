@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler

@@ -15,8 +15,8 @@ import pure_loop as pl
 PACKAGE = Path(pl.__file__).parent
 # From the bottom up. A module imports from its own folder and from what stands lower.
 FLOORS = (
-    {"errors", "event"},
-    {"_internal"},
+    {"errors"},
+    {"_internal", "event"},
     {"frozendict", "precision", "random", "time"},
     {"lens"},
     {"data", "gradients", "model", "order", "ranges"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,14 @@ class Loop:
         return OfGenerator(self.make(workload))
 
 
-def ours(loader: Callable[[Workload], Any] | None = None, **options: Any) -> Callable[[Workload], Steps]:
-    """``pl.fit`` with AdamW and these options; it is called, and refuses them, when the generator is made."""
+def ours(loader: Callable[[Workload], Any] | None = None, keep: int = 0, **options: Any) -> Callable[[Workload], Steps]:
+    """``pl.fit`` with AdamW and these options; it is called, and refuses them, when the generator is made.
+
+    Args:
+        loader: of the workload; None: batches that are there already.
+        keep: the States of so many last batches stay alive.
+        **options: of ``fit``.
+    """
     options = {"optimizer": pl.optim.adamw(lr=1e-3), **options}
 
     def loop(workload: Workload) -> Steps:
@@ -59,6 +66,9 @@ def ours(loader: Callable[[Workload], Any] | None = None, **options: Any) -> Cal
         if watch == {Event.EPOCH_END}:
             return (EPOCH for _ in stream)
         last = Event.BATCH_CHECKPOINT if watch is None else Event.BATCH_END
+        if keep:
+            kept: deque[pl.State] = deque(maxlen=keep)
+            return (kept.append(state) or 1 for event, state in stream if event is last)  # type: ignore[func-returns-value]
         return (1 for event, _ in stream if event is last)
 
     return loop

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LARGE", "SCALED", "SCALED_MICROBATCHES", "WORKLOADS", "Endless", "Workload", "mlp", "residual_blocks"]
+__all__ = [
+    *("GPT", "LARGE", "SCALED", "SCALED_MICROBATCHES", "WORKLOADS", "Endless", "Workload"),
+    *("gpt", "mlp", "residual_blocks", "wide"),
+]
 
 
 @attrs.frozen
@@ -107,9 +110,18 @@ def _resnet() -> nn.Module:
 
 
 class _GPT(nn.Module):
-    """A causal transformer: 4 layers, width 128."""
+    """A causal transformer: 4 layers, width 128; the head's weight may be that of the embedding."""
 
-    def __init__(self, vocabulary: int = 256, width: int = 128, layers: int = 4, length: int = 128) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        width: int = 128,
+        layers: int = 4,
+        length: int = 128,
+        heads: int = 4,
+        *,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
@@ -118,8 +130,11 @@ class _GPT(nn.Module):
         self.project = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary)
-        self.heads = 4
+        self.head = nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            nn.init.normal_(self.token.weight, std=0.02)  # as logits are to begin with
+            self.head.weight = self.token.weight
+        self.heads = heads
 
     def forward(self, ids: Tensor) -> Tensor:
         n, length = ids.shape
@@ -137,13 +152,8 @@ def _classes(n: int, *shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randn(n, *shape), torch.randint(10, (n,)))
 
 
-def _tokens() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(256, (8, 129))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def _scaled_tokens(samples: int = 1) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(256, (samples, 9))
+def _tokens(samples: int = 8, length: int = 128, vocabulary: int = 256) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(vocabulary, (samples, length + 1))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -157,7 +167,7 @@ WORKLOADS = [
 ]
 
 
-def _wide(width: int) -> nn.Module:
+def wide(width: int) -> nn.Module:
     """Six layers of one width, and two more."""
     inside = [module for _ in range(6) for module in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *inside, nn.Linear(width, 10))
@@ -165,12 +175,25 @@ def _wide(width: int) -> nn.Module:
 
 # Of which a step is mostly the optimizer's, and memory for gradients.
 LARGE = [
-    Workload("6M", "MLP of 6 million parameters, batch 32", lambda: _wide(1024), _classes(32, 64)),
-    Workload("25M", "MLP of 25 million parameters, batch 32", lambda: _wide(2048), _classes(32, 64)),
+    Workload("6M", "MLP of 6 million parameters, batch 32", lambda: wide(1024), _classes(32, 64)),
+    Workload("25M", "MLP of 25 million parameters, batch 32", lambda: wide(2048), _classes(32, 64)),
 ]
 
 # For memory: 25 million parameters, and a batch so small that activations are nothing beside them.
 SCALED = Workload(
-    "W3 scaled", "GPT, 8 layers of 512, 25 million parameters", lambda: _GPT(width=512, layers=8), _scaled_tokens
+    "W3 scaled", "GPT, 8 layers of 512, 25 million parameters", lambda: _GPT(width=512, layers=8), lambda: _tokens(1, 8)
 )
-SCALED_MICROBATCHES = attrs.evolve(SCALED, batch=lambda: _scaled_tokens(4), microbatches=4)
+SCALED_MICROBATCHES = attrs.evolve(SCALED, batch=lambda: _tokens(4, 8), microbatches=4)
+
+
+def gpt(layers: int, width: int, length: int, vocabulary: int, samples: int) -> tuple[Callable[[], nn.Module], Any]:
+    """A GPT with a tied head and heads of 64, and what makes batches of it."""
+    heads = max(width // 64, 1)
+    return (
+        lambda: _GPT(vocabulary, width, layers, length, heads, tied=True),
+        lambda: _tokens(samples, length, vocabulary),
+    )
+
+
+# For a GPU: 12 layers of 768.
+GPT = Workload("GPT", "GPT of 124 million parameters, batch of 8 x 1024 tokens", *gpt(12, 768, 1024, 50304, 8))

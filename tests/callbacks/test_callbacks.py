@@ -100,7 +100,7 @@ def test_speed_monitor_refuses_a_wrong_window(window):
 def test_lr_monitor_gives_the_rate_that_the_batch_uses():
     optimizer = pl.optim.sgd(lr=pl.schedules.linear(1.0, 0.0, "4ba"))
     logger, _ = run([LRMonitor(optimizer, name="rate")], optimizer=optimizer)
-    assert logger.series("rate") == ([0, 1, 2, 3], [1.0, 0.75, 0.5, 0.25])
+    assert logger.series("rate") == ([1, 2, 3, 4], [1.0, 0.75, 0.5, 0.25])
 
 
 def test_lr_monitor_takes_the_optimizer_of_the_run():
@@ -109,7 +109,7 @@ def test_lr_monitor_takes_the_optimizer_of_the_run():
     logger, _ = run([monitor], optimizer=pl.optim.sgd(lr=0.5))
     assert logger.series("rate")[1] == [0.5] * 4
     logger, _ = run([monitor], optimizer=optimizer)
-    assert logger.series("rate") == ([0, 1, 2, 3], [1.0, 0.75, 0.5, 0.25])
+    assert logger.series("rate") == ([1, 2, 3, 4], [1.0, 0.75, 0.5, 0.25])
 
 
 def test_lr_monitor_in_a_script_needs_its_optimizer():

@@ -37,10 +37,13 @@ REPRS: dict[str, tuple[Any, str]] = {
         lambda: pl.Algorithm("mine", {pl.Event.BATCH_END: mine}),
         "Algorithm('mine', batch_end)",
     ),
-    "times in algorithms": (lambda: pl.algorithms.ema("100ba"), "ema(half_life='100ba', warmup=False, offload=False)"),
+    "times in algorithms": (
+        lambda: pl.algorithms.ema("100ba"),
+        "ema(half_life='100ba', warmup=False, offload=False, buffers=())",
+    ),
     "composition": (
         lambda: pl.compose(pl.algorithms.ema("2ep"), pl.algorithms.lookahead()),
-        "compose(ema(half_life='2ep', warmup=False, offload=False), lookahead(interval=5, rate=0.5))",
+        "compose(ema(half_life='2ep', warmup=False, offload=False, buffers=()), lookahead(interval=5, rate=0.5))",
     ),
     "evaluator": (
         lambda: pl.Evaluator(DATA, interval="10ba", metrics=[pl.metrics.accuracy()]),

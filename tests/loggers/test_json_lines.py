@@ -125,8 +125,8 @@ def test_a_run_that_is_killed_and_resumes_has_the_record_of_one_that_is_not(
 
 @pytest.mark.parametrize("kept", [Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.EPOCH_START])
 def test_each_boundary_of_a_batch_is_resumed_with_what_was_recorded_before_it(tmp_path: Path, kept: Event) -> None:
-    """Also LRMonitor's rate of the next batch, which has the name and the batch of the one before."""
-    monitor = [pl.callbacks.LRMonitor()]
+    """Also the rate of LRMonitor under a name of its own, which is read when the batch starts."""
+    monitor = [pl.callbacks.LRMonitor(name="rate")]
     whole, path = tmp_path / "whole.jsonl", tmp_path / "metrics.jsonl"
     pl.run(stream([JSONLinesLogger(whole)], run_name="one", callbacks=monitor))
     state = None

@@ -52,7 +52,7 @@ def case(number: int) -> tuple[str, int, int, dict[str, Any]]:
 
 
 def upto(stream: Any, batch: int) -> list[Any]:
-    """The pairs up to the BATCH_END of a batch, and the error in its place, if there is one."""
+    """The pairs up to the BATCH_END of a batch; None and the error in its place, if there is one."""
     pairs: list[Any] = []
     try:
         for event, state in stream:
@@ -60,19 +60,19 @@ def upto(stream: Any, batch: int) -> list[Any]:
             if event is Event.BATCH_END and state.timestamp.batch == batch + 1:
                 break
     except NonFiniteError as error:
-        pairs.append(("error", error))
+        pairs.append((None, error))
     return pairs
 
 
 def first_difference(ours: list[Any], others: list[Any]) -> Any:
     """The first event at which two streams differ; None: the States at the end are the same."""
     (end, last), (other_end, other_last) = ours[-1], others[-1]
-    if end == other_end == "error":
+    if end is other_end is None:
         return None
     if end == other_end and bits_of(last) == bits_of(other_last):
         return None
     for (event, state), (other_event, other) in zip(ours, others, strict=False):
-        if event != other_event or "error" in (event, other_event):
+        if event is not other_event or event is None:
             return Event.BATCH_END
         if bits_of(state) != bits_of(other):
             return event

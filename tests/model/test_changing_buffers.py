@@ -505,7 +505,7 @@ def test_an_average_starts_where_a_buffer_does() -> None:
                 average[name] = torch.lerp(old.to(wide.dtype), wide, 0.25) if same else tensor  # type: ignore[union-attr]
             average = {name: average[name] for name in now}
             shapes = {name: tensor.shape for name, tensor in module.named_buffers()}
-        ema = pl.algorithms.ema(smoothing=0.75)
+        ema = pl.algorithms.ema(smoothing=0.75, buffers="*")
         state = pl.run(fit(model, algorithms=[ema], evaluators=DATA))
         found = state.algorithm_state["ema"]["buffers"]
         assert found.keys() == average.keys()

@@ -150,7 +150,7 @@ def test_an_average_has_complex_parameters_and_buffers() -> None:
         phase = 0.75 * phase + 0.25 * torch.ones(2) * 1j ** turns[0]
 
     by_hand(gradient, after)
-    state = averaged(trained(A.ema(smoothing=0.75)))
+    state = averaged(trained(A.ema(smoothing=0.75, buffers="phase")))
     torch.testing.assert_close(dict(state.params), average)
     torch.testing.assert_close(state.buffers["phase"], phase)
 
@@ -191,7 +191,7 @@ def test_the_average_of_a_buffer_that_takes_another_shape_begins_there() -> None
     inputs = [(torch.randn(2, 2), torch.zeros(2, 1)) for _ in range(5)]
     stream = pl.fit(
         Bank(), inputs, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
-        algorithms=[A.ema(smoothing=0.5)],
+        algorithms=[A.ema(smoothing=0.5, buffers="bank")],
     )  # fmt: skip
     shown = [averaged(state).buffers["bank"] for event, state in stream if event is Event.BATCH_END]
     full = torch.cat([torch.zeros(1, 2), inputs[0][0][:1], inputs[1][0][:1]])

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import json
 import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
+import optree
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+import pure_loop as pl
 from pure_loop.event import Event
 
 IN_ORDER = [
@@ -148,3 +161,180 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         Event("epoch_strat")
     with pytest.raises(ValueError, match="3 is not an event; the events are INIT, "):
         Event(3)  # type: ignore[arg-type]
+
+
+VALUES = [event.value for event in Event]
+
+
+class Own(str):
+    """A text of a class of its own, as NumPy and enums have them."""
+
+
+def spellings() -> st.SearchStrategy[str]:
+    """Values of events, with at most one letter too many, and any other text."""
+    values = st.sampled_from(VALUES)
+    places = st.tuples(values, st.integers(0, 30), st.sampled_from(["", "s", "_", " ", "E"]))
+    damaged = places.map(lambda drawn: drawn[0][: drawn[1]] + drawn[2] + drawn[0][drawn[1] :])
+    return st.one_of(values, damaged, values.map(str.upper), st.text(max_size=20))
+
+
+@given(event=st.sampled_from(list(Event)), text=spellings(), own=st.booleans())
+def test_a_text_is_an_event_or_can_not_be_compared_with_one(event: Event, text: str, own: bool) -> None:
+    """Every way in which a body asks for an event: equal and unequal, from both sides, in a tuple and in a list, by
+    ``match``; one letter too many, upper case, blanks, nothing, texts of a class of their own (which Python asks first
+    where they stand on the left)."""
+    other = Own(text) if own else text
+    wanted = types.SimpleNamespace(text=other)
+
+    def matched() -> bool:
+        match event:
+            case wanted.text:
+                return True
+        return False
+
+    asks: list[tuple[Callable[[], bool], bool]] = [
+        (lambda: event == other, True),
+        (lambda: event != other, False),
+        (matched, True),
+    ]
+    if not own:
+        asks += [
+            (lambda: other == event, True),
+            (lambda: other != event, False),
+            (lambda: event in (other, other), True),
+            (lambda: event in [other, other], True),
+        ]
+    for ask, if_equal in asks:
+        if text in VALUES:
+            assert ask() is (if_equal if text == event.value else not if_equal)
+        else:
+            with pytest.raises(pl.EventNameError, match="is no event and never comes"):
+                ask()
+
+
+@pytest.mark.parametrize("other", [None, 3, b"batch_end", ("batch_end",), object(), float("nan"), Event, mock.ANY])
+def test_what_is_no_text_is_compared_as_usual(other: object) -> None:
+    event = Event.BATCH_END
+    assert (event == other) is (other == event) is (other is mock.ANY)
+    assert (event != other) is (other is not mock.ANY)
+
+
+def test_an_event_is_a_key_beside_other_texts() -> None:
+    table = {Event.BATCH_END: 1, "batch_ends": 2, "loss": 3, "epoch_end": 4}
+    assert [table[event] for event in (Event.BATCH_END, Event.EPOCH_END)] == [1, 4]
+    assert Event.FIT_END not in table
+    assert hash(Event.BATCH_END) == hash("batch_end")
+    leaves, structure = optree.tree_flatten(table)  # type: ignore[arg-type]
+    assert optree.tree_unflatten(structure, leaves) == table
+    assert json.dumps({"event": Event.BATCH_END}) == '{"event": "batch_end"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("batch_ends", "BATCH_END"),
+        ("BATCH_END", "BATCH_END"),
+        ("epoch_checkpt", "EPOCH_CHECKPOINT"),
+        (" epoch_end", "EPOCH_END"),
+        ("training_start", "FIT_START"),
+        ("on_train_batch_end", "BATCH_END"),
+        ("on_validation_end", "EVAL_END"),
+        ("BatchEnd", "BATCH_END"),
+    ],
+)
+def test_the_error_names_the_event_that_was_meant(text: str, near: str) -> None:
+    with pytest.raises(pl.EventNameError, match=rf"did you mean '{near.lower()}' \(Event\.{near}\)\?"):
+        _ = text == Event.INIT
+    with pytest.raises(AttributeError, match=rf"Event\.{near}S is not an event; did you mean Event\.{near}\?"):
+        getattr(Event, f"{near}S")
+    with pytest.raises(KeyError, match=rf"did you mean Event\.{near}\?"):
+        Event[f"{near}S"]
+    assert not hasattr(Event, f"{near}S")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pl.algorithm("batch_ends")(lambda state: state),  # type: ignore[arg-type]
+        lambda: pl.Algorithm("own", {"batch_ends": lambda state: state}),
+        lambda: pl.Algorithm("own", {("fit_start", "batch_ends"): lambda state: state}),
+        lambda: pl.order.check(["batch_ends"]),
+        lambda: pl.order.successors("batch_ends"),
+        lambda: pl.order.nearest_boundary("batch_ends"),
+        lambda: pl.testing.states(at="batch_ends"),
+        lambda: pl.fit(*training(), **options(), watch={"batch_ends"}),  # type: ignore[arg-type]
+        lambda: pl.evaluate(training()[0], training()[1], watch={"batch_ends"}),  # type: ignore[arg-type]
+        lambda: pl.predict(training()[0], training()[1], watch={"batch_ends"}),  # type: ignore[arg-type]
+        lambda: pl.drive((pair for pair in ()), watch={"batch_ends"}),  # type: ignore[arg-type]
+        lambda: pl.rewind("nowhere", "1ba", "batch_ends", *training(), **options()),
+    ],
+)
+def test_every_door_names_the_event_that_was_meant(call: Callable[[], Any]) -> None:
+    with pytest.raises(pl.ArgumentError, match=r"'batch_ends' is not an event; did you mean Event\.BATCH_END\?"):
+        call()
+
+
+def training() -> tuple[nn.Module, list[Any]]:
+    return nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+
+
+def options() -> dict[str, Any]:
+    return {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("text", ["batch_ends", "BATCH_END", "epoch_checkpt"])
+def test_a_body_that_waits_for_no_event_ends_at_its_first_one(text: str, compile: bool) -> None:
+    """The body, a callback and an algorithm; eager and compiled."""
+
+    def body(event: Event, state: pl.State) -> None:
+        assert event in ("batch_end", text) or event != text
+
+    @pl.algorithm(*Event)
+    def handler(state: pl.State) -> pl.State:
+        return state.replace(loss=None) if state.event == text else state
+
+    def loop() -> None:
+        with contextlib.closing(pl.fit(*training(), **options(), compile=compile)) as stream:
+            for event, state in stream:
+                body(event, state)
+
+    with pytest.raises(pl.EventNameError, match=rf"is compared with '{text}'"):
+        loop()
+    for attached in ({"callbacks": [body]}, {"algorithms": [handler]}):
+        with pytest.raises(pl.EventNameError, match=rf"is compared with '{text}'"):
+            pl.run(pl.fit(*training(), **options(), **attached))
+
+
+def callback_with(name: str, method: Any) -> pl.Callback:
+    return type("Own", (pl.Callback,), {"fit_start": lambda self, state, logger: None, name: method})()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["batch_ends", "BATCH_END", "BatchEnd", "on_epoch_end", "on_train_batch_end", "training_start", "eval_ended"],
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda self, state, logger: None,
+        lambda self, state: None,
+        classmethod(lambda cls, state, logger: None),
+        staticmethod(lambda state, logger: None),
+        functools.partialmethod(lambda self, state, logger: None),
+    ],
+)
+def test_a_method_that_is_named_after_no_event_is_refused(name: str, method: Any) -> None:
+    with pytest.raises(pl.ArgumentError, match=rf"a method '{name}', which is no event .* did you mean \w+\(self"):
+        pl.fit(*training(), **options(), callbacks=[callback_with(name, method)])
+
+
+def test_an_attribute_of_a_callback_counts_as_its_methods_do_and_helpers_may_have_any_name() -> None:
+    callback = callback_with("_batch_ends", lambda self, state, logger: None)
+    callback.batch_starts = []  # type: ignore[attr-defined]
+    callback.summary = lambda state, logger: None  # type: ignore[attr-defined]
+    callback.epoch_ended = lambda: True  # type: ignore[attr-defined]
+    pl.run(pl.fit(*training(), **options(), callbacks=[callback]))
+    callback.batch_ends = lambda state, logger: None  # type: ignore[attr-defined]
+    with pytest.raises(pl.ArgumentError, match=r"did you mean batch_end\("):
+        pl.fit(*training(), **options(), callbacks=[callback])

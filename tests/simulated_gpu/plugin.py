@@ -14,6 +14,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -94,6 +96,26 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         return event
+
+
+class Timed:
+    """An event: what is recorded is over at once."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Timed) -> float:
+        return 1e3 * (other.at - self.at)
 
 
 class Current(threading.local):
@@ -227,15 +249,28 @@ def install() -> None:
     untyped, builtin = cast(Any, torch.UntypedStorage), cast(Any, torch._C)
     untyped._share_cuda_ = share
     builtin._has_Standard_Deleter = lambda pointer: pointer not in sent
+    warned: list[str] = []
+
+    def set_sync_debug_mode(mode: str | int) -> None:
+        if not warned:  # as torch does, once a process
+            text = (
+                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+            )
+            warned.append(text)
+            warnings.warn(text, UserWarning, stacklevel=2)
+        kernels.refuse_waiting(mode == "error")
+
     # Each a function of its own: dynamo keeps a table of these by object.
     simulated: dict[str, Any] = {
         "CUDAGraph": CUDAGraph,
+        "Event": Timed,
         "Stream": Stream,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: On.current.stream,
         "default_generators": (generator,),
         "device": Device,
         "device_count": lambda: 1,
+        "empty_cache": lambda: None,
         "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_name": lambda device=None: PROPERTIES.name,
         "get_device_properties": lambda device=None: PROPERTIES,
@@ -251,10 +286,12 @@ def install() -> None:
         "manual_seed": lambda seed: generator.manual_seed(seed),
         "manual_seed_all": lambda seed: generator.manual_seed(seed),
         "max_memory_allocated": lambda device=None: kernels.allocated(),
+        "max_memory_reserved": lambda device=None: kernels.allocated(),
         "memory_allocated": lambda device=None: kernels.allocated(),
+        "reset_peak_memory_stats": lambda device=None: None,
         "set_device": lambda device: None,
         "set_rng_state": lambda state, device="cuda": generator.set_state(state),
-        "set_sync_debug_mode": lambda mode: kernels.refuse_waiting(mode == "error"),
+        "set_sync_debug_mode": set_sync_debug_mode,
         "stream": lambda stream: On(stream),
         "synchronize": lambda device=None: kernels.finish_copies(),
         "_sleep": lambda cycles: None,

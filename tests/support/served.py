@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 from torch.nn import functional
 
@@ -27,7 +27,6 @@ NEEDED: dict[str, Any] = {
     "first": 1.0,
     "values": {"0ba": 1.0, "2ba": 0.5},
     "factors": (pl.schedules.constant(2.0), pl.schedules.linear(1.0, 0.0, "4ba")),
-    "metric": torchmetrics.classification.MulticlassF1Score(6, average="macro"),
     "function": lambda outputs, batch: outputs.detach().exp().sum(dim=1),
     "name": "measured",
     "channel": "#training",
@@ -37,6 +36,11 @@ NEEDED: dict[str, Any] = {
     "blocks": nn.ReLU,
     "generate": lambda module, prompt: f"{prompt} {torch.rand(())}",
 }
+# Tests that are about no method of it run without it.
+if importlib.util.find_spec("torchmetrics") is not None:
+    import torchmetrics
+
+    NEEDED["metric"] = torchmetrics.classification.MulticlassF1Score(6, average="macro")
 
 # The same of one method alone.
 NEEDED_OF: dict[str, dict[str, Any]] = {"transform": {"function": lambda sample: sample + torch.rand(())}}

@@ -213,7 +213,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for arguments, settings, text in (
         (("9ba", "after_loss"), {}, r"beyond the end: the journal of .* has 6 batches"),
         (("2ba", "init"), {}, "INIT comes before anything is kept"),
-        (("2ba", "after_los"), {}, "is no event"),
+        (("2ba", "after_los"), {}, r"rewind: 'after_los' is not an event; did you mean Event\.AFTER_LOSS"),
         (("2s", "after_loss"), {}, "write batches or epochs"),
         (("7ep", "after_loss"), {}, r"the journal ends in epoch 1"),
         (("2ba", "after_loss"), {"autoresume": "somewhere"}, "autoresume= is what the recorded folder stands for"),
