@@ -4,8 +4,8 @@
 
 A network learns scikit-learn's digits, and one of the 1437 images was loaded in other units: its pixels are 1000 times
 too large. A flight recorder keeps a State every 20 batches and a line for each batch. Afterwards `pl.rewind` visits the
-batch of the highest loss, bit for bit the one that was trained, and `pl.inspect` names the sample in the dataset. What
-is checked in the end: that it is the image that was spoiled.
+batch at which the loss rose most, bit for bit the one that was trained, and `pl.inspect` names the sample in the
+dataset. What is checked in the end: that it is the image that was spoiled.
 
 Then the same run is recorded once more from code that was refactored, in which weight decay became 0.02 where it was
 0.01. `pl.diff` names the batch, the stage and the leaf in which the two records part.
@@ -80,10 +80,10 @@ def search_sample(folder: Path, seed: int) -> tuple[int | None, Any]:
     data, settings = load(spoiled=True), settings_of(seed, 0.01)
     record(folder, data, settings)
 
-    stream = pl.rewind(folder, "worst", "batch_start", network(), data, **settings)
+    stream = pl.rewind(folder, "spike", "batch_start", network(), data, **settings)
     event, state = next(stream)
     report = pl.inspect(state, data, **settings)
-    print(f"the highest loss is that of batch {state.timestamp.batch}; rewound to {event.name}")
+    print(f"the loss rose most at batch {state.timestamp.batch}; rewound to {event.name}")
     print(report, end="\n\n")
     return report.samples[0].index, stream
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias
 
 import attrs
 import torch
@@ -19,6 +20,7 @@ import torch
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.dtensor import alone_on_rank
+from pure_loop._internal.patterns import Fields
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
@@ -39,6 +41,16 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackLike", "Logger", "LoggerGroup", "Observer", "Run", "bind_callbacks", "observers"]
 
 P = ParamSpec("P")
+
+
+class Progress(Protocol):
+    """What counts finished epochs and batches: a timestamp."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -66,6 +78,9 @@ class Run:
         run_name: the name of the run, which all loggers use: ``fit(run_name=)``, that of the record that a resumed run
             continues, or a new one. None outside ``fit``, and on other ranks than the first where it was not passed.
         autoresume: the folder from whose newest checkpoint the same command resumes; None: there is none.
+        resumed_from: the checkpoint that ``load_path`` or ``autoresume`` reads; None: the run starts from a module or
+            from a State in memory.
+        started: when the function was called, in whole seconds since 1970.
     """
 
     function: Literal["fit", "evaluate", "predict", "drive"]
@@ -86,6 +101,23 @@ class Run:
     at_end: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
     run_name: str | None = None
     autoresume: str | os.PathLike[str] | None = None
+    resumed_from: str | None = None
+    started: int = attrs.field(factory=lambda: int(time.time()))
+
+    def fields(self, now: Progress, rank: int = 0) -> Fields:
+        """What stands for the fields of a path such as ``"runs/{run_name}/ep{epoch}.pt"``."""
+        return {
+            "run_name": self.run_name,
+            "start": self.started,
+            "epoch": now.epoch,
+            "batch": now.batch,
+            "rank": rank,
+        }
+
+    def continues(self, batch: int) -> bool:
+        """Whether the run, which starts after so many batches, continues an earlier one, whose files are its own."""
+        # The same command, run again with autoresume, may have been killed before its first checkpoint.
+        return batch > 0 or self.autoresume is not None
 
 
 class Callback:

@@ -40,6 +40,7 @@ __all__ = [
     "RehearsalError",
     "ResumeError",
     "RewindError",
+    "RunExistsError",
     "StreamAttributeError",
     "TimeFormatError",
     "VerificationError",
@@ -151,7 +152,11 @@ class ResumeError(PureLoopError, ValueError):
 
 
 class RewindError(PureLoopError, RuntimeError):
-    """What ``rewind`` trains again is not what was recorded."""
+    """What ``rewind`` trains again is not what was recorded, or no batch of the record is what it was asked for."""
+
+
+class RunExistsError(ArgumentError, FileExistsError):
+    """A folder or a file holds what another run has left, and this one would replace it."""
 
 
 class CheckpointError(PureLoopError, ValueError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pure_loop._internal.arguments import check_flag
+from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
@@ -55,11 +55,18 @@ class CheckpointSaver(Callback):
     ranks the first one saves. Where each holds a part of the State (``parallel="shard"``) all of them do, to a folder
     ``*.sharded`` in the place of the file; a signal to one of them stops them all, one boundary later.
 
+    A folder has one run's checkpoints. Where it holds those of another run, training doesn't start, unless
+    ``overwrite=True``. A run continues an earlier one, and its checkpoints, with ``autoresume``, or from a State or a
+    ``load_path`` of which the folder holds nothing that is further on.
+
     Args:
-        folder: where to, made if it isn't there; a URL is opened by fsspec.
+        folder: where to, made if it isn't there; a URL is opened by fsspec. It may have the fields ``{run_name}``,
+            ``{start}`` (when ``fit`` was called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the
+            run starts) and ``{rank}`` (0: the first rank's).
         interval: how often: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"0.1dur"``, or a pure function of the State; 0: only
             where training ends.
-        filename: a pattern of counts of the timestamp: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``.
+        filename: a pattern of counts of the timestamp: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``; and
+            of ``run_name``, ``start`` and ``rank``.
         keep_last: how many of the newest stay; None: all, or with ``keep_best`` one.
         keep_best: how many stay of those at which ``metric`` was measured and best.
         metric: label of an evaluator and name, ``"val/accuracy"``.
@@ -72,6 +79,8 @@ class CheckpointSaver(Callback):
             resume from, so ``autoresume`` needs another folder. A file with a score has the weights that were measured:
             with ``ema``, ``swa`` and the like, those of the average. Others have the weights that are trained.
         trained_only: leave out frozen parameters, as ``pl.save(..., trained_only=True)`` does.
+        overwrite: replace what another run has left in the folder under names of this pattern: it is removed as soon as
+            the first State of this run is saved.
         background: write in a thread while training continues, or before it does.
         signals: names such as ``"USR1"``, or numbers. On these the State of the next boundary is saved, and then the
             signal acts: Ctrl-C raises KeyboardInterrupt, SIGTERM and others end the program. While a batch is loaded,
@@ -84,6 +93,7 @@ class CheckpointSaver(Callback):
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the folder holds another run.
         CheckpointWriteError: (an OSError) at FIT_START, before any training, where the folder can't be written to;
             later at the event that follows.
 
@@ -93,6 +103,9 @@ class CheckpointSaver(Callback):
 
     # The others hold signals back as well, or they would be gone before the first one has saved.
     all_ranks = True
+
+    # What else a run leaves in the folder, by a regular expression.
+    _beside = ""
 
     def __init__(
         self,
@@ -108,12 +121,14 @@ class CheckpointSaver(Callback):
         best: str | None = "best",
         weights_only: bool = False,
         trained_only: bool = False,
+        overwrite: bool = False,
         background: bool = True,
         signals: Iterable[SignalLike] = ("TERM", "INT"),
         stop_before: str | Time | None = None,
     ) -> None:
         storage_of(folder)
-        self.folder = os.fspath(folder)
+        where = Pattern(folder, "folder")
+        self.folder = where.text
         due = as_predicate(interval, "interval")
         if due is None:
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
@@ -124,8 +139,8 @@ class CheckpointSaver(Callback):
         self._weights_only = check_flag("weights_only", weights_only)
         self._trained_only = check_flag("trained_only", trained_only)
         keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": self._scored.largest}
-        keeping["weights"] = self._weights_only
-        self._folder = RunFolder(self.folder, names, **keeping, newest_link=latest, best_link=best)
+        keeping |= {"weights": self._weights_only, "overwrite": check_flag("overwrite", overwrite)}
+        self._folder = RunFolder(where, names, **keeping, newest_link=latest, best_link=best, beside=self._beside)
         self._background = background
         self._held = HeldSignals(signals)
         self._limit = read_limit(stop_before)
@@ -136,6 +151,8 @@ class CheckpointSaver(Callback):
         # The call of fit that it was bound to last, and the one whose stream it serves; None: a script of one's own.
         self._bound: Run | None = None
         self._run: Run | None = None
+        # The call that it was bound to last, of whatever function.
+        self._called: Run | None = None
         # Whether ``autoresume`` of that call reads this folder.
         self._is_resumed = False
         self._began = 0
@@ -145,11 +162,17 @@ class CheckpointSaver(Callback):
         self._saved: tuple[int, Event | None, str] | None = None
         self._said = ""
 
+    @property
+    def place(self) -> str:
+        """The folder of the run that started last, its fields put in; before, as it was written."""
+        return self._folder.path
+
     def bind(self, run: Run) -> None:
         """
         Raises:
             ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names.
         """
+        self._called = run
         self._bound = run if run.function == "fit" else None
         self._is_resumed = run.autoresume is not None and self.saves_to(run.autoresume)
         if run.autoresume is not None and self._weights_only and same_place(self.folder, run.autoresume):
@@ -200,6 +223,7 @@ class CheckpointSaver(Callback):
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._run = self._held.run = self._bound
         together = in_parts(state)
+        self._folder.settle(self._fields(state))
         if self._trained_only:
             refuse_no_base(state)
         if together:
@@ -213,7 +237,7 @@ class CheckpointSaver(Callback):
                 refuse_unwritable(state)
             else:
                 write_document(state, parts=together)
-            self._folder.open(state, self._scored.metric)
+            self._folder.open(state, self._scored.metric, self._called, type(self).__name__)
         self._scored.begin()
         self._evaluated = {} if self._run is None or self._run.boundary is None else self._run.boundary.evaluated
         self._saved, self._said = None, ""
@@ -222,6 +246,20 @@ class CheckpointSaver(Callback):
         if self._limit is not None:
             self._limit.begin(state, 1 if self._run is None else self._run.ranks)
         self._held.listen()
+
+    def _fields(self, state: State) -> Fields:
+        """The fields of paths: on all ranks those of the first one."""
+        run = self._called
+        fields = (run or Run(function="drive", callbacks=())).fields(state.timestamp)
+        if run is None or run.ranks == 1 or not {"run_name", "start"} & self._folder.fields:
+            return fields
+        from pure_loop.checkpoint.coordination import Coordinator
+
+        meeting = Coordinator()
+        try:
+            return meeting.round(self.folder, lambda: fields, lambda by_rank: [by_rank[0]] * len(by_rank))
+        finally:
+            meeting.close()
 
     def eval_before_all(self, state: State, logger: LoggerGroup) -> None:
         self._scored.begins(state)
@@ -331,7 +369,7 @@ class CheckpointSaver(Callback):
             # The first rank that ends may have the others killed, so all wait until the file is complete.
             waiting = Coordinator()
             try:
-                waiting.round(self.folder, save, lambda by_rank: [None] * len(by_rank))
+                waiting.round(self.place, save, lambda by_rank: [None] * len(by_rank))
             finally:
                 waiting.close()
         else:
@@ -418,6 +456,8 @@ class CheckpointSaver(Callback):
                 with streams:
                     if measured:
                         notes = self._scored.notes(state)
+                    if self._run is not None and self._run.run_name is not None:
+                        notes["run_name"] = self._run.run_name
                     self._write(state, path, notes, weights)
                 if self.rank == 0:
                     folder.add(Saved(name, state.timestamp.batch, notes.get("score")))

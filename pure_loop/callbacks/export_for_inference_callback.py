@@ -9,6 +9,7 @@ from torch import nn
 
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._place import Place
 from pure_loop.checkpoint.storage import PathLike, storage_of
 from pure_loop.exporting.export import module_of
 from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_export, try_to_write
@@ -30,7 +31,9 @@ class ExportForInferenceCallback(Callback):
     gather them, and the first one writes.
 
     Args:
-        path: where to; its folder is made, and a URL is opened by fsspec.
+        path: where to; its folder is made, and a URL is opened by fsspec. It may have the fields ``{run_name}``,
+            ``{start}`` (when ``fit`` was called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (in the name
+            of the file those of the State that is exported, in folders those with which the run starts) and ``{rank}``.
         format: ``"module"``: the module itself, by pickle, ``torch.load(path, weights_only=False)``;
             ``"torch.export"``: its graph, which needs no code of the model, ``torch.export.load(path).module()``;
             ``"safetensors"``: its parameters and buffers by the names of ``state_dict()``; ``"onnx"``: its graph for
@@ -41,11 +44,14 @@ class ExportForInferenceCallback(Callback):
             evaluation measured, those of an average if it used one; without evaluators the weights that are trained.
         dynamic_batch: whether a graph takes batches of any size: the first dimension of the sample's tensors.
         verify: compare the weights in the file, and with a sample its outputs, with the model's.
+        overwrite: replace the file of another run. One that resumes from a State or a checkpoint replaces it in any
+            case.
 
     Raises:
         ArgumentError, ArgumentTypeError: a setting of another type, a graph without a sample, or a
             path with the suffix of another format; at FIT_START: no
             average of this name, or a path that is a folder.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where another run's file is at the path.
         MissingExtraError: ``"onnx"`` without its packages.
         ExportError: at FIT_START: the model can't be exported; at FIT_END: what was read back differs.
         CheckpointWriteError: (an OSError) at FIT_START, where the path can't be written to.
@@ -72,8 +78,9 @@ class ExportForInferenceCallback(Callback):
         average: Annotated[str | None, Name()] = None,
         dynamic_batch: bool = True,
         verify: bool = True,
+        overwrite: bool = False,
     ) -> None:
-        storage_of(path)
+        self._place = Place(path, where="ExportForInferenceCallback", overwrite=overwrite)
         self.path = os.fspath(path)
         refuse_suffix(path, format, where="ExportForInferenceCallback")
         refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
@@ -90,12 +97,16 @@ class ExportForInferenceCallback(Callback):
     def bind(self, run: Run) -> None:
         self._evaluated = {} if run.boundary is None else run.boundary.evaluated
         self._evaluates = bool(run.metrics)
+        self._place.run = run
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._began = state.timestamp.batch
+        if self._takes_part(state):
+            self._place.settle(state)
         module = self._module(state)
         if module is not None:
-            try_to_write(self.path)
+            try_to_write(self._place.of(state))
+            self._place.refuse_others(state)
             try_to_export(module, self._format, sample=self._sample, dynamic_batch=self._dynamic_batch)
 
     def eval_start(self, state: State, logger: LoggerGroup) -> None:
@@ -107,17 +118,24 @@ class ExportForInferenceCallback(Callback):
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         measured = [each for each in self._evaluated.values() if each.timestamp.batch == state.timestamp.batch]
         over = state.timestamp.batch == self._began and self._evaluates and not measured
-        if over and self._average is None and storage_of(self.path).exists():
+        if not self._takes_part(state):
+            return
+        path = self._place.of(state)
+        if over and self._average is None and storage_of(path).exists():
             return
         module = self._module(measured[-1] if measured and self._average is None else state)
         if module is not None:
             options = {"sample": self._sample, "dynamic_batch": self._dynamic_batch, "verify": self._verify}
-            export_module(module, self.path, self._format, **options)
-            logger.log_file("export", self.path)
+            export_module(module, path, self._format, **options)
+            logger.log_file("export", path)
+
+    def _takes_part(self, state: State) -> bool:
+        """Whether this rank writes the file, or has a shard of what is written."""
+        return not self.rank or any(map(is_sharded, state.params.values()))
 
     def _module(self, state: State) -> nn.Module | None:
         """What is exported; None on other ranks than the first."""
-        if self.rank and not any(map(is_sharded, state.params.values())):
+        if not self._takes_part(state):
             return None
         module = module_of(state, self._average)
         return None if self.rank else module

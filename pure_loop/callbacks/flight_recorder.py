@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -49,16 +50,18 @@ class FlightRecorder(CheckpointSaver):
     States are written in a thread while training continues. Of several ranks the first one records.
 
     Args:
-        folder: where to; one run's.
+        folder: where to; one run's. It may have the fields of ``CheckpointSaver``'s: ``"flights/{run_name}"``.
         keep: how often a State is kept: ``"100ba"``, ``"1ep"``; the first one always is. From it the events up to the
             next one are computed again.
         digest: how often the journal has a digest of all parameters, which are read for it; 0: never.
         in_memory: how many of the last States ``recorder.states`` has, at BATCH_CHECKPOINT; their memory is not written
             to by the steps after them.
         keep_last: how many of the newest States stay in the folder, besides those of FIT_START; None: all.
+        overwrite: remove what another run has recorded in the folder, at FIT_START.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once; at FIT_START for parameters in shards.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the folder holds another run.
         CheckpointWriteError: (an OSError) at FIT_START, before any training, where the folder can't be written to.
 
     >>> import tempfile, torch, pure_loop as pl
@@ -79,13 +82,20 @@ class FlightRecorder(CheckpointSaver):
         digest: CadenceLike = "10ba",
         in_memory: Annotated[int, AtLeast(0)] = 0,
         keep_last: Annotated[int | None, AtLeast(1)] = None,
+        overwrite: bool = False,
     ) -> None:
         if "://" in os.fspath(folder):
             raise ArgumentError(
                 f"FlightRecorder({os.fspath(folder)!r}): its journal is a local file; give a local folder."
             )
         super().__init__(
-            folder, interval=keep, filename=f"ba{{batch}}{SUFFIX}", keep_last=keep_last, latest=None, signals=()
+            folder,
+            interval=keep,
+            filename=f"ba{{batch}}{SUFFIX}",
+            keep_last=keep_last,
+            latest=None,
+            overwrite=overwrite,
+            signals=(),
         )
         self._digest = read_interval(digest, "FlightRecorder digest")
         self.states: deque[State] = deque(maxlen=in_memory)
@@ -95,6 +105,8 @@ class FlightRecorder(CheckpointSaver):
         self._facts: dict[str, Any] | None = None
         self._handled: BaseException | None = None
         self._last = 0.0
+
+    _beside = rf"start-ba[0-9]+\{SUFFIX}|{re.escape(JOURNAL)}|{re.escape(RUN)}"
 
     def bind(self, run: Run) -> None:
         """
@@ -117,11 +129,12 @@ class FlightRecorder(CheckpointSaver):
         self._waiting.clear()
         if self.rank:
             return
+        self._folder.clear()
         # Of another name than those of which ``keep_last`` removes the oldest.
-        save(state, os.path.join(self.folder, f"start-ba{state.timestamp.batch}{SUFFIX}"))
+        save(state, os.path.join(self.place, f"start-ba{state.timestamp.batch}{SUFFIX}"))
         self._facts = {**facts_of(state), **self._settings}
         self._write_facts()
-        path = os.path.join(self.folder, JOURNAL)
+        path = os.path.join(self.place, JOURNAL)
         self._journal = open(path, "a", buffering=1)  # noqa: SIM115 - closed in close()
         if not ends_in_a_line(path):
             self._journal.write("\n")  # of a line that a killed run did not finish
@@ -156,7 +169,7 @@ class FlightRecorder(CheckpointSaver):
         why = sys.exception()
         if why is not self._handled and isinstance(why, NonFiniteError) and why.index is not None and not self.rank:
             why.add_note(
-                f'To look at the batch: event, state = next(pl.rewind({self.folder!r}, "{why.index}ba", "batch_start", '
+                f'To look at the batch: event, state = next(pl.rewind({self.place!r}, "{why.index}ba", "batch_start", '
                 "model, train_dataloader, **settings)), with the arguments of this run."
             )
         try:
@@ -168,7 +181,7 @@ class FlightRecorder(CheckpointSaver):
                 journal.close()
 
     def _write_facts(self) -> None:
-        with open(os.path.join(self.folder, RUN), "w") as file:
+        with open(os.path.join(self.place, RUN), "w") as file:
             json.dump(self._facts, file, indent=1)
 
     def _write_lines(self, journal: IO[str]) -> None:

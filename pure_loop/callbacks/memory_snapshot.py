@@ -11,6 +11,7 @@ import torch
 
 from pure_loop._internal.torch_private import dump_memory_snapshot, record_memory_history
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._place import Place
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State
@@ -37,13 +38,17 @@ class MemorySnapshot(Callback):
     an allocation.
 
     Args:
-        folder: a local folder, made if it isn't there.
+        folder: a local folder, made if it isn't there. It may have the fields ``{run_name}``, ``{start}`` (when ``fit``
+            was called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``;
+            on several ranks ``{run_name}`` needs ``fit(run_name=)``.
         start: how much of this call's training passes before the recording begins.
         length: how long it lasts; it is written at the BATCH_END that follows, or at FIT_END.
         on_oom: whether the history is written where memory ran out.
+        overwrite: replace the files of another run.
 
     Raises:
         ArgumentTypeError, ArgumentError: a time that can't be read; from ``fit``: the model is not on a CUDA device.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training: another run has files there.
         RuntimeError: this torch records no history of memory.
         OSError: at FIT_START: the folder can't be made.
 
@@ -59,8 +64,10 @@ class MemorySnapshot(Callback):
         start: Annotated[str | Time, Duration(clock=True)] = "2ba",
         length: Annotated[str | Time, Duration(clock=True)] = "3ba",
         on_oom: bool = True,
+        overwrite: bool = False,
     ) -> None:
-        self._folder = Path(folder)
+        files = ("memory-rank{rank}-ba{batch}.pickle", "memory-rank{rank}-oom.pickle")
+        self._place = Place(folder, *files, where="MemorySnapshot", overwrite=overwrite)
         self._start, self._length, self._on_oom = Time.parse(start), Time.parse(length), on_oom
         self._records = False
         self._device: torch.device | None = None
@@ -73,6 +80,7 @@ class MemorySnapshot(Callback):
         Raises:
             ArgumentError: the model is not on a CUDA device.
         """
+        self._place.run = run
         if run.function == "fit" and run.device is not None and run.device.type != NEEDS_DEVICE:
             raise ArgumentError(
                 f"MemorySnapshot records the history of a CUDA device's memory, and the model is on {run.device}, "
@@ -85,7 +93,9 @@ class MemorySnapshot(Callback):
             RuntimeError: this torch records no history of memory.
             OSError: the folder can't be made.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._place.settle(state, self.rank)
+        self._place.refuse_others(state)
+        Path(self._place.folder).mkdir(parents=True, exist_ok=True)
         self._device = state.device
         self._waits_since, self._window_since = state.timestamp, None
         if self._on_oom:
@@ -106,7 +116,7 @@ class MemorySnapshot(Callback):
     def close(self) -> None:
         try:
             if self._on_oom and self._records and isinstance(sys.exception(), torch.OutOfMemoryError):
-                self._write("oom")
+                self._write(Path(self._place.of(number=1)))
         finally:
             self._record(on=False)
             self._waits_since = self._window_since = None
@@ -114,7 +124,8 @@ class MemorySnapshot(Callback):
     def _finish(self, state: State, logger: LoggerGroup) -> None:
         """Write what the window recorded."""
         self._window_since = None
-        path = self._write(f"ba{state.timestamp.batch}")
+        path = Path(self._place.of(state))
+        self._write(path)
         logger.log_file(path.stem, os.fspath(path))
         if not self._on_oom:
             self._record(on=False)
@@ -132,16 +143,14 @@ class MemorySnapshot(Callback):
             record_memory_history(enabled=None, device=self._device)
         self._records = on
 
-    def _write(self, what: str) -> Path:
+    def _write(self, path: Path) -> None:
         if dump_memory_snapshot is None:
             raise RuntimeError(
                 "this version of torch writes no history of memory: torch.cuda.memory has no _dump_snapshot."
             )
-        path = self._folder / f"memory-rank{self.rank}-{what}.pickle"
         part = path.with_suffix(".part")
         dump_memory_snapshot(os.fspath(part))
         part.replace(path)
-        return path
 
 
 def _passed(length: Time, since: Timestamp, now: Timestamp) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.patterns import Pattern
 from pure_loop.algorithms._monitored import Monitored
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -47,7 +47,8 @@ class MLPerfCallback(Callback):
     ``train_samples``, ``eval_samples`` and ``cache_clear``, which the rules require, too, are for ``settings``.
 
     Args:
-        folder: where the file goes; it is made.
+        folder: where the file goes; it is made. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was
+            called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         benchmark: the name of the benchmark, such as ``"retinanet"``.
         target: the quality that has to be reached.
         metric: of what: ``"<label>/<metric>"`` of an evaluator.
@@ -86,9 +87,9 @@ class MLPerfCallback(Callback):
         status: Literal["onprem", "cloud", "preview", "research"] = "onprem",
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if not is_path(folder):
-            raise ArgumentTypeError(f"MLPerfCallback(folder={folder!r}): write a text or a pathlib.Path.")
-        self.folder = Path(os.fspath(folder))
+        self._place = Pattern(folder, "MLPerfCallback folder")
+        self.folder = Path(self._place.text)
+        self._run: Run | None = None
         self._target = target
         self._monitored = Monitored.read("MLPerfCallback", metric, mode)
         if self._monitored.of_training:
@@ -114,11 +115,14 @@ class MLPerfCallback(Callback):
         Raises:
             ArgumentError: no evaluator measures the metric.
         """
+        self._run = run
         if run.function == "fit":
             self._monitored.bind(run)
         self._called = _now()
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        run = self._run or Run(function="drive", callbacks=())
+        self.folder = Path(self._place.of(run.fields(state.timestamp, self.rank)))
         self._open(resumes=state.timestamp.batch > 0)
         for key, value in {**self._points, "seed": state.seed}.items():
             self._write("POINT_IN_TIME", key, value)

@@ -35,6 +35,7 @@ class Found:
         path: of the file or folder.
         seed: of the run.
         batch: how many batches were finished.
+        seconds: of training until then.
         event: where the State was kept.
         progress: how far the run was; of two States of a run the later one has the larger.
         metric: whose score it has, ``"val/loss"``; None: of none.
@@ -45,6 +46,7 @@ class Found:
     path: str
     seed: int
     batch: int
+    seconds: float
     event: Event | None
     progress: tuple[int, ...]
     metric: str | None
@@ -58,6 +60,7 @@ class Found:
             path=path,
             seed=document.seed,
             batch=document.batch,
+            seconds=document.timestamp.total_seconds,
             event=document.event,
             progress=document.progress,
             metric=metric if isinstance(metric, str) else None,

@@ -9,7 +9,9 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import attrs
@@ -21,7 +23,7 @@ from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, TimeFormatError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, RewindError, TimeFormatError
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -44,6 +46,9 @@ JOURNAL, RUN = "journal.jsonl", "run.json"
 ENDED = '{"ended":true}\n'
 # Bytes: of a row of numbers that are added up, and from which on tensors are.
 _BLOCK, _LARGE = 1 << 13, 1 << 17
+# Of losses before one: how many it is compared with (few, because losses fall), how many the changes are of, and how
+# many there have to be.
+_COMPARED, _WINDOW, _FEWEST = 9, 30, 3
 _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
@@ -151,6 +156,45 @@ class Line:
 
 
 @attrs.frozen
+class Rise:
+    """A loss beside those of the batches before it.
+
+    Attributes:
+        batch: its number, from 0.
+        loss: of the batch.
+        before: the finite losses of the batches before it, at most ``_WINDOW`` of them.
+    """
+
+    batch: int
+    loss: float
+    before: tuple[float, ...]
+
+    @property
+    def compared(self) -> tuple[float, ...]:
+        """The losses right before it, with whose median it is compared."""
+        return self.before[-_COMPARED:]
+
+    @property
+    def height(self) -> float:
+        """How far the loss is above the median of those right before it."""
+        return self.loss - median(self.compared)
+
+    @property
+    def limit(self) -> float:
+        """The height above which it is an outlier.
+
+        Ten times the median change from one of those losses to the next, whichever direction, and at least a tenth of
+        their median: so that neither noise nor a loss that falls or rises steadily makes outliers.
+        """
+        change = median(abs(after - before) for before, after in pairwise(self.before))
+        return max(10 * change, abs(median(self.compared)) / 10)
+
+    @property
+    def is_outlier(self) -> bool:
+        return self.height > self.limit
+
+
+@attrs.frozen
 class Flight:
     """A recorded run.
 
@@ -178,27 +222,28 @@ class Flight:
         """The number of batches that are finished at an event of the batch that is meant.
 
         Args:
-            when: ``"3417ba"``, ``"2ep"``, a timestamp, ``"worst"`` or ``"nonfinite"``.
-            inside: whether the event comes before the end of its batch: for the latter two, that of the batch.
+            when: ``"3417ba"``, ``"2ep"``, a timestamp, ``"spike"``, ``"worst"`` or ``"nonfinite"``.
+            inside: whether the event comes before the end of its batch: for the latter three, that of the batch.
 
         Raises:
             ArgumentError: there is no such batch.
             ArgumentTypeError: something else.
+            RewindError: no loss rises, or none is an outlier.
         """
         if isinstance(when, Timestamp):
             return when.batch
-        if when in ("worst", "nonfinite"):
+        if when in ("spike", "worst", "nonfinite"):
             return self._step_of(when) + (not inside)
         if not isinstance(when, str | Time):
             raise ArgumentTypeError(
-                f'rewind: when={when!r} of type {type(when).__name__}: "3417ba", "2ep", a timestamp, "worst" or '
-                '"nonfinite".'
+                f'rewind: when={when!r} of type {type(when).__name__}: "3417ba", "2ep", a timestamp, "spike", "worst" '
+                'or "nonfinite".'
             )
         try:
             time = Time.parse(when)
         except TimeFormatError:
             raise ArgumentError(
-                f'rewind: when={when!r}: write "3417ba", "2ep", a timestamp, "worst" or "nonfinite".'
+                f'rewind: when={when!r}: write "3417ba", "2ep", a timestamp, "spike", "worst" or "nonfinite".'
             ) from None
         if time.unit is TimeUnit.BATCH:
             return int(time.value)
@@ -223,13 +268,59 @@ class Flight:
             if not broken and self.has_ended:
                 raise ArgumentError(
                     f"rewind: when='nonfinite': all losses in the journal of {self.folder} are finite, and the run "
-                    'reached its end. The highest of them is that of when="worst".'
+                    'reached its end. The largest rise of them is that of when="spike".'
                 )
             # Training ended in the batch after the last line.
             return min(broken, default=max(self.lines))
-        if broken:
+        if broken and when == "worst":
             return min(broken)
-        return max(self.lines.values(), key=lambda line: (line.loss, -line.batch)).batch - 1
+        return self._spike() if when == "spike" else self._worst()
+
+    def _rises(self) -> Iterator[Rise]:
+        """Finite losses after the first tenth of the run, beside those of the batches before them."""
+        losses = [(line.batch - 1, line.loss) for line in self.lines.values() if math.isfinite(line.loss)]
+        for place in range(_FEWEST, len(losses)):
+            batch, loss = losses[place]
+            if batch >= self._first_compared():
+                yield Rise(batch, loss, tuple(before for _, before in losses[max(place - _WINDOW, 0) : place]))
+
+    def _first_compared(self) -> int:
+        return math.ceil(max(self.lines) / 10)
+
+    def _spike(self) -> int:
+        """The batch whose loss rises most over the running median."""
+        largest = max(self._rises(), key=lambda rise: (rise.height, -rise.batch), default=None)
+        if largest is None or largest.height <= 0:
+            raise self._none_found("spike", "no loss is above the median of those before it", "")
+        return largest.batch
+
+    def _worst(self) -> int:
+        """The batch of the highest loss among outliers."""
+        highest = worst = None
+        for rise in self._rises():
+            if highest is None or rise.loss > highest.loss:
+                highest = rise
+            if (worst is None or rise.loss > worst.loss) and rise.is_outlier:
+                worst = rise
+        if worst is not None:
+            return worst.batch
+        found, advice = "no loss is an outlier", ""
+        if highest is not None:
+            found += (
+                f": the highest is {highest.loss:.4g}, {highest.height:+.2g} from the median of the "
+                f"{len(highest.compared)} before it, and an outlier is above {highest.limit:+.2g}"
+            )
+            advice = f'"spike" for the largest rise, or "{highest.batch}ba" for the highest loss'
+        raise self._none_found("worst", found, advice)
+
+    def _none_found(self, when: str, found: str, advice: str) -> RewindError:
+        newest = max(self.lines)
+        return RewindError(
+            f"rewind: when={when!r}: in the journal of {self.folder}, {found}. Looked at were batches "
+            f"{max(self._first_compared(), _FEWEST)} to {newest - 1}, after the first tenth of the run. Write "
+            + (advice or f'a batch, such as "{newest - 1}ba"')
+            + "."
+        )
 
 
 def read_flight(folder: str | os.PathLike[str]) -> Flight:

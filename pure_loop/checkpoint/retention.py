@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import re
 from typing import Any
 
 import attrs
 
+from pure_loop._internal.patterns import FIELDS, Fields, Pattern
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
 
@@ -113,7 +114,7 @@ class Names:
     """The names of files by a pattern such as ``"ep{epoch}-ba{batch}.safetensors"``.
 
     Raises:
-        ArgumentError: it names something else than counts of a timestamp, or another folder.
+        ArgumentError: it names something else than counts of a timestamp and fields of a run, or another folder.
 
     >>> from pure_loop import Timestamp
     >>> names = Names("ep{epoch}-ba{batch:05}.safetensors", ".safetensors")
@@ -124,43 +125,54 @@ class Names:
     """
 
     def __init__(self, pattern: Any, suffix: str) -> None:
-        self._pattern = pattern
-        try:
-            name = pattern.format(**_counts(Timestamp()))
-        except (AttributeError, KeyError, IndexError, ValueError) as error:
+        self._suffix = suffix
+        self._pattern = Pattern(pattern, "filename", tuple(dict.fromkeys((*_COUNTS, *FIELDS))))
+        self._check(self._pattern.of({**_EXAMPLE, **_counts(Timestamp())}))
+        self._check(self._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+
+    def _check(self, name: str, what: str = ": it is") -> None:
+        if len(os.fsencode(name)) > _LONGEST:
             raise ArgumentError(
-                f"filename={pattern!r}: write a name with counts of the timestamp in braces, such as "
-                f"'ep{{epoch}}-ba{{batch}}{suffix}'; there are {', '.join(_counts(Timestamp()))}."
-            ) from error
-        if not name.endswith(suffix) or name.startswith(".") or "\\" in name or not is_name(name):
-            raise ArgumentError(
-                f"filename={pattern!r}: a name in the folder that ends with {suffix!r}, not hidden, of at most "
-                f"{_LONGEST} bytes and without a folder of its own, such as 'ep{{epoch}}-ba{{batch}}{suffix}'."
+                f"filename={self._pattern.text!r}{what} longer than {_LONGEST} bytes; give a shorter one."
             )
-        parts = re.split(r"\{[^{}]*\}", pattern)
-        self._known = re.compile(r"[0-9]+".join(map(re.escape, parts)))
-        if not self.match(self.of(_LARGE)):
+        if not name.endswith(self._suffix) or name.startswith(".") or "\\" in name or not is_name(name):
             raise ArgumentError(
-                f"filename={pattern!r}: counts are written in digits alone, as {{batch}} or {{batch:06}}."
-            )
-        if not is_name(self.of(_LARGE)):
-            raise ArgumentError(
-                f"filename={pattern!r}: with counts of millions the name is longer than {_LONGEST} bytes; give a "
-                "shorter one."
+                f"filename={self._pattern.text!r}: a name in the folder that ends with {self._suffix!r}, not hidden, "
+                f"of at most {_LONGEST} bytes and without a folder of its own, such as 'ep{{epoch}}-ba{{batch}}"
+                f"{self._suffix}'."
             )
 
+    @property
+    def fields_of_run(self) -> frozenset[str]:
+        """Those of its fields that are not counts."""
+        return self._pattern.fields & _EXAMPLE.keys()
+
+    def filled(self, fields: Fields) -> Names:
+        """The names of one run: counts are left, and its name, its rank and its start put in."""
+        result = copy.copy(self)
+        result._pattern = self._pattern.filled({name: fields.get(name) for name in _EXAMPLE})
+        result._check(result._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+        return result
+
     def of(self, timestamp: Timestamp) -> str:
-        return self._pattern.format(**_counts(timestamp))  # type: ignore[no-any-return]
+        return self._pattern.of(_counts(timestamp))
+
+    def is_like(self, other: Names) -> bool:
+        """Whether both give a name in some run."""
+        now, mine, its = Timestamp(), self.filled(_EXAMPLE), other.filled(_EXAMPLE)
+        return mine.match(its.of(now)) or its.match(mine.of(now))
 
     def match(self, name: str) -> bool:
         """Whether the pattern gives such names."""
-        return self._known.fullmatch(name) is not None
+        return self._pattern.match(name)
+
+
+_COUNTS = ("epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration")
+_EXAMPLE: dict[str, str | int] = {"run_name": "run", "rank": 0, "start": 1234567}
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:
-    names = (field.name for field in attrs.fields(Timestamp))
-    return {name: getattr(timestamp, name) for name in names if name in _NAMED}
+    return {name: getattr(timestamp, name) for name in _COUNTS}
 
 
 _LARGE = Timestamp(epoch=1234567, batch=1234567, sample=1234567, token=1234567, iteration=1234567)
-_NAMED = frozenset({"epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration"})

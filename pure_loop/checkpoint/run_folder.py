@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 
+from pure_loop._internal.occupied import refuse_other_run
+from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop.callback import Run
 from pure_loop.checkpoint.files import SHARDED, SUFFIX
-from pure_loop.checkpoint.finding import found_at, found_in
+from pure_loop.checkpoint.finding import Found, found_at, verified
 from pure_loop.checkpoint.index import INDEX, is_sharded_folder, remove
 from pure_loop.checkpoint.pointer import Pointer
 from pure_loop.checkpoint.retention import Names, Saved, expired, ranked
 from pure_loop.checkpoint.storage import join, leftover, same_place, storage_of, try_folder
 from pure_loop.errors import ArgumentError, CheckpointError
 from pure_loop.state import State
-from pure_loop.time import Timestamp
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "is_of_run"]
 
 _log = logging.getLogger("pure_loop.checkpoint")
 
@@ -23,17 +26,22 @@ class RunFolder:
     """A folder, of whose checkpoints the last few stay, and the best few.
 
     Args:
-        path: a folder or a URL.
+        path: a folder or a URL, with fields of the run.
         names: the names of checkpoints in it.
         last, best, largest: which stay: see :func:`pure_loop.checkpoint.retention.expired`.
         newest_link: the name of a link to the newest; None: no link.
         best_link: the name of a link to the best; None: no link.
         weights: whether the run saves weights alone.
+        overwrite: whether checkpoints of another run are replaced.
+        beside: what else of a run lies in the folder, by a regular expression; "": nothing.
+
+    Attributes:
+        path: of the run that was settled last; before, as it was written.
     """
 
     def __init__(
         self,
-        path: str,
+        path: Pattern,
         names: Names,
         *,
         last: int | None,
@@ -42,17 +50,34 @@ class RunFolder:
         newest_link: str | None,
         best_link: str | None,
         weights: bool = False,
+        overwrite: bool = False,
+        beside: str = "",
     ) -> None:
-        self.path = path
-        self._weights = weights
+        self.path = path.text
+        self._pattern, self._names_pattern = path, names
+        self._weights, self._overwrite, self._beside = weights, overwrite, beside
         self._names = names
         self._last, self._best, self._largest = last, best, largest
-        self._best_link = None if best is None else best_link
-        self._to_newest = self._pointer(newest_link, "latest", is_file=False)
-        self._to_best = self._pointer(self._best_link, "best", is_file=True)
+        self._newest_link, self._best_link = newest_link, None if best is None else best_link
+        self._to_newest: Pointer | None = None
+        self._to_best: Pointer | None = None
         self._saved: list[Saved] = []
         self._stamps: dict[str, object] = {}
         self._seed = 0
+        # What another run has left, and is removed once there is something in its place.
+        self._others: list[str] = []
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields of a run that its path and its names have, but for counts of names."""
+        return self._pattern.fields | self._names_pattern.fields_of_run
+
+    def settle(self, fields: Fields) -> None:
+        """Put in the fields of a run that starts."""
+        self.path = self._pattern.of(fields)
+        self._names = self._names_pattern.filled(fields)
+        self._to_newest = self._pointer(self._newest_link, "latest", is_file=False)
+        self._to_best = self._pointer(self._best_link, "best", is_file=True)
 
     def refuse_same(self, other: RunFolder) -> None:
         """
@@ -72,9 +97,7 @@ class RunFolder:
             )
 
     def _is_like(self, other: RunFolder) -> bool:
-        now = Timestamp()
-        matches = self._names.match(other._names.of(now)) or other._names.match(self._names.of(now))
-        return matches and same_place(self.path, other.path)
+        return self._names_pattern.is_like(other._names_pattern) and same_place(self.path, other.path)
 
     def name_of(self, state: State, *, parts: bool) -> str:
         """The name of a checkpoint of this State: of a file, or of a folder with the parts of each rank."""
@@ -85,47 +108,84 @@ class RunFolder:
         """Where the checkpoint of this name is."""
         return join(self.path, name)
 
-    def open(self, state: State, metric: str | None) -> None:
+    def open(self, state: State, metric: str | None, run: Run | None, writer: str) -> None:
         """Before training from a State: see that it can be written to, and which of its checkpoints are the run's.
 
         Raises:
             CheckpointWriteError: it can't be written to.
             ArgumentError: in the place of a link there is something else.
+            RunExistsError: it holds checkpoints of another run, and they are not to be replaced.
         """
         where = storage_of(self.path)
         try_folder(self.path)
         where.sweep()
+        mine, others = self._sorted(state, run)
+        if others and not self._overwrite:
+            can_resume = not self._weights and run is not None and run.function == "fit"
+            resume = f"fit(..., autoresume={self.path!r})" if can_resume else ""
+            why = "" if state.timestamp.batch == 0 else f" (this one resumes at batch {state.timestamp.batch})"
+            refuse_other_run(writer, self.path, sorted(others), resume=resume, why=why)
         for pointer in (self._to_newest, self._to_best):
             if pointer is not None:
                 pointer.open(self.path_of(leftover("link")))
-        for name in where.names():
+        self._saved = [
+            Saved(_name_of(item.path), item.batch, item.score if item.metric == metric else None) for item in mine
+        ]
+        self._seed, self._others = state.seed, others
+        self._stamps = {item.name: self._stamp(item.name) for item in self._saved}
+
+    def _sorted(self, state: State, run: Run | None) -> tuple[list[Found], list[str]]:
+        """The checkpoints of the run that starts, the oldest first, and the names of what is another's."""
+        now = state.timestamp.batch
+        starts = now == 0 if run is None else not run.continues(now)
+        from_disk = run is not None and (run.autoresume is not None or run.resumed_from is not None)
+        mine: list[Found] = []
+        later: list[Found] = []
+        others: list[str] = []
+        for name in storage_of(self.path).names():
+            path = self.path_of(name)
+            if self._beside and re.fullmatch(self._beside, name):
+                others += [name] if starts else []
+                continue
+            if name.startswith(".") or not name.endswith((SUFFIX, SHARDED)) or not self._names.match(_as_file(name)):
+                continue
             # It may be of a run that was killed in a save, of one that is saving now, or a copy under way.
-            if (
-                name.endswith(SHARDED)
-                and self._names.match(_as_file(name))
-                and not is_sharded_folder(self.path_of(name))
-            ):
+            if name.endswith(SHARDED) and not is_sharded_folder(path):
                 _log.warning(
                     "%s has no index, so it is no checkpoint; it stays until this run saves in its place. Remove it if "
                     "nothing is writing to it.",
-                    self.path_of(name),
+                    path,
                 )
-        # To be deleted are only files of this pattern, and of the run that is resumed here.
-        there = reversed(found_in(self.path, weights=self._weights))
-        known = [item for item in there if self._names.match(_as_file(_name_of(item.path)))]
-        mine = [
-            Saved(_name_of(item.path), item.batch, item.score if item.metric == metric else None)
-            for item in known
-            if item.seed == state.seed and item.batch <= state.timestamp.batch
-        ]
-        if len(mine) < len(known):
+                continue
+            if starts:
+                others.append(name)
+                continue
+            try:
+                found = found_at(path, weights=self._weights)
+            except (CheckpointError, OSError) as error:
+                _log.warning("%s is passed over: %s", path, error)
+                continue
+            if found is not None and is_of_run(found, state, from_disk=from_disk):
+                (mine if found.batch <= now else later).append(found)
+            elif found is None or found.batch <= now or _is_whole(path):
+                others.append(name)
+        if later:
             _log.warning(
-                "%s holds checkpoints of another run, which was further on or had another seed: they stay, but for "
-                "those in whose place this run saves. A folder for each run, or autoresume=, keeps them apart.",
+                "%s holds checkpoints of this run that are further on than batch %d, at which it resumes, up to %s: "
+                "each stays until its batch is saved again.",
                 self.path,
+                now,
+                _name_of(max(later, key=lambda found: found.progress).path),
             )
-        self._saved, self._seed = mine, state.seed
-        self._stamps = {item.name: self._stamp(item.name) for item in mine}
+        return sorted(mine, key=lambda found: (found.progress, found.path)), others
+
+    def clear(self) -> None:
+        """Remove what another run has left, now that there is something in its place."""
+        others, self._others = self._others, []
+        kept = {saved.name for saved in self._saved}
+        for name in others:
+            if name not in kept:
+                remove(self.path_of(name))
 
     def add(self, saved: Saved) -> None:
         """After a checkpoint is complete: link to it, and remove those that needn't be kept any more."""
@@ -133,6 +193,7 @@ class RunFolder:
         self._stamps[saved.name] = self._stamp(saved.name)
         if self._to_newest is not None:
             self._to_newest.lead_to(saved.name)
+        self.clear()
         best = ranked(self._saved, largest=self._largest)[:1] if self._to_best is not None else []
         # Before the one that was the best is removed.
         for file in best:
@@ -166,6 +227,31 @@ class RunFolder:
         if name is None:
             return None
         return Pointer(self.path_of(name), argument, lambda name: self._names.match(_as_file(name)), is_file=is_file)
+
+
+def is_of_run(found: Found, state: State, *, from_disk: bool) -> bool:
+    """Whether a checkpoint is of the run that resumes from a State.
+
+    A run has one seed, and of two of its States the one with more batches took longer. One that is further on was left
+    by a run that was killed, if what is resumed was read from the disk; else the State in memory begins a fork.
+    """
+    now = state.timestamp
+    if found.seed != state.seed:
+        return False
+    if found.batch == now.batch:
+        return found.seconds == now.total_seconds
+    if found.batch < now.batch:
+        return found.seconds <= now.total_seconds
+    return from_disk and found.seconds >= now.total_seconds
+
+
+def _is_whole(path: str) -> bool:
+    try:
+        verified(path)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is passed over: %s", path, error)
+        return False
+    return True
 
 
 def _name_of(path: str) -> str:

@@ -16,7 +16,7 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.torch_private import iterator_of_loader
 from pure_loop.data import samplers as _samplers
 from pure_loop.data import workers as _loaders
-from pure_loop.data.copies import Private
+from pure_loop.data.copies import Private, has_epochs
 from pure_loop.data.passes import Passes
 from pure_loop.data.source import (
     END,
@@ -25,9 +25,6 @@ from pure_loop.data.source import (
     Part,
     Share,
     Source,
-    at_epoch,
-    has_epochs,
-    is_independent,
     iterator_made,
     shut,
 )
@@ -198,8 +195,9 @@ class _Rebuilt(Iterated):
     ) -> None:
         super().__init__(loader, seed, stream, limit, share, per_step)
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
+        self._tells_workers = self._in_workers and Private(loader.dataset, seeds=False).has_epochs
         # Persistent workers keep their copy of the dataset from pass to pass, unless set_epoch tells them the epoch.
-        self._keeps_workers = self._in_workers and loader.persistent_workers and not has_epochs(loader.dataset)
+        self._keeps_workers = self._in_workers and loader.persistent_workers and not self._tells_workers
         self._kept: DataLoader[Any] | None = None
 
     @cached_property
@@ -216,40 +214,35 @@ class _Rebuilt(Iterated):
             shut(iterator_of_loader(self._kept))
             self._kept = None
 
-    def _end(self, batches: Any) -> None:
-        if not self._keeps_workers:
-            shut(batches)
-
     def _copy(self) -> Private:
         loader = self._loader
         shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)
         return Private(loader, shared=shared, seeds=False)
 
     def _for_pass(self, copy: Private, number: int) -> Any:
-        if isinstance(copy.value.dataset, _loaders.Passing):
+        if self._keeps_workers and isinstance(copy.value.dataset, _loaders.Passing):
             return copy.value
-        loader = copy.begin(derive(self._seed, number, "order"), number, set_epoch=True)
+        loader = copy.begin(derive(self._seed, number, "order"), number)
         changes: dict[str, Any] = {"persistent_workers": False}
         if _is_plain(loader):
             changes |= _loaders.pinning_anew(self._loader)
-        if isinstance(loader.dataset, IterableDataset) and has_epochs(self._loader.dataset):
-            changes["dataset"] = at_epoch(self._loader.dataset, number)
+        if self._keeps_workers or self._tells_workers:
+            changes |= _loaders.passing(self._loader, derive(self._seed, "passes"), number, self._keeps_workers)
         if self._keeps_workers:
-            changes |= _loaders.passing(loader, derive(self._seed, "passes"), number)
             self._kept = loader
         return _loaders.adapted(loader, derive(self._seed, number, "workers"), changes)
 
+    @property
+    def _has_epochs(self) -> bool:
+        return has_epochs(self._loader) or has_epochs(self._loader.dataset)
+
     def _independent(self, copy: Private) -> bool | None:
-        loader = self._loader
-        if self._in_workers:
-            return True  # new ones have the dataset as it was given, and those that stay make the passes before
-        if isinstance(loader.dataset, IterableDataset):
-            verdicts = [is_independent(loader.dataset)]
-        else:
-            verdicts = [_samplers.is_independent(loader.batch_sampler or loader.sampler)]
-        if not _is_plain(loader):
-            verdicts.append(is_independent(loader, "_get_iterator"))
-        return False if False in verdicts else None if None in verdicts else True
+        # New workers have the dataset as it was given, and those that stay make the passes before.
+        return True if self._in_workers else super()._independent(copy)
+
+    @cached_property
+    def _selects(self) -> bool:
+        return not self._in_workers and super()._selects
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

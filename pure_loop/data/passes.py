@@ -166,7 +166,7 @@ class Passes(Generic[T]):
         if independent:
             return walk
         if independent is None:
-            walk.copy.mark()
+            walk.copy.watch()
             items = self._run(walk.copy, epoch)
             first = next(items, END)
             if not walk.copy.changed():

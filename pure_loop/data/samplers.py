@@ -20,12 +20,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pure_loop.data import source as sources
 from pure_loop.data.copies import Private
 from pure_loop.data.source import END
 from pure_loop.random import derive, seeded_all
 
-__all__ = ["guards_itself", "indices", "is_independent"]
+__all__ = ["guards_itself", "indices"]
 
 # These draw from their own generator alone, which we seed: nothing has to be guarded. Nor do they count their passes.
 _TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -45,10 +44,10 @@ def indices(sampler: Private, seed: int, epoch: int, limit: int | None) -> Itera
         limit: at most as many are drawn; None: all.
     """
     if guards_itself(sampler.value):
-        yield from islice(sampler.begin(seed, epoch, set_epoch=True), limit)
+        yield from islice(sampler.begin(seed, epoch), limit)
         return
     with seeded_all(derive(seed, "iter")):
-        drawn = iter(sampler.begin(seed, epoch, set_epoch=True))
+        drawn = iter(sampler.begin(seed, epoch))
     left = limit
     for block in count():
         ready: list[Any] = []
@@ -67,13 +66,6 @@ def indices(sampler: Private, seed: int, epoch: int, limit: int | None) -> Itera
             left -= len(ready)
         if len(ready) < size or left == 0:
             return
-
-
-def is_independent(sampler: Any) -> bool | None:
-    """Whether a pass is the same whatever passes were made before (:func:`pure_loop.data.source.is_independent`)."""
-    if type(sampler) is BatchSampler:
-        return is_independent(sampler.sampler)
-    return True if guards_itself(sampler) else sources.is_independent(sampler)
 
 
 def guards_itself(sampler: Any) -> bool:

@@ -24,8 +24,12 @@ from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
+import optree
+import torch
+from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group
@@ -324,6 +328,9 @@ class Iterated(Source):
         )
 
     def _run(self, copy: Private, number: int) -> Batches:
+        return self._pass(self._copy() if number and self._selects else copy, number)
+
+    def _pass(self, copy: Private, number: int) -> Batches:
         batches: Any = None
         try:
             with self._guard(number, "iter"):
@@ -339,10 +346,8 @@ class Iterated(Source):
                 del batch
         finally:
             with self._guard(number, "close"):
-                self._end(batches)
-
-    def _end(self, batches: Any) -> None:
-        shut(batches)
+                if not copy.keeps(batches):
+                    shut(batches)
 
     def _copy(self) -> Private:
         from pure_loop.data.copies import Private
@@ -351,12 +356,40 @@ class Iterated(Source):
 
     def _for_pass(self, copy: Private, number: int) -> Any:
         """What to iterate over in a pass."""
-        if has_epochs(self._loader):
-            return at_epoch(self._loader, number)
-        return copy.begin(self._seed, number, set_epoch=False)
+        return copy.begin(derive(self._seed, number, "order"), number)
 
     def _independent(self, copy: Private) -> bool | None:
-        return is_independent(self._loader)
+        return True if self._selects else copy.independent
+
+    @property
+    def _has_epochs(self) -> bool:
+        from pure_loop.data.copies import has_epochs
+
+        return has_epochs(self._loader)
+
+    @cached_property
+    def _selects(self) -> bool:
+        """Whether ``set_epoch`` says what a pass is, whatever passes were made before: each is made on a new copy.
+
+        What a pass leaves behind is mostly bookkeeping. It counts where new copies begin passes 0 and 1 alike, and a
+        copy on which pass 0 was made begins pass 1 otherwise.
+        """
+        if not self._has_epochs:
+            return False
+        copy = self._copy()
+        if copy.counts_without_epochs:
+            return False
+        copy.watch()
+        first = self._first(copy, 0)
+        if not copy.changed():
+            return True
+        second = self._first(self._copy(), 1)
+        return not _alike(first, second) or _alike(second, self._first(copy, 1))
+
+    def _first(self, copy: Private, number: int) -> Any:
+        """The first batch of a pass."""
+        with closing(self._pass(copy, number)) as batches:
+            return next(batches, END)
 
 
 class OneShot(Source):
@@ -421,31 +454,21 @@ def is_loading(frame: FrameType | None, sources: Collection[Source] | None = Non
     return False
 
 
-def has_epochs(data: Any) -> bool:
-    """Whether a pass over the data is what ``set_epoch`` says, whatever passes were made before."""
-    return callable(getattr(data, "set_epoch", None))
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two batches are known to be equal."""
+    (leaves, structure), (others, of_other) = map(_flat, (one, other))
+    return bool(structure == of_other) and all(map(_equal, leaves, others))
 
 
-def at_epoch(data: Any, epoch: int) -> Any:
-    """A private copy that knows the epoch, of data that wants to (``set_epoch``)."""
-    from pure_loop.data.copies import Private
-
-    private = Private(data, seeds=False)
-    if private.value is data:
-        data.set_epoch(epoch)  # it can't be copied
-    return private.begin(0, epoch, set_epoch=True)
+def _flat(batch: Any) -> Any:
+    return optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def is_independent(data: Any, *methods: str) -> bool | None:
-    """Whether a pass is the same whatever passes were made before; None where only a pass can tell.
-
-    It is where ``set_epoch`` says which pass it is, and it isn't where the methods that iterate assign to attributes.
-    """
-    from pure_loop.data.copies import writes_attributes
-
-    if has_epochs(data):
-        return True
-    return False if writes_attributes(type(data), "__iter__", "__next__", *methods) else None
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "__array__") else bool(equal)
 
 
 def shut(batches: Any) -> None:

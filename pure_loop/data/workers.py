@@ -24,7 +24,7 @@ from pure_loop.data import samplers as _samplers
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.copies import Private
 from pure_loop.data.passes import Passes
-from pure_loop.data.source import is_independent, shut
+from pure_loop.data.source import shut
 from pure_loop.random.seeds import derive, reseed
 
 __all__ = [
@@ -98,16 +98,17 @@ class _Reseeding:
 
 
 class Passing(IterableDataset[Any]):
-    """An iterable dataset in workers that stay and make one pass after another, each from a seed of its own.
+    """An iterable dataset in workers, each of which makes passes over a copy of its own, in an order of its own.
 
     Args:
         dataset: the user's.
-        seed: where the seeds come from.
+        seed: where the seeds of passes come from.
         number: of the first pass to make.
+        stays: whether the workers make one pass after another. The generators of the process are seeded for each, too.
     """
 
-    def __init__(self, dataset: Any, seed: int, number: int) -> None:
-        self.dataset, self.seed, self.number = dataset, seed, number
+    def __init__(self, dataset: Any, seed: int, number: int, stays: bool) -> None:
+        self.dataset, self.seed, self.number, self.stays = dataset, seed, number, stays
         # Made in the worker.
         self._passes: Passes[Any] | None = None
 
@@ -118,7 +119,7 @@ class Passing(IterableDataset[Any]):
                 self._run,
                 limit=None,
                 continues=False,
-                independent=lambda copy: is_independent(self.dataset),
+                independent=lambda copy: copy.independent if self.stays else True,
                 stream="iterable",
             )
         self.number += 1
@@ -126,16 +127,18 @@ class Passing(IterableDataset[Any]):
 
     def _run(self, copy: Private, number: int) -> Iterator[Any]:
         info = get_worker_info()
-        reseed(derive(self.seed, number, "worker", 0 if info is None else info.id))
-        yield from copy.begin(self.seed, number, set_epoch=False)
+        seed = derive(self.seed, number, "worker", 0 if info is None else info.id)
+        if self.stays:
+            reseed(seed)
+        yield from copy.begin(derive(seed, "order"), number)
 
 
-def passing(loader: DataLoader[Any], seed: int, number: int) -> dict[str, Any]:
-    """What to change in a loader whose workers make one pass after another over an iterable dataset."""
+def passing(loader: DataLoader[Any], seed: int, number: int, stays: bool) -> dict[str, Any]:
+    """What to change in a loader over an iterable dataset whose workers are told the number of the pass."""
     return {
-        "dataset": Passing(loader.dataset, seed, number),
+        "dataset": Passing(loader.dataset, seed, number, stays),
         "worker_init_fn": partial(_enter_worker, loader.worker_init_fn),
-        "persistent_workers": True,
+        "persistent_workers": stays,
     }
 
 

@@ -21,7 +21,7 @@ from pure_loop.donation.donation import Donation
 from pure_loop.donation.references import can_count
 from pure_loop.entry.compiling import compiler
 from pure_loop.entry.resume import loading, read_start, saving, seed_of
-from pure_loop.entry.run_name import new_run_name, recorded_run_name
+from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
 from pure_loop.entry.settings import Settings
 from pure_loop.entry.start import first_state, preparation, refuse_no_boundary, refuse_other_optimizer
 from pure_loop.errors import ArgumentError
@@ -83,7 +83,9 @@ def assemble(settings: Settings) -> Assembly:
         ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: for what can't run, before anything runs.
     """
     together, optimizer = settings.parallel, settings.optimizer
-    beginning, checkpoint = read_start(settings.model_or_state, settings.load_path, settings.autoresume, settings.seed)
+    beginning, checkpoint = read_start(
+        settings.model_or_state, settings.load_path, settings.autoresume, settings.seed, settings.run_name
+    )
     observed, callbacks, logger = observers(
         saving(settings.autoresume, settings.callbacks),
         settings.loggers,
@@ -141,8 +143,9 @@ def assemble(settings: Settings) -> Assembly:
         device=state.device,
         sources=(data, *(evaluator.source for evaluator in evaluators)),
         boundary=boundary,
-        run_name=_run_name(settings, state, checkpoint, logger),
+        run_name=_run_name(settings, state, checkpoint, logger, together.rank),
         autoresume=settings.autoresume,
+        resumed_from=None if checkpoint is None else checkpoint.path,
     )
     bind_callbacks(run)
     for algorithm in settings.algorithms:
@@ -233,15 +236,21 @@ def _recorder(settings: Settings) -> Recorder:
     return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
 
 
-def _run_name(settings: Settings, state: State, checkpoint: Checkpoint | None, logger: LoggerGroup) -> str | None:
-    """The name that was passed; else the one that loggers recorded, if the run resumes, or a new one."""
-    if settings.run_name is not None or not logger.loggers:
+def _run_name(
+    settings: Settings, state: State, checkpoint: Checkpoint | None, logger: LoggerGroup, rank: int
+) -> str | None:
+    """The name that was passed; else that of the run that is resumed, by checkpoint or loggers, or a new one."""
+    if settings.run_name is not None or rank:
         return settings.run_name
     document = None if checkpoint is None else checkpoint.document
     batch = state.timestamp.batch if document is None else document.batch
+    noted = None if document is None else noted_run_name(document.notes)
+    if noted is not None and settings.autoresume is not None:
+        return noted
     # The same command, run again, may have been killed before its first checkpoint.
     recorded = recorded_run_name(logger.loggers) if batch or settings.autoresume is not None else None
-    return recorded or new_run_name()
+    # Loggers that have the record of another run than the checkpoint's refuse a new name.
+    return recorded if recorded is not None and noted in (None, recorded) else new_run_name()
 
 
 def _closing(assembly: Assembly) -> list[Callable[[], None]]:

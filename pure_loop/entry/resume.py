@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pure_loop._internal.patterns import Pattern
 from pure_loop.callback import Callback
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
@@ -23,7 +24,9 @@ __all__ = [
 ]
 
 
-def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0) -> tuple[Any, Checkpoint | None]:
+def read_start(
+    model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0, run_name: str | None = None
+) -> tuple[Any, Checkpoint | None]:
     """What to start from, and the checkpoint that it takes its numbers from, if there is one.
 
     The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the
@@ -53,7 +56,7 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any =
                 return result.seed == model_or_state.seed and result.batch >= model_or_state.timestamp.batch
             return seed in (0, result.seed)
 
-        checkpoint = newest(autoresume, can_resume_from, is_of_run)
+        checkpoint = newest(_found_again(autoresume, run_name), can_resume_from, is_of_run)
     if checkpoint is None and load_path is not None:
         checkpoint = read_checkpoint(load_path)
     if checkpoint is None or not isinstance(model_or_state, State):
@@ -62,6 +65,21 @@ def read_start(model_or_state: Any, load_path: Any, autoresume: Any, seed: Any =
     if model_or_state.position is None and model_or_state.event is None:
         return model_or_state, checkpoint  # a fresh start, with INIT before the numbers are read
     return checkpoint.into(model_or_state), None
+
+
+def _found_again(folder: Any, run_name: str | None) -> str:
+    """The folder of ``autoresume``, which the same command has to find again.
+
+    Raises:
+        ArgumentError: it has a field that only a run has which has begun.
+    """
+    pattern = Pattern(folder, "autoresume")
+    if pattern.fields - {"run_name"} or ("run_name" in pattern.fields and run_name is None):
+        raise ArgumentError(
+            f"autoresume={pattern.text!r}: the same command has to find this folder again. Of fields it can have "
+            '{run_name} alone, with the name passed: fit(..., autoresume="runs/{run_name}", run_name="baseline").'
+        )
+    return pattern.of({"run_name": run_name})
 
 
 def _refuse_other_run(start: State, checkpoint: Checkpoint) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pure_loop.callback import Callback, Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["new_run_name", "read_run_name", "recorded_run_name"]
+__all__ = ["new_run_name", "noted_run_name", "read_run_name", "recorded_run_name"]
 
 _QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
 _NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
@@ -51,6 +51,14 @@ def new_run_name() -> str:
     """
     words = secrets.choice(_QUALITIES), secrets.choice(_NOUNS)
     return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
+
+
+def noted_run_name(notes: Mapping[str, Any]) -> str | None:
+    """The name of the run that a ``CheckpointSaver`` noted in a checkpoint; None: none, or one that no run can have."""
+    try:
+        return read_run_name(notes.get("run_name"))
+    except (ArgumentError, ArgumentTypeError):
+        return None
 
 
 def recorded_run_name(callbacks: Iterable[Callback]) -> str | None:

@@ -11,12 +11,14 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import check_file_name, check_flag
 from pure_loop._internal.closing import Closing
+from pure_loop._internal.occupied import refuse_other_run
+from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
-from pure_loop.callback import Logger, LoggerGroup, Run
+from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Kind, Moment
@@ -42,12 +44,22 @@ class Destination(Logger):
         exclude: globs of names to leave out.
         flush: how often values are read from the device and written: ``"50ba"``, ``"1ep"``, ``"30s"``, a predicate of
             the State; 0: before a checkpoint and at the end only.
+        place: a path with fields of the run, which are put in when its record is opened; None: there is none.
+        overwrite: whether the record of another run is replaced.
 
     Attributes:
         run_name: the name of the run, once the record is open; None: it has none.
     """
 
-    def __init__(self, *, include: Names = None, exclude: Names = None, flush: CadenceLike = "50ba") -> None:
+    def __init__(
+        self,
+        *,
+        include: Names = None,
+        exclude: Names = None,
+        flush: CadenceLike = "50ba",
+        place: Pattern | None = None,
+        overwrite: bool = False,
+    ) -> None:
         name = type(self).__name__
         due = as_predicate(flush, f"{name} flush")
         if due is None:
@@ -60,6 +72,8 @@ class Destination(Logger):
         self._is_open = False
         self._run: Run | None = None
         self._latest = _UNKNOWN
+        self._place, self._location = place, "" if place is None else place.text
+        self._overwrite = check_flag("overwrite", overwrite, where=name)
         self.run_name: str | None = None
 
     def __repr__(self) -> str:
@@ -68,6 +82,22 @@ class Destination(Logger):
         return call(type(self).__name__, {**(self.made_with or {}), **secret})
 
     # What a destination overrides.
+
+    def settle(self, path: str) -> None:
+        """Take a path in which the fields of the run are put in."""
+
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        """The names of files of a record that is there, which a run must not replace; nothing where there is none."""
+        return ()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether what is there is no record of such a logger."""
+        return False
+
+    def discard(self) -> None:
+        """Remove the record that is there."""
 
     def begin(self, start: Moment | None) -> None:
         """Open the record of the run ``self.run_name``: the one that is there if it has this name, else a new one.
@@ -105,6 +135,8 @@ class Destination(Logger):
         if file is not None and any(getattr(logger, "path", None) == file for logger in beside):
             raise ArgumentError(f"two loggers write to {file}: give each a file of its own, or leave one of them out.")
         self._run = run
+        if run.function != "fit":  # which alone has a name for each run
+            self._settle(_UNKNOWN)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         self._pending.append(Entry("hyperparameters", "hyperparameters", dict(hyperparameters), self._latest, _now()))
@@ -185,14 +217,37 @@ class Destination(Logger):
         """Open the record, unless it is."""
         if self._is_open:
             return
-        passed = None if self._run is None else self._run.run_name
-        self.run_name = passed or self.recorded_run_name
+        self._settle(self._latest)
+        recorded = self.recorded_run_name
+        self.run_name = (None if self._run is None else self._run.run_name) or recorded
+        is_other = self.is_foreign
+        if start is not None and self._run is not None and self._run.function == "fit":
+            is_other = is_other or recorded != self.run_name or not self._run.continues(start.batch)
+        names = self.in_the_way if is_other else ()
+        if names and not self._overwrite:
+            self._refuse(recorded, names)
+        if names:
+            self.discard()
         self.begin(start)
         self._is_open = True
         # What the recorder and callbacks record at FIT_START comes before it is known where that is.
         self._pending = [
             attrs.evolve(entry, moment=self._latest) if entry.moment == _UNKNOWN else entry for entry in self._pending
         ]
+
+    def _settle(self, now: Progress) -> None:
+        if self._place is not None:
+            outside: Fields = {"epoch": now.epoch, "batch": now.batch, "rank": self.rank}
+            self._location = self._place.of(outside if self._run is None else self._run.fields(now, self.rank))
+            self.settle(self._location)
+
+    def _refuse(self, recorded: str | None, names: Sequence[str]) -> None:
+        run = self._run
+        why = ""
+        if recorded is not None and run is not None and recorded != run.run_name:
+            why = f" ({recorded!r}; this one is {run.run_name!r})"
+        resume = 'fit(..., autoresume="runs/1"), which continues the record of the run that it resumes'
+        refuse_other_run(type(self).__name__, self._location, names, resume=resume, why=why)
 
     def _keep(self, kind: Kind, name: str, value: Any, state: State) -> None:
         if self._wants(name):

@@ -1,9 +1,10 @@
-"""Files of loggers: folders that are made, records of earlier runs that are kept, and what a run has to remember."""
+"""Files of loggers: folders that are made, and what a run has to remember."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 from pure_loop._internal.arguments import is_path
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["RunFile", "json_safe", "make_folder", "read_file_path", "read_path", "replace_file", "set_aside"]
+__all__ = [
+    "RunFile",
+    "first_line",
+    "json_safe",
+    "make_folder",
+    "read_file_path",
+    "read_path",
+    "remove_written",
+    "replace_file",
+]
 
 
 def read_path(path: Any, name: str) -> Path:
@@ -39,7 +49,7 @@ def read_file_path(path: Any, name: str) -> Path:
 
     Raises:
         ArgumentTypeError: it is no path.
-        ArgumentError: no file can have it, or it is that of a folder, which would be renamed as another run's record.
+        ArgumentError: no file can have it, or it is that of a folder.
     """
     file = read_path(path, name)
     if file.name in ("", "..") or os.path.isdir(file):
@@ -74,18 +84,23 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def set_aside(path: Path, run_name: str | None) -> None:
-    """Rename the record of another run, which keeps it: ``metrics.jsonl`` to ``metrics.calm-river.jsonl``."""
-    if not path.exists():
+def first_line(path: Path) -> bytes:
+    """The first line of a file, if it is whole; else nothing."""
+    try:
+        with open(path, "rb") as file:
+            line = file.readline()
+    except OSError:
+        return b""
+    return line if line.endswith(b"\n") else b""
+
+
+def remove_written(folder: Path) -> None:
+    """Remove the images or tables of another run, ``ba<batch>-<name>``, from their folder; links are not followed."""
+    if folder.is_symlink() or not folder.is_dir():
         return
-    middle = run_name or "earlier"
-    number = 1
-    while True:
-        other = path.with_name(f"{path.stem}.{middle}{'' if number == 1 else f'-{number}'}{path.suffix}")
-        if not other.exists():
-            os.rename(path, other)
-            return
-        number += 1
+    for path in folder.iterdir():
+        if re.match("ba[0-9]+-", path.name) and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 class RunFile:

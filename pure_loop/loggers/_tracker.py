@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
@@ -37,16 +38,21 @@ class Tracker(Destination, ABC):
     def __init__(
         self, folder: str | os.PathLike[str], prefix: str, *, include: Names, exclude: Names, flush: CadenceLike
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.folder = read_path(folder, f"{type(self).__name__} folder")
-        self._run_file = RunFile(self.folder / f"{prefix}_run.json")
-        self._journal = Journal(self.folder / f"{prefix}_journal.jsonl")
+        place = Pattern(folder, f"{type(self).__name__} folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place)
+        self._prefix = prefix
+        self.settle(place.text)
         self._is_connected = False
         # The last step of each name that earlier processes sent before they ended, and that this one sends.
         self._had: dict[str, int] = {}
         self._sends: dict[str, int] = {}
         # Names and steps that the tracker has of a process that was killed.
         self._received: set[tuple[str, int]] = set()
+
+    def settle(self, path: str) -> None:
+        self.folder = read_path(path, f"{type(self).__name__} folder")
+        self._run_file = RunFile(self.folder / f"{self._prefix}_run.json")
+        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl")
 
     @property
     def recorded_run_name(self) -> str | None:

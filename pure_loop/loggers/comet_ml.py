@@ -45,7 +45,8 @@ class CometMLLogger(Tracker):
 
     Args:
         project: the project on Comet; None: what Comet itself is set to.
-        folder: where archives and this logger's files go.
+        folder: where archives and this logger's files go. It may have the fields ``{run_name}``,
+            ``{start}``, ``{epoch}``, ``{batch}`` and ``{rank}``.
         workspace: of the project; None: what Comet itself is set to.
         api_key: None: that of the variable ``COMET_API_KEY`` or of Comet's own file.
         mode: ``"online"`` or ``"offline"``; None: what Comet is set to (the variable ``COMET_START_ONLINE``), or

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, make_folder, read_file_path, set_aside
+from pure_loop.loggers._files import RunFile, first_line, make_folder, read_file_path, remove_written
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]
@@ -31,15 +32,18 @@ class CSVLogger(Destination):
     ``metrics.run.json``, and tables as ``metrics.tables/ba<batch>-<name>.csv``. Texts, images and files are left out.
 
     A run that resumes continues the file: rows of batches that are trained again are removed, as is a last row that a
-    kill has torn. The file of a run of another name is renamed to ``<stem>.<name>.csv``.
+    kill has torn. The file of another run is refused, unless ``overwrite=True``.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder is made. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was called,
+            in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         include, exclude, flush: which names are recorded, and how often they are written: see
             :class:`pure_loop.loggers._destination.Destination`.
+        overwrite: replace the record of another run, with its tables.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the file is another run's.
         OSError: at FIT_START, where the file can't be written.
 
     >>> import pathlib, tempfile, torch, pure_loop as pl
@@ -61,26 +65,42 @@ class CSVLogger(Destination):
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
+        overwrite: bool = False,
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.path = read_file_path(path, "CSVLogger path")
-        self._run_file = RunFile(self.path.with_name(f"{self.path.stem}.run.json"))
+        place = Pattern(path, "CSVLogger path")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
         self._file: BinaryIO | None = None
         self._columns: list[str] = []
         # The last row, which may get further values, and where it begins.
         self._row: dict[str, str] = {}
         self._row_at = 0
 
+    def settle(self, path: str) -> None:
+        self.path = read_file_path(path, "CSVLogger path")
+        self._run_file = RunFile(self.path.with_name(f"{self.path.stem}.run.json"))
+        self._tables = self.path.with_name(f"{self.path.stem}.tables")
+
     @property
     def recorded_run_name(self) -> str | None:
         return self._run_file.run_name if self.path.exists() else None
 
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        return [self.path.name] if first_line(self.path) else []
+
+    @property
+    def is_foreign(self) -> bool:
+        head = first_line(self.path)
+        return bool(head) and not head.startswith(",".join(_FIRST).encode())
+
+    def discard(self) -> None:
+        for path in (self.path, self._run_file.path):
+            path.unlink(missing_ok=True)
+        remove_written(self._tables)
+
     def begin(self, start: Moment | None) -> None:
         make_folder(self.path.parent, "CSVLogger")
-        recorded = self.recorded_run_name
-        if self.run_name != recorded or not self._is_ours():
-            set_aside(self.path, recorded)
-            set_aside(self._run_file.path, recorded)
         self._run_file.write({**self._run_file.read(), "run_name": self.run_name})
         self._columns, self._row, self._row_at = list(_FIRST), {}, 0
         end = 0
@@ -132,13 +152,6 @@ class CSVLogger(Destination):
             self._file.close()
             self._file = None
 
-    def _is_ours(self) -> bool:
-        if not self.path.exists():
-            return True
-        with open(self.path, "rb") as file:
-            head = file.readline()
-        return not head.endswith(b"\n") or head.startswith(",".join(_FIRST).encode())
-
     def _add_columns(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(map(_column, names)) if name not in self._columns]
         if not new:
@@ -161,10 +174,9 @@ class CSVLogger(Destination):
 
     def _write_table(self, entry: Entry) -> None:
         columns, rows = entry.value
-        folder = self.path.with_name(f"{self.path.stem}.tables")
-        folder.mkdir(exist_ok=True)
+        self._tables.mkdir(exist_ok=True)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
-        Path(folder, f"ba{entry.moment.batch}-{name}.csv").write_text(
+        Path(self._tables, f"ba{entry.moment.batch}-{name}.csv").write_text(
             "".join(map(_line, [columns, *rows])), encoding="utf-8", newline=""
         )
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import json_safe, make_folder, read_file_path, set_aside
+from pure_loop.loggers._files import first_line, json_safe, make_folder, read_file_path, remove_written
 from pure_loop.loggers._lines import Lines, content_of, line_of
 from pure_loop.ranges import checked
 
@@ -33,16 +34,19 @@ class JSONLinesLogger(Destination):
 
     A line whose last boundary is not its event has the key ``position``, and one of a run with iterations
     ``iteration``. A run that resumes continues the file: lines from its boundary on are removed, because they are
-    recorded again, and a last line that a kill has torn is removed. The file of a run of another name is renamed to
-    ``<stem>.<name>.jsonl``.
+    recorded again, and a last line that a kill has torn is removed. The file of another run is refused, unless
+    ``overwrite=True``.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder is made. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was called,
+            in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         include, exclude, flush: which names are recorded, and how often they are written: see
             :class:`pure_loop.loggers._destination.Destination`.
+        overwrite: replace the record of another run, with its images.
 
     Raises:
         ArgumentError, ArgumentTypeError: at once.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the file is another run's.
         OSError: at FIT_START, where the file can't be written.
 
     >>> import json, pathlib, tempfile, torch, pure_loop as pl
@@ -63,24 +67,39 @@ class JSONLinesLogger(Destination):
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
+        overwrite: bool = False,
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.path = read_file_path(path, "JSONLinesLogger path")
+        place = Pattern(path, "JSONLinesLogger path")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
         self._file: Lines | None = None
         self._hyperparameters: dict[str, Any] = {}
 
+    def settle(self, path: str) -> None:
+        self.path = read_file_path(path, "JSONLinesLogger path")
+        self._images = self.path.with_name(f"{self.path.stem}.images")
+
     @property
     def recorded_run_name(self) -> str | None:
-        first = content_of(self._first_line())
+        first = content_of(first_line(self.path))
         name = first["value"] if first is not None and first["kind"] == "run" else None
         return name if isinstance(name, str) else None
 
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        return [self.path.name] if first_line(self.path) else []
+
+    @property
+    def is_foreign(self) -> bool:
+        head = first_line(self.path)
+        return bool(head) and content_of(head) is None
+
+    def discard(self) -> None:
+        self.path.unlink(missing_ok=True)
+        remove_written(self._images)
+
     def begin(self, start: Moment | None) -> None:
         make_folder(self.path.parent, "JSONLinesLogger")
-        recorded = self.recorded_run_name
-        head = self._first_line()
-        if self.run_name != recorded or (head.endswith(b"\n") and content_of(head) is None):
-            set_aside(self.path, recorded)
         self._file = Lines(self.path)
         self._hyperparameters = {}
         for content in self._file.open(start):
@@ -108,13 +127,6 @@ class JSONLinesLogger(Destination):
             self._file.close()
             self._file = None
 
-    def _first_line(self) -> bytes:
-        try:
-            with open(self.path, "rb") as file:
-                return file.readline()
-        except OSError:
-            return b""
-
     def _value(self, entry: Entry) -> Any:
         if entry.kind == "table":
             columns, rows = entry.value
@@ -122,6 +134,6 @@ class JSONLinesLogger(Destination):
         if entry.kind == "images":
             from pure_loop.loggers._images import write_images
 
-            paths = write_images(self.path.with_name(f"{self.path.stem}.images"), entry)
+            paths = write_images(self._images, entry)
             return [os.path.relpath(path, self.path.parent) for path in paths]
         return entry.value

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
@@ -37,7 +38,8 @@ class MLFlowLogger(Destination):
     Args:
         experiment: the name of the experiment, which is made if there is none.
         tracking_uri: where to, ``"sqlite:///mlflow.db"`` or the URL of a server; None: what MLflow itself is set to.
-        folder: where this logger puts its file.
+        folder: where this logger puts its file. It may have the fields ``{run_name}``,
+            ``{start}``, ``{epoch}``, ``{batch}`` and ``{rank}``.
         tags: tags of the run, by name.
         include, exclude, flush: which names are recorded, and how often they are sent: see
             :class:`pure_loop.loggers._destination.Destination`.
@@ -62,19 +64,23 @@ class MLFlowLogger(Destination):
         exclude: Names = None,
         flush: CadenceLike = "50ba",
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.folder = read_path(folder, "MLFlowLogger folder")
+        place = Pattern(folder, "MLFlowLogger folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place)
+        self.settle(place.text)
         if tags is not None and not isinstance(tags, Mapping):
             raise ArgumentTypeError(f'MLFlowLogger tags={tags!r}: write a mapping, {{"team": "vision"}}.')
         self._entities = require("mlflow.entities", "mlflow", "MLFlowLogger")
         self._tracking = require("mlflow.tracking", "mlflow", "MLFlowLogger")
         self._experiment, self._uri, self._tags = experiment, tracking_uri, dict(tags or {})
-        self._run_file = RunFile(self.folder / "mlflow_run.json")
         self._client: Any = None
         self._id = ""
         # Steps that MLflow has from the one on from which the run resumes, by name.
         self._sent: dict[str, set[int]] = {}
         self._params: dict[str, str] = {}
+
+    def settle(self, path: str) -> None:
+        self.folder = read_path(path, "MLFlowLogger folder")
+        self._run_file = RunFile(self.folder / "mlflow_run.json")
 
     @property
     def recorded_run_name(self) -> str | None:

@@ -44,7 +44,8 @@ class NeptuneLogger(Tracker):
 
     Args:
         project: ``"workspace/project"``; None: that of the variable ``NEPTUNE_PROJECT``.
-        folder: where this logger's files go.
+        folder: where this logger's files go. It may have the fields ``{run_name}``,
+            ``{start}``, ``{epoch}``, ``{batch}`` and ``{rank}``.
         api_token: None: that of the variable ``NEPTUNE_API_TOKEN``.
         mode: ``"async"`` sends as the run goes, ``"offline"`` writes folders; None: that of the variable
             ``NEPTUNE_MODE``, or ``"async"``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -11,7 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pure_loop._internal.arguments import check_file_name, is_path
+from pure_loop._internal.arguments import check_file_name, check_flag, is_path
+from pure_loop._internal.occupied import refuse_other_run
+from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.checkpoint.storage import join, storage_of
@@ -19,8 +22,13 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.ranges import Above, AtLeast, Name, checked
 from pure_loop.state import State
+from pure_loop.time import Timestamp
 
 __all__ = ["RemoteUploader"]
+
+_log = logging.getLogger("pure_loop.loggers")
+# What stands for the fields of a URL outside of a run.
+_OUTSIDE: Fields = {"run_name": "run", "epoch": 0, "batch": 0, "rank": 0}
 
 
 @checked
@@ -33,15 +41,18 @@ class RemoteUploader(Logger):
 
     Args:
         url: the folder, ``"s3://bucket/runs/{run_name}"`` or any URL that fsspec opens (S3 needs s3fs besides);
-            ``{run_name}`` stands for the name of the run.
+            ``{run_name}`` stands for the name of the run, ``{start}`` for when ``fit`` was called, in whole seconds
+            since 1970; ``{epoch}`` and ``{batch}`` say where the run starts, and ``{rank}`` is 0.
         files: local files to upload at each ``interval`` and when everything else of the stream is closed, under their
             names: those of a ``JSONLinesLogger``, for example. One that isn't there yet is left out.
         interval: how often ``files`` are uploaded; 0: at the end only.
         retries: how often an upload is tried again.
         wait: seconds before the second try; before each further one twice as many.
         timeout: seconds that closing the stream waits for uploads.
+        overwrite: replace those of ``files`` that another run has uploaded.
 
     Raises:
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where another run has uploaded ``files``.
         MissingExtraError: fsspec, or its package for this URL, is not installed: ``pip install 'pure_loop[remote]'``.
         ArgumentError, ArgumentTypeError: at once.
         OSError: when the stream closes, for files that could not be uploaded.
@@ -65,6 +76,7 @@ class RemoteUploader(Logger):
         retries: Annotated[int, AtLeast(0)] = 3,
         wait: Annotated[float, AtLeast(0)] = 1.0,
         timeout: Annotated[float, Above(0)] = 600.0,
+        overwrite: bool = False,
     ) -> None:
         due = as_predicate(interval, "RemoteUploader interval")
         if due is None:
@@ -76,8 +88,11 @@ class RemoteUploader(Logger):
         names = [Path(file).name for file in listed]
         if len(set(names)) < len(names):
             raise ArgumentError(f"RemoteUploader files={files!r}: two files of one name would replace each other.")
-        storage_of(url.replace("{run_name}", "run"))  # what can't be opened is refused now
-        self._due, self._files, self._url = due, [Path(file) for file in listed], url
+        self._place = Pattern(url, "RemoteUploader url")
+        self._overwrite = check_flag("overwrite", overwrite, where="RemoteUploader")
+        self._fields: Fields = {**_OUTSIDE, "start": int(time.time())}
+        storage_of(self._target)  # what can't be opened is refused now
+        self._due, self._files = due, [Path(file) for file in listed]
         self._retries, self._wait, self._timeout = retries, wait, timeout
         self._run: Run | None = None
         # Names and paths that are to be uploaded, the oldest first, guarded by the condition.
@@ -90,8 +105,29 @@ class RemoteUploader(Logger):
 
     def bind(self, run: Run) -> None:
         self._run = run
+        self._fields = {name: value for name, value in run.fields(Timestamp()).items() if value is not None}
         # Files of other loggers are complete once these are closed.
         run.at_end.append(self._finish)
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None:
+        """
+        Raises:
+            RunExistsError: files of another run are there under these names, and are not to be replaced.
+        """
+        run = self._run
+        if run is None or run.function != "fit":
+            return
+        self._fields = run.fields(state.timestamp)
+        if self._overwrite or not self._files or run.continues(state.timestamp.batch):
+            return
+        try:
+            there = set(storage_of(self._target).names())
+        except Exception as error:  # of any file system; an upload says what is wrong, and is tried again
+            _log.warning("RemoteUploader: %s can't be listed: %s", self._target, error)
+            return
+        names = [file.name for file in self._files if file.name in there]
+        if names:
+            refuse_other_run("RemoteUploader", self._target, names)
 
     def log_file(self, name: str, path: str) -> None:
         """Upload a file in the background.
@@ -165,8 +201,7 @@ class RemoteUploader(Logger):
 
     @property
     def _target(self) -> str:
-        name = None if self._run is None else self._run.run_name
-        return self._url.replace("{run_name}", name or "run")
+        return self._place.of({**_OUTSIDE, **self._fields})
 
     def _upload_all(self) -> None:
         """What the thread does: upload what waits, until the stream closes and nothing is left."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Destination, Names
@@ -37,7 +38,7 @@ class SlackLogger(Destination):
         interval: how often: ``"1ep"``, ``"1h"``, ``"500ba"``, a predicate of the State; 0: at the end only.
         include, exclude: globs of the names to post; None: all.
         folder: where the file ``slack_run.json`` remembers the last message, so that a resumed run posts none twice;
-            None: nowhere.
+            None: nowhere. It may have the fields ``{run_name}``, ``{start}``, ``{epoch}``, ``{batch}`` and ``{rank}``.
         base_url: of Slack's interface.
         timeout: seconds that one message may take.
 
@@ -61,7 +62,12 @@ class SlackLogger(Destination):
         base_url: str = "https://slack.com/api/",
         timeout: Annotated[int, AtLeast(1)] = 10,
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=interval)
+        place = None if folder is None else Pattern(folder, "SlackLogger folder")
+        super().__init__(include=include, exclude=exclude, flush=interval, place=place)
+        self._folder: Path | None = None
+        self._run_file: RunFile | None = None
+        if place is not None:
+            self.settle(place.text)
         self._sdk = require("slack_sdk", "slack", "SlackLogger")
         token = token or os.environ.get("SLACK_TOKEN")
         if not token:
@@ -73,12 +79,14 @@ class SlackLogger(Destination):
             raise ArgumentError(f'SlackLogger base_url={base_url!r}: write a URL, "https://slack.com/api/".')
         self._client = self._sdk.WebClient(token=token, base_url=f"{base_url.rstrip('/')}/", timeout=timeout)
         self._channel = channel
-        self._folder: Path | None = None if folder is None else read_path(folder, "SlackLogger folder")
-        self._run_file = None if self._folder is None else RunFile(self._folder / "slack_run.json")
         self._newest: dict[str, float] = {}
         # The batch of the last message, and whether a failure was noted.
         self._posted = -1
         self._has_warned = False
+
+    def settle(self, path: str) -> None:
+        self._folder = read_path(path, "SlackLogger folder")
+        self._run_file = RunFile(self._folder / "slack_run.json")
 
     @property
     def recorded_run_name(self) -> str | None:

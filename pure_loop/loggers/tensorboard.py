@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
@@ -25,18 +26,21 @@ class TensorBoardLogger(Destination):
 
     The step is how many batches had ended. A run that resumes continues the record in the folder: events of steps that
     are trained again, and an event that a kill has torn, are removed from the files, and a TensorBoard that is running
-    is told. Event files of a run of another name are moved to a folder of that name inside, where TensorBoard shows
-    them as a run of their own. Files (``log_file``) are left out.
+    is told. A folder with event files of another run is refused, unless ``overwrite=True``. Files (``log_file``) are
+    left out.
 
     Args:
         folder: for the event files of one run, made if it isn't there; the file ``tensorboard_run.json`` in it has the
-            name of the run.
+            name of the run. It may have the fields ``{run_name}``, ``{start}`` (when ``fit`` was called, in whole
+            seconds since 1970), ``{epoch}`` and ``{batch}`` (where the run starts) and ``{rank}``.
         include, exclude, flush: which names are recorded, and how often they are written: see
             :class:`pure_loop.loggers._destination.Destination`.
+        overwrite: replace the record of another run.
 
     Raises:
         MissingExtraError: tensorboard is not installed: ``pip install 'pure_loop[tensorboard]'``.
         ArgumentError, ArgumentTypeError: at once.
+        RunExistsError: (a FileExistsError) at FIT_START, before any training, where the folder is another run's.
         OSError: at FIT_START, where the folder can't be written.
 
     >>> import tempfile, torch, pure_loop as pl
@@ -55,17 +59,30 @@ class TensorBoardLogger(Destination):
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
+        overwrite: bool = False,
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.folder = read_path(folder, "TensorBoardLogger folder")
+        place = Pattern(folder, "TensorBoardLogger folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
         require("tensorboard", "tensorboard", "TensorBoardLogger")
-        self._run_file = RunFile(self.folder / "tensorboard_run.json")
         self._writer: Any = None
         self._start = -1
         # Tags that the record has at the step from which the run resumes.
         self._recorded: set[str] = set()
         # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
         self._hyperparameters: dict[str, Any] = {}
+
+    def settle(self, path: str) -> None:
+        self.folder = read_path(path, "TensorBoardLogger folder")
+        self._run_file = RunFile(self.folder / "tensorboard_run.json")
+
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        return [file.name for file in _event_files(self.folder)]
+
+    def discard(self) -> None:
+        for path in (*_event_files(self.folder), self._run_file.path):
+            path.unlink(missing_ok=True)
 
     @property
     def recorded_run_name(self) -> str | None:
@@ -75,9 +92,7 @@ class TensorBoardLogger(Destination):
         from torch.utils.tensorboard import SummaryWriter
 
         make_folder(self.folder, "TensorBoardLogger")
-        recorded = self.recorded_run_name
-        if self.run_name != recorded:
-            self._set_aside(recorded or "earlier")
+        if self.run_name != self.recorded_run_name:
             self._run_file.write({"run_name": self.run_name})
         self._recorded, self._start = set(), -1 if start is None else start.batch
         if start is not None:
@@ -164,17 +179,6 @@ class TensorBoardLogger(Destination):
         self._writer.flush()
         self._run_file.write({**content, "hyperparameters": settings})
         self._hyperparameters = {}
-
-    def _set_aside(self, run_name: str) -> None:
-        files = _event_files(self.folder)
-        if files:
-            target, number = self.folder / run_name, 1
-            while target.exists():
-                number += 1
-                target = self.folder / f"{run_name}-{number}"
-            target.mkdir()
-            for file in [*files, *([self._run_file.path] if self._run_file.path.exists() else [])]:
-                file.rename(target / file.name)
 
 
 def _event_files(folder: Path) -> list[Path]:

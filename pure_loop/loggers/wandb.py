@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
@@ -38,7 +39,8 @@ class WandBLogger(Destination):
 
     Args:
         project: the project on W&B; None: what W&B itself is set to.
-        folder: where W&B puts its folder ``wandb``, and this logger its files.
+        folder: where W&B puts its folder ``wandb``, and this logger its files. It may have the fields ``{run_name}``,
+            ``{start}``, ``{epoch}``, ``{batch}`` and ``{rank}``.
         entity: the user or team; None: what W&B itself is set to.
         group: the group of the run.
         tags: tags of the run.
@@ -70,8 +72,9 @@ class WandBLogger(Destination):
         exclude: Names = None,
         flush: CadenceLike = "50ba",
     ) -> None:
-        super().__init__(include=include, exclude=exclude, flush=flush)
-        self.folder = read_path(folder, "WandBLogger folder")
+        place = Pattern(folder, "WandBLogger folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place)
+        self.settle(place.text)
         if isinstance(tags, str):
             raise ArgumentTypeError(f"WandBLogger tags={tags!r}: write a list, [{tags!r}].")
         own = [name for name in options or () if name in _OWN]
@@ -83,12 +86,15 @@ class WandBLogger(Destination):
         self._wandb = require("wandb", "wandb", "WandBLogger")
         self._settings = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
         self._options = dict(options or {})
-        self._run_file = RunFile(self.folder / "wandb_run.json")
-        self._journal = Journal(self.folder / "wandb_journal.jsonl")
         self._service: Any = None
         # Names that W&B has, by their steps; and the step below which it takes none.
         self._sent: dict[int, set[str]] = {}
         self._first_step = 0
+
+    def settle(self, path: str) -> None:
+        self.folder = read_path(path, "WandBLogger folder")
+        self._run_file = RunFile(self.folder / "wandb_run.json")
+        self._journal = Journal(self.folder / "wandb_journal.jsonl")
 
     @property
     def recorded_run_name(self) -> str | None:

@@ -77,6 +77,8 @@ def _of_library(callback: Callback, where: Path) -> Callback:
             arguments[name] = os.fspath(where if name == "folder" else where / Path(os.fspath(arguments[name])).name)
     if "signals" in signature.parameters:  # the handlers of the process stay as they are
         arguments["signals"] = ()
+    if "overwrite" in signature.parameters:  # of the rehearsal's own files, which it writes where it begins and ends
+        arguments["overwrite"] = True
     if "background" in signature.parameters:
         arguments["background"] = False
     bound = signature.bind_partial()

@@ -55,8 +55,11 @@ def rewind(
     Args:
         folder: of the :class:`pure_loop.callbacks.FlightRecorder`.
         when: ``"3417ba"``: so many batches are finished at the event, as in ``state.timestamp.batch``; ``"2ep"``; a
-            timestamp; ``"worst"``: the batch of the highest loss; ``"nonfinite"``: the first whose loss is not finite,
-            or in which the run ended.
+            timestamp; ``"spike"``: the batch whose loss rises most over the median of the up to 9 before it;
+            ``"worst"``: the first whose loss is not finite, or else the highest loss among outliers, which are above
+            that median by a tenth of it and by ten times the median change of a loss in the up to 30 batches before;
+            ``"nonfinite"``: the first whose loss is not finite, or in which the run ended. Spikes and outliers are
+            looked for after the first tenth of the run, because losses begin high.
         event: such as ``"after_loss"``.
         model, train_dataloader: as the run had them; a State that is kept replaces the model's values.
         occurrence: which of several such events of a batch, from 0: one for each microbatch.
@@ -70,7 +73,8 @@ def rewind(
             stream, where only training again shows it.
         ArgumentTypeError: an argument that ``fit`` doesn't have, or one of another type.
         CheckpointNotFoundError: the folder has no record.
-        RewindError: (from the stream) a loss or a digest is not that of the journal: other data, settings or versions.
+        RewindError: ``"spike"`` of losses that never rise, and ``"worst"`` of a run without an outlier; from the
+            stream, a loss or a digest that is not that of the journal: other data, settings or versions.
 
     An example is at :class:`pure_loop.callbacks.FlightRecorder`.
     """

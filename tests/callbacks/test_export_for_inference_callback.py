@@ -124,7 +124,7 @@ def test_it_changes_no_training_and_resumes(format: Any, tmp_path: Path) -> None
     def run(start: Any, *callbacks: pl.Callback) -> pl.State:
         return train(start, images(), callbacks=callbacks)
 
-    callback = ExportForInferenceCallback(tmp_path / "model.pt", format, images(1)[0][0])
+    callback = ExportForInferenceCallback(tmp_path / "model.pt", format, images(1)[0][0], overwrite=True)
     alone = run(convnet())
     equal(run(convnet(), callback), alone)
     first = (tmp_path / "model.pt").read_bytes()

@@ -156,8 +156,8 @@ def test_a_folder_that_cant_have_links_has_a_file(tmp_path: Path, monkeypatch: p
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "symlink", refuse)
-    for _ in range(2):  # the second run replaces it
-        pl.run(run(tmp_path))
+    for overwrite in (False, True):  # the second run replaces it
+        pl.run(run(tmp_path, callbacks=[saver(tmp_path, overwrite=overwrite)]))
     best = pl.best(tmp_path)
     assert best == str(tmp_path / (tmp_path / "best").read_text().removesuffix("\n"))
 

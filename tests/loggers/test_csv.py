@@ -79,16 +79,6 @@ def test_a_name_that_comes_later_is_a_further_column(tmp_path: Path) -> None:
     assert read == [["1", "0.5", "1", "", ""], ["2", "nan", "", "", ""], ["3", "", "", "2.5", "9"]]
 
 
-def test_the_record_of_another_run_and_a_foreign_file_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "m.csv"
-    path.write_text("some,thing\n1,2\n")
-    for name in ("first", "second"):
-        pl.run(stream([CSVLogger(path)], run_name=name, max_duration="1ba"))
-    assert (tmp_path / "m.earlier.csv").read_text() == "some,thing\n1,2\n"
-    assert rows(tmp_path / "m.first.csv")
-    assert json.loads((tmp_path / "m.run.json").read_text())["run_name"] == "second"
-
-
 def test_a_folder_that_cant_be_written_is_an_error_at_fit_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="CSVLogger can't write to the folder"):

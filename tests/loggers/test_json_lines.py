@@ -142,17 +142,6 @@ def test_each_boundary_of_a_batch_is_resumed_with_what_was_recorded_before_it(tm
     assert metrics[0] == metrics[1]
 
 
-def test_the_record_of_another_run_is_kept_under_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for name in ("first", "second"):
-        pl.run(stream([JSONLinesLogger(path)], run_name=name, max_duration="1ba"))
-    assert lines(path)[0]["value"] == "second"
-    assert lines(tmp_path / "metrics.first.jsonl")[0]["value"] == "first"
-    path.write_text("something else\n")
-    pl.run(stream([JSONLinesLogger(path)], max_duration="1ba"))
-    assert (tmp_path / "metrics.earlier.jsonl").read_text() == "something else\n"
-
-
 def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     logger = JSONLinesLogger(tmp_path / "m.jsonl", include=["train/*", "val/*"], exclude="*/learning_rate")
     pl.run(stream([logger]))

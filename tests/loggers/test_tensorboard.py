@@ -71,12 +71,6 @@ def test_a_run_that_is_killed_and_resumes_has_one_record(tmp_path: Path, at: int
     assert [event.step for event in accumulator(folder).Images("inputs/0")] == [4, 8, 12]
 
 
-def test_the_record_of_another_run_is_one_of_its_own(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        pl.run(stream([TensorBoardLogger(tmp_path)], run_name=name, max_duration="2ba"))
-    assert steps(tmp_path)["train/loss"] == steps(tmp_path / "first")["train/loss"] == [1, 2]
-
-
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(pl.MissingExtraError, match=r"pip install 'pure_loop\[tensorboard\]'"):

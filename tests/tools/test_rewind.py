@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import FlightRecorder
-from pure_loop.checkpoint.flight import read_flight
+from pure_loop.checkpoint.flight import Flight, line_of, read_flight
 from pure_loop.errors import RewindError
 from pure_loop.testing.comparison import differences
+from pure_loop.time import Timestamp
 from tests.support.runs import convnet, images, mlp, points, stream
 from tests.support.worlds import pool
 
@@ -52,8 +56,8 @@ def test_a_line_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_worst_batch_and_the_first_that_is_not_finite(tmp_path: Path) -> None:
-    data = images(6)
-    data[4] = (data[4][0] * 50, data[4][1])
+    data = images(12)
+    data[8] = (data[8][0] * 5000, data[8][1])
     recorded = record(tmp_path, data, max_duration="1ep")
     losses = {
         state.timestamp.batch - 1: float(state.loss.detach()) for event, state in recorded if event is Event.BATCH_END
@@ -62,8 +66,113 @@ def test_the_worst_batch_and_the_first_that_is_not_finite(tmp_path: Path) -> Non
     _, state = next(back(tmp_path, "worst", "after_loss", data, max_duration="1ep"))
     assert state.timestamp.batch == worst
     assert float(state.loss.detach()) == losses[worst]
-    _, state = next(back(tmp_path, "worst", "batch_end", data, max_duration="1ep"))
-    assert state.timestamp.batch == worst + 1
+    for when in ("worst", "spike"):
+        _, state = next(back(tmp_path, when, "batch_end", data, max_duration="1ep"))
+        assert state.timestamp.batch == worst + 1
+
+
+def journal(folder: Path, losses: list[float], first: int = 1) -> Flight:
+    """The record of a run with these losses."""
+    folder.mkdir(exist_ok=True)
+    text = "".join(
+        line_of(Timestamp(batch=batch), loss, 0.0, None) + "\n" for batch, loss in enumerate(losses, start=first)
+    )
+    (folder / "journal.jsonl").write_text(text)
+    return read_flight(folder)
+
+
+def found(flight: Flight, when: str) -> int | None:
+    try:
+        return flight.batch_of(when, inside=True)
+    except RewindError:
+        return None
+
+
+# A loss that falls as that of the README does: its start is the highest, and high losses come early.
+FALLING = [2.3 * 0.97**number + 0.01 * (number % 3) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "spike", "worst"),
+    [
+        ([2.3 * 0.97**number for number in range(100)], None, None),
+        (FALLING, None, None),
+        ([math.exp(-number / 20) * (1.5 if number == 40 else 1) for number in range(100)], 40, None),
+        ([*FALLING[:60], 1.5, *FALLING[61:]], 60, 60),  # lower than its start
+        ([9.0, *FALLING[1:9], 8.0, *FALLING[10:60], 1.5, *FALLING[61:]], 60, 60),  # jumps in the first tenth
+        ([*FALLING[:30], 3.0, *FALLING[31:60], 2.5, *FALLING[61:]], 60, 30),  # rises more where the loss is lower
+        ([*[1.0] * 50, 1.05, *[1.0] * 49], 50, None),  # a twentieth of the median is none
+        ([*[1.0] * 50, 1.2, *[1.0] * 49], 50, 50),
+        ([*[-3.0] * 50, -1.0, *[-3.0] * 49], 50, 50),  # losses below 0
+        ([*[0.0] * 50, 1e-6, *[0.0] * 49], 50, 50),
+        ([*[0.0, 1.0] * 25, 10.9, *[0.0, 1.0] * 25], 50, None),  # five of nine are 1, changes are of 1: above 11
+        ([*[0.0, 1.0] * 25, 11.1, *[0.0, 1.0] * 25], 50, 50),
+        ([1.0, 1.0, 1.0, 1.0, 9.0, 1.0], 4, 4),
+        ([*FALLING[:40], *[5.0] * 60], 40, 40),  # stays high: its first batch
+        ([*FALLING[:50], math.inf, *FALLING[51:60], 1.5, *FALLING[61:], math.nan], 60, 50),
+    ],
+)
+def test_a_spike_is_the_largest_rise_and_the_worst_is_an_outlier(
+    tmp_path: Path, losses: list[float], spike: int | None, worst: int | None
+) -> None:
+    """By hand: falling losses, spikes early and late, two spikes, constant, negative and alternating losses, runs of
+    six batches, a level that stays high, losses that are not finite."""
+    flight = journal(tmp_path / "run", losses)
+    assert [found(flight, "spike"), found(flight, "worst")] == [spike, worst]
+
+
+def test_what_is_said_where_nothing_is_found(tmp_path: Path) -> None:
+    falling = [100.0 - number for number in range(50)]
+    flight = journal(tmp_path, falling)
+    with pytest.raises(RewindError) as caught:
+        flight.batch_of("spike", inside=True)
+    assert str(caught.value) == (
+        f"rewind: when='spike': in the journal of {tmp_path}, no loss is above the median of those before it. Looked "
+        'at were batches 5 to 49, after the first tenth of the run. Write a batch, such as "49ba".'
+    )
+    # Of batch 5 the loss is 95, those before are 100 to 96: median 98, changes of 1.
+    with pytest.raises(RewindError) as caught:
+        flight.batch_of("worst", inside=True)
+    assert str(caught.value) == (
+        f"rewind: when='worst': in the journal of {tmp_path}, no loss is an outlier: the highest is 95, -3 from the "
+        "median of the 5 before it, and an outlier is above +10. Looked at were batches 5 to 49, after the first tenth "
+        'of the run. Write "spike" for the largest rise, or "5ba" for the highest loss.'
+    )
+    for losses in ([1.0], [1.0, 2.0, 9.0], [math.nan] * 3):
+        for when in ("spike", "worst")[: 1 + (losses[0] == 1.0)]:
+            with pytest.raises(RewindError, match="Looked at were batches 3 to"):
+                journal(tmp_path, losses).batch_of(when, inside=True)
+
+
+def test_the_first_tenth_is_counted_from_the_start_of_the_run(tmp_path: Path) -> None:
+    """A recorder that was added where a run resumed begins with batch 1000 of 1100."""
+    flight = journal(tmp_path, [1.0, 1.0, 1.0, 9.0, *[1.0] * 96], first=1001)
+    assert found(flight, "spike") == found(flight, "worst") == 1003
+    assert flight.batch_of("spike", inside=False) == 1004
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    batches=st.integers(50, 400),
+    start=st.floats(1, 10),
+    noise=st.floats(0.0, 0.05),
+    place=st.floats(0.2, 1),
+)
+def test_a_spike_is_found_wherever_it_is_and_a_healthy_run_has_no_worst_batch(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, batches: int, start: float, noise: float, place: float
+) -> None:
+    """A loss that falls from ``start`` to a tenth of it, with noise in proportion; a spike of twice the loss there."""
+    generator = random.Random(seed)
+    healthy = [
+        start * (0.1 + 0.9 * math.exp(-5 * number / batches)) * (1 + noise * generator.uniform(-1, 1))
+        for number in range(batches)
+    ]
+    folder = tmp_path_factory.mktemp("journal")
+    assert found(journal(folder, healthy), "worst") is None
+    batch = min(int(place * batches), batches - 1)
+    spoiled = [*healthy[:batch], 3 * max(healthy[max(batch - 30, 0) : batch]), *healthy[batch + 1 :]]
+    flight = journal(folder, spoiled)
+    assert found(flight, "spike") == found(flight, "worst") == batch
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
@@ -139,7 +248,7 @@ def test_the_last_epoch_and_what_is_after_it(tmp_path: Path) -> None:
     batches = 2 * len(images())
     with pytest.raises(pl.ArgumentError, match=rf'in a batch after the end of the run; .* is "{batches - 1}ba"'):
         back(tmp_path, f"{batches}ba", "batch_start", max_duration="2ep")
-    with pytest.raises(pl.ArgumentError, match='"worst" or "nonfinite"'):
+    with pytest.raises(pl.ArgumentError, match='"spike", "worst" or "nonfinite"'):
         back(tmp_path, "highest", "batch_start", max_duration="2ep")
 
 
