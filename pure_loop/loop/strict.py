@@ -252,8 +252,9 @@ def _difference(state: State, before: Value, now: Value, where: str) -> str:
     """The first leaf that differs, or the field that has another number of them."""
     if before.sizes != now.sizes:
         names = optree.tree_structure(cast(Any, state), namespace=NAMESPACE).entries()
-        name, one, other = next(item for item in zip(names, before.sizes, now.sizes, strict=True) if item[1] != item[2])
-        return f"state.{name} {where}: it had {one} values and has {other}"
+        fields = zip(names, before.sizes, now.sizes, strict=True)
+        name, size_before, size_now = next(item for item in fields if item[1] != item[2])
+        return f"state.{name} {where}: it had {size_before} values and has {size_now}"
     pairs = enumerate(zip(before.leaves, now.leaves, strict=True))
     index, one, other = next((index, one, other) for index, (one, other) in pairs if one != other)
     path = optree.tree_accessors(cast(Any, state), namespace=NAMESPACE)[index].codify("state")

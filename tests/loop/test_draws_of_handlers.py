@@ -121,7 +121,7 @@ def check_draws(event: Event, kind: str, **options: Any) -> None:
 KINDS = st.sampled_from(["torch", "python", "numpy"])
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sampled_from(CHANGING), KINDS)
 def test_draws_are_reproducible_and_resume(event: Event, kind: str) -> None:
     check_draws(event, kind)
