@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pure_loop._text import one_line, without_secrets
+
 __all__ = [
     "AlgorithmReturnError",
     "AlgorithmStructureError",
@@ -24,6 +26,8 @@ __all__ = [
     "DonatedStateError",
     "EventNameError",
     "ExportError",
+    "FileInUseError",
+    "FileWriteError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -49,7 +53,18 @@ __all__ = [
 
 
 class PureLoopError(Exception):
-    """The base of every error of this library."""
+    """The base of every error of this library.
+
+    Its text has no password of a URL, and no control character but line ends: names and texts of files may hold any.
+    """
+
+    def __str__(self) -> str:
+        text = without_secrets(self._message)
+        return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+    @property
+    def _message(self) -> str:
+        return super().__str__()
 
 
 class ArgumentError(PureLoopError, ValueError):
@@ -82,6 +97,10 @@ class DataError(PureLoopError, ValueError):
 
 class DistributedError(PureLoopError, RuntimeError):
     """A rank raised, died, hangs or does something else than the others; the message names the rank and the event."""
+
+
+class ForkedError(PureLoopError, RuntimeError):
+    """A child process continues the stream of the process that it was forked from."""
 
 
 class LossError(PureLoopError, ValueError):
@@ -166,12 +185,27 @@ class CheckpointError(PureLoopError, ValueError):
 class CheckpointNotFoundError(PureLoopError, FileNotFoundError):
     """There is no checkpoint at this path."""
 
-    def __str__(self) -> str:
-        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+    @property
+    def _message(self) -> str:
+        return self.strerror or super()._message  # OSError adds the path, which the message has
 
 
 class CheckpointWriteError(PureLoopError, OSError):
     """A checkpoint could not be written; the file that was at its path is unchanged."""
+
+
+class FileWriteError(PureLoopError, OSError):
+    """A file of a logger or a callback could not be written: the disk is full, or it is not allowed; names the file."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+
+
+class FileInUseError(PureLoopError, BlockingIOError):
+    """Another process writes to the file, and goes on; names both."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
 
 
 class ExportError(PureLoopError, RuntimeError):
@@ -185,7 +219,8 @@ class FrozenDictError(PureLoopError, TypeError):
 class MissingNameError(PureLoopError, KeyError):
     """A mapping of a State doesn't have this name; the message lists the names that it has."""
 
-    def __str__(self) -> str:
+    @property
+    def _message(self) -> str:
         return str(self.args[0]) if self.args else ""  # KeyError shows its repr
 
 

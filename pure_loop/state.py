@@ -34,6 +34,8 @@ from pure_loop.errors import (
 from pure_loop.event import Event
 from pure_loop.frozendict import OVERWRITTEN, OVERWRITTEN_VALUE, FrozenDict
 from pure_loop.model.model import ModelDef
+from pure_loop.model.names import places as places_of
+from pure_loop.model.names import reordered, sorted_by
 from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
 
@@ -209,6 +211,12 @@ class State(Record):
     _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_or_none)
     grad_norm: Tensor | None = None
 
+    def __attrs_post_init__(self) -> None:
+        for field, names in _names_by_field(self.model):
+            mapping = getattr(self, field)
+            if type(mapping) is FrozenDict:
+                object.__setattr__(self, field, sorted_by(names, mapping))
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _teach(cls)
@@ -301,6 +309,10 @@ class State(Record):
         def replace(self: S, **changes: Any) -> S:
             """A State with some fields changed: ``state.replace(loss=2 * state.loss)``.
 
+            Parameters, buffers and gradients are known by their names, and come in the order of the model's, whatever
+            the order of the mapping. So do, if the model is replaced by one that has the names in another order, the
+            optimizer state and the algorithm state.
+
             Raises:
                 ArgumentError: a name that is no field of the State.
                 ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state,
@@ -318,8 +330,10 @@ class State(Record):
                 elif name not in _names(self.__class__):
                     raise ArgumentError(_no_field(type(self), name))
                 setattr(draft, name, value)
-            if "params" in changes or "buffers" in changes:
-                _put_in_order(draft)
+            if "model" in changes and draft.model is not self.model:
+                _follow_model(draft, self.model)
+            elif not _KNOWN_BY_NAME.isdisjoint(changes):
+                _put_in_order(draft, changes)
             draft.__class__ = self.__class__
             return draft  # type: ignore[no-any-return]
 
@@ -552,19 +566,47 @@ def _as_mapping(name: str, value: Any) -> Any:
     )
 
 
-def _put_in_order(draft: Any) -> None:
-    """Bring parameters and buffers, which are known by their names, into the order of the model's."""
+_KNOWN_BY_NAME = frozenset({"params", "buffers", "grads"})
+
+
+def _names_by_field(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The fields that are known by names, by the names of attributes, and the names of each in the model's order."""
+    if not isinstance(model, ModelDef):
+        return ()  # which is refused where it is trained
+    return ("params", model.parameter_names), ("buffers", model.buffer_names), ("_grads", model.trainable)
+
+
+def _put_in_order(draft: Any, fields: Iterable[str] = _KNOWN_BY_NAME) -> None:
+    """Bring parameters, buffers and gradients into the order of the model's names."""
+    for field, names in _names_by_field(draft.model):
+        if field.removeprefix("_") in fields:
+            mapping = getattr(draft, field)
+            if type(mapping) is FrozenDict:
+                setattr(draft, field, sorted_by(names, mapping))
+
+
+def _follow_model(draft: Any, before: Any) -> None:
+    """Bring all that is known by names into the order of a new model."""
+    _put_in_order(draft)
     model = draft.model
-    for field, names in (("params", model.parameter_names), ("buffers", model.buffer_names)):
-        mapping = getattr(draft, field)
-        if len(mapping) == len(names) and tuple(mapping) != names and mapping.keys() == set(names):
-            setattr(draft, field, FrozenDict((name, mapping[name]) for name in names))
+    if not isinstance(model, ModelDef) or not isinstance(before, ModelDef):
+        return
+    if (model.parameter_names, model.buffer_names) != (before.parameter_names, before.buffer_names):
+        wanted, were = order_of(model), places_of(before.parameter_names, before.buffer_names)
+        draft.opt_state = reordered(draft.opt_state, wanted, were)
+        draft.algorithm_state = reordered(draft.algorithm_state, wanted, were)
+
+
+def order_of(model: ModelDef) -> dict[str, int]:
+    """The places of the model's names: of its parameters, and then of its buffers."""
+    return places_of(model.parameter_names, model.buffer_names)
 
 
 def sort_by_model(state: S) -> S:
-    """The State with parameters and buffers in the order of its model's, in which gradients come."""
+    """The State with parameters, buffers, gradients and the optimizer state in the order of its model's names."""
     draft = draft_of(state)
     _put_in_order(draft)
+    draft.opt_state = reordered(draft.opt_state, order_of(state.model))
     draft.__class__ = state.__class__
     return draft  # type: ignore[no-any-return]
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# cuBLAS reads it once, before it computes; without it some of a GPU's tests would not be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 THOROUGH = bool(os.environ.get("PURE_LOOP_THOROUGH"))
 COMPILER = bool(os.environ.get("PURE_LOOP_COMPILER"))

@@ -48,7 +48,7 @@ class Pattern:
 
     def __init__(self, path: Any, argument: str, fields: Collection[str] = FIELDS) -> None:
         if not is_path(path):
-            raise ArgumentTypeError(f"{argument}: {path!r} is no path: write a text or a pathlib.Path.")
+            raise ArgumentTypeError(f"{argument}={path!r} is no path: write a text or a pathlib.Path.")
         self.text = os.fspath(path)
         self._argument = argument
         known = ", ".join(fields)

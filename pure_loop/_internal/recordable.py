@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import is_sharded
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Table", "is_scalar", "recordable", "recordable_metrics"]
 
@@ -91,13 +91,24 @@ def _table(values: Tensor) -> Table:
 
 
 def recordable_metrics(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Table]]:
-    """The same for several values by name; where all are numbers, the mapping itself and no tables."""
+    """Numbers and tables by name, of several values; where all are numbers, the mapping itself and no tables.
+
+    Raises:
+        ArgumentError: two of them would have one name.
+        ArgumentTypeError: a sharded tensor.
+    """
     if all(is_scalar(value) and not is_sharded(value) for value in metrics.values()):
         return metrics, {}
     numbers: dict[str, Any] = {}
     tables: dict[str, Table] = {}
     for name, value in metrics.items():
         more, others = recordable(name, value)
+        twice = next((key for key in (*more, *others) if key in numbers or key in tables), None)
+        if twice is not None:
+            raise ArgumentError(
+                f"{twice!r} would be the name of two values, one of them a part of {name!r}: give them names of which "
+                "none is the beginning of another."
+            )
         numbers |= more
         tables |= others
     return numbers, tables

@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor, nn
 
 from pure_loop._internal.signatures import name_of
+from pure_loop._text import HIDDEN, is_secret, without_secrets
 
 __all__ = ["call", "cell", "changed_fields", "kind", "shown", "table"]
 
@@ -47,13 +48,13 @@ def shown(value: Any) -> str:
         return type(value).__name__
     if isinstance(value, type) or (callable(value) and not attrs.has(type(value))):
         return name_of(value)
-    text = repr(value)
+    text = without_secrets(repr(value))
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
 
 def _items(value: Any) -> str:
     if type(value) is dict:
-        items = [f"{key!r}: {shown(item)}" for key, item in _first(value.items())]
+        items = [f"{key!r}: {_unless_secret(str(key), item)}" for key, item in _first(value.items())]
         opening, closing = "{", "}"
     else:
         items = [shown(item) for item in _first(value)]
@@ -63,6 +64,10 @@ def _items(value: Any) -> str:
     elif isinstance(value, tuple) and len(items) == 1:
         items[0] += ","
     return f"{opening}{', '.join(items)}{closing}"
+
+
+def _unless_secret(name: str, value: Any) -> str:
+    return repr(HIDDEN) if value is not None and is_secret(name) else shown(value)
 
 
 def _first(items: Iterable[Any]) -> list[Any]:
@@ -79,12 +84,13 @@ def data(value: Any) -> str:
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """The call that makes a value.
+    """The call that makes a value; values of arguments that are secrets, and passwords in URLs, are hidden.
 
-    >>> call("sam", {"rho": 0.05})
-    'sam(rho=0.05)'
+    >>> call("sam", {"rho": 0.05}), call("Logger", {"token": "abc", "url": "ftp://ann:abc@host"})
+    ('sam(rho=0.05)', "Logger(token='...', url='ftp://ann:...@host')")
     """
-    return f"{name}({', '.join(f'{argument}={shown(value)}' for argument, value in arguments.items())})"
+    written = (f"{argument}={_unless_secret(argument, value)}" for argument, value in arguments.items())
+    return f"{name}({', '.join(written)})"
 
 
 def changed_fields(record: Any) -> dict[str, Any]:

@@ -225,13 +225,15 @@ class Monitored:
         return add_up, compare_mean
 
     def is_better(self, value: float, best: float, min_delta: float = 0.0) -> bool:
-        """Whether a value is better than the best so far by more than ``min_delta``; NaN never is, and all are than it.
+        """Whether a value is better than the best so far by more than ``min_delta``.
+
+        One that isn't finite never is, and every one that is finite is better than it.
 
         >>> Monitored("early_stopping", "val/loss", "min").is_better(0.5, 0.6, 0.2)
         False
         """
-        if math.isnan(value) or math.isnan(best):
-            return not math.isnan(value)
+        if not (math.isfinite(value) and math.isfinite(best)):
+            return math.isfinite(value)
         return value < best - min_delta if self.mode == "min" else value > best + min_delta
 
 

@@ -10,6 +10,7 @@ Early stopping as a regulariser: https://doi.org/10.1007/3-540-49430-8_3 (Preche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -133,7 +134,8 @@ def restored(state: State, name: str = "early_stopping") -> State:
     """The State with the best parameters and buffers that :func:`early_stopping` kept, to evaluate or to export.
 
     Raises:
-        ArgumentError: the State has kept none under this name.
+        ArgumentError: the State has kept none under this name: there was no evaluation yet, or the metric was never
+            finite.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -144,9 +146,20 @@ def restored(state: State, name: str = "early_stopping") -> State:
     Linear(in_features=2, out_features=1, bias=True)
     """
     memory = state.algorithm_state.get(name)
-    if not isinstance(memory, Mapping) or not {"params", "buffers"} <= memory.keys():
+    if not isinstance(memory, Mapping) or not {"params", "buffers", "best", "since"} <= memory.keys():
         raise ArgumentError(
             f"this State has no best parameters under {name!r}: it has algorithm state of "
             f"{sorted(state.algorithm_state)}. Train with algorithms=[pl.algorithms.early_stopping(best='keep')]."
+        )
+    if not math.isfinite(float(memory["best"])):
+        evaluations = memory["since"]["evaluations"]
+        what = (
+            f"its metric was not finite in any of its {evaluations} evaluations"
+            if evaluations
+            else "its metric was not evaluated yet, and what it holds are the parameters that training began with"
+        )
+        raise ArgumentError(
+            f"this State has no best parameters under {name!r}: {what}. Take a State after an evaluation, with "
+            "fit(..., eval_interval=...) shorter than the run; state.module() has the latest parameters."
         )
     return state.replace(params=memory["params"], buffers=memory["buffers"])

@@ -63,8 +63,9 @@ def gradient_noise(
             noise = torch.randn(grad.shape, dtype=grad.dtype, device=grad.device, generator=random)
             return grad + deviation * shard_like(noise, grad)
 
+        # In the order of the names, which is that of every model that has them.
         return state.replace(
-            grads={parameter: None if grad is None else noisy(grad) for parameter, grad in grads.items()}
+            grads={each: None if (grad := grads[each]) is None else noisy(grad) for each in sorted(grads)}
         )
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: add})

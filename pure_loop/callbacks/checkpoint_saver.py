@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pure_loop._internal.arguments import check_flag
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
@@ -39,7 +39,7 @@ __all__ = ["CheckpointSaver"]
 
 EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint events, and refuse it"}
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 _AT_LEAST_ONE = "a whole number of at least 1, or None: at least one checkpoint has to stay to resume from"
 

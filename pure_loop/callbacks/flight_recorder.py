@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import re
 import sys
 import time
 from collections import deque
-from typing import IO, Annotated, Any
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any
 
 from torch import Tensor
 
+from pure_loop._internal.closing import Closing
+from pure_loop._internal.occupied import refuse_other_run
+from pure_loop._internal.owned_files import naming, release, reserve
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
@@ -26,9 +32,11 @@ from pure_loop.checkpoint.flight import (
     ends_in_a_line,
     facts_of,
     line_of,
+    read_facts,
     settings_of,
+    write_facts,
 )
-from pure_loop.errors import ArgumentError, NonFiniteError
+from pure_loop.errors import ArgumentError, CheckpointError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.stages.nonfinite import total_loss
@@ -36,6 +44,8 @@ from pure_loop.state import State
 from pure_loop.time import Timestamp
 
 __all__ = ["FlightRecorder"]
+
+_log = logging.getLogger("pure_loop.checkpoint")
 
 EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint events, and refuse it"}
 
@@ -99,7 +109,7 @@ class FlightRecorder(CheckpointSaver):
         )
         self._digest = read_interval(digest, "FlightRecorder digest")
         self.states: deque[State] = deque(maxlen=in_memory)
-        self._journal: IO[str] | None = None
+        self._journal: FileIO | None = None
         self._waiting: list[tuple[Timestamp, str | None, Tensor, float]] = []
         self._settings: dict[str, Any] = {}
         self._facts: dict[str, Any] | None = None
@@ -129,15 +139,20 @@ class FlightRecorder(CheckpointSaver):
         self._waiting.clear()
         if self.rank:
             return
+        facts_there = self._facts_there(state)
         self._folder.clear()
         # Of another name than those of which ``keep_last`` removes the oldest.
         save(state, os.path.join(self.place, f"start-ba{state.timestamp.batch}{SUFFIX}"))
-        self._facts = {**facts_of(state), **self._settings}
+        # What the run's first batch was stays known, also where a command is run again that has nothing left to do.
+        kept = {name: value for name, value in facts_there.items() if name == "first_batch"}
+        self._facts = {**facts_of(state), **self._settings, **kept}
         self._write_facts()
-        path = os.path.join(self.place, JOURNAL)
-        self._journal = open(path, "a", buffering=1)  # noqa: SIM115 - closed in close()
-        if not ends_in_a_line(path):
-            self._journal.write("\n")  # of a line that a killed run did not finish
+        path = Path(self.place, JOURNAL)
+        reserve(path, "FlightRecorder")
+        with naming(path, "FlightRecorder"):
+            self._journal = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        if not ends_in_a_line(os.fspath(path)):
+            self._append(b"\n")  # of a line that a killed run did not finish
         self._last = time.perf_counter()
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -152,7 +167,7 @@ class FlightRecorder(CheckpointSaver):
         self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))
         # Numbers of a device are waited for where its parameters are read anyway.
         if digest is not None or state.device.type == "cpu" or len(self._waiting) >= 100:
-            self._write_lines(self._journal)
+            self._write_lines()
 
     def batch_checkpoint(self, state: State, logger: LoggerGroup) -> None:
         super().batch_checkpoint(state, logger)
@@ -162,8 +177,8 @@ class FlightRecorder(CheckpointSaver):
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         super().fit_end(state, logger)
         if self._journal is not None:
-            self._write_lines(self._journal)
-            self._journal.write(ENDED)
+            self._write_lines()
+            self._append(ENDED.encode())
 
     def close(self) -> None:
         why = sys.exception()
@@ -172,19 +187,47 @@ class FlightRecorder(CheckpointSaver):
                 f'To look at the batch: event, state = next(pl.rewind({self.place!r}, "{why.index}ba", "batch_start", '
                 "model, train_dataloader, **settings)), with the arguments of this run."
             )
-        try:
+        with Closing(self._close_journal):
             super().close()
-        finally:
-            journal, self._journal, self._handled = self._journal, None, None
-            if journal is not None:
-                self._write_lines(journal)
-                journal.close()
+
+    def _close_journal(self) -> None:
+        journal, self._handled = self._journal, None
+        if journal is not None:
+            with Closing(journal.close, lambda: release(Path(self.place, JOURNAL))):
+                self._write_lines()
+            self._journal = None
+
+    def _facts_there(self, state: State) -> Mapping[str, Any]:
+        """The facts of the run that is continued; nothing where one begins, or they can't be read.
+
+        Raises:
+            RunExistsError: they are another run's.
+        """
+        if self._folder.replaces:
+            return {}
+        try:
+            facts = read_facts(self.place)
+        except CheckpointError as error:
+            _log.warning("FlightRecorder writes it anew: %s", error)
+            return {}
+        if facts.get("seed", state.seed) != state.seed:
+            why = f" (with seed {facts['seed']}; this one has {state.seed})"
+            refuse_other_run("FlightRecorder", self.place, [JOURNAL, RUN], why=why)
+        return facts
 
     def _write_facts(self) -> None:
-        with open(os.path.join(self.place, RUN), "w") as file:
-            json.dump(self._facts, file, indent=1)
+        with naming(os.path.join(self.place, RUN), "FlightRecorder"):
+            write_facts(self.place, self._facts or {})
 
-    def _write_lines(self, journal: IO[str]) -> None:
-        for timestamp, digest, loss, seconds in self._waiting:
-            journal.write(line_of(timestamp, float(loss), seconds, digest) + "\n")
-        self._waiting.clear()
+    def _write_lines(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            lines = [line_of(at, float(loss), seconds, digest) + "\n" for at, digest, loss, seconds in waiting]
+            self._append("".join(lines).encode())
+
+    def _append(self, lines: bytes) -> None:
+        """Add whole lines, in one call of the system unless the disk is full."""
+        assert self._journal is not None
+        with naming(Path(self.place, JOURNAL), "FlightRecorder"):
+            while lines:
+                lines = lines[self._journal.write(lines) :]

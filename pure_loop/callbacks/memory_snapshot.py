@@ -9,6 +9,7 @@ from typing import Annotated
 
 import torch
 
+from pure_loop._internal.owned_files import naming
 from pure_loop._internal.torch_private import dump_memory_snapshot, record_memory_history
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._place import Place
@@ -149,8 +150,9 @@ class MemorySnapshot(Callback):
                 "this version of torch writes no history of memory: torch.cuda.memory has no _dump_snapshot."
             )
         part = path.with_suffix(".part")
-        dump_memory_snapshot(os.fspath(part))
-        part.replace(path)
+        with naming(path, "MemorySnapshot"):
+            dump_memory_snapshot(os.fspath(part))
+            part.replace(path)
 
 
 def _passed(length: Time, since: Timestamp, now: Timestamp) -> bool:

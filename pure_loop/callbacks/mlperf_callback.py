@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+from pure_loop._internal.owned_files import naming
 from pure_loop._internal.patterns import Pattern
 from pure_loop.algorithms._monitored import Monitored
 from pure_loop.callback import Callback, LoggerGroup, Run
@@ -158,9 +159,10 @@ class MLPerfCallback(Callback):
         self._stop("aborted", state)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with naming(file.name, "MLPerfCallback"):
+                file.close()
 
     def _stop(self, status: str, state: State) -> None:
         self._write("INTERVAL_END", "run_stop", status=status, **_place(state))
@@ -170,7 +172,8 @@ class MLPerfCallback(Callback):
         """Open the file of this run, unless it is complete."""
         self.close()
         self._written = set()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with naming(self.folder, "MLPerfCallback"):
+            self.folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(name[1]) for name in map(_NAME.fullmatch, os.listdir(self.folder)) if name is not None)
         newest = numbers[-1] if numbers else None
         number = newest if resumes and newest is not None else 0 if newest is None else newest + 1
@@ -180,7 +183,8 @@ class MLPerfCallback(Callback):
             self._written = {_identity(content["key"], content["metadata"]) for content in contents}
             if any(content["key"] == "run_stop" for content in contents):
                 return
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        with naming(path, "MLPerfCallback"):
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
     def _write(self, kind: str, key: str, value: Any = None, *, at: int | None = None, **metadata: Any) -> None:
         identity = _identity(key, metadata)
@@ -195,8 +199,9 @@ class MLPerfCallback(Callback):
             "value": value,
             "metadata": metadata,
         }
-        self._file.write(f"{_PREFIX}{json.dumps(content)}\n")
-        self._file.flush()
+        with naming(self._file.name, "MLPerfCallback"):
+            self._file.write(f"{_PREFIX}{json.dumps(content)}\n")
+            self._file.flush()
 
 
 def _now() -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.forks import in_child
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Duration, Setting, checked
@@ -78,6 +79,11 @@ class SystemMonitor(Callback):
         self._thread: threading.Thread | None = None
         # The newest sample that is not recorded yet, or the error that ended the thread.
         self._sample: Mapping[str, float] | Exception | None = None
+        in_child(self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: there is no thread."""
+        self._stopped, self._thread = threading.Event(), None
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self.close()

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pure_loop._internal.forks import in_child
+
 __all__ = ["Background"]
 
 
 class Background:
-    """A thread for jobs, which is there from the first job to :meth:`finish`.
+    """A thread for jobs, which is there from the first job to :meth:`finish`. A forked child has neither.
 
     Args:
         limit: how many jobs wait or run at most; :meth:`submit` waits where there are as many.
@@ -24,6 +26,11 @@ class Background:
         self.failed: Exception | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: deque[Future[None]] = deque()
+        in_child(self._forget)
+
+    def _forget(self) -> None:
+        self._executor = None
+        self._jobs.clear()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job after those before it.

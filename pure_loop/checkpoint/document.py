@@ -4,7 +4,8 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 
 * ``format``: the version of what follows. A newer one than :data:`FORMAT` is refused; an older one is brought up to
   date by :data:`UPGRADES`. tests/golden has a file of each.
-* ``made_by``: the versions of pure_loop and torch that wrote it; ``saved_at``: nanoseconds since 1970.
+* ``made_by``: the versions of pure_loop and torch that wrote it; ``saved_at``: nanoseconds since 1970,
+  below 0 where a clock was set before it.
 * ``state``: the registered name of the State's class; ``model``: that of the module, for messages.
 * ``fields``: the State's durable fields, as :mod:`pure_loop.checkpoint.tree` writes values.
 * ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
@@ -44,7 +45,8 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, read_altered, refuse_misplaced
 from pure_loop.model.model import ModelDef
-from pure_loop.state import State
+from pure_loop.model.names import places, reordered
+from pure_loop.state import State, order_of
 from pure_loop.time import Timestamp
 
 __all__ = [
@@ -73,6 +75,10 @@ WEIGHTS_KEY = "pure_loop.weights"
 
 # What belongs to the batch under way, or is of the model and comes with it.
 _NOT_SAVED = frozenset({"model", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"})
+
+
+# What has mappings by the names of parameters and buffers, which the model may have in another order by now.
+_KNOWN_BY_NAME = ("params", "buffers", "opt_state", "algorithm_state")
 
 
 def durable_fields(cls: type[State]) -> tuple[str, ...]:
@@ -162,6 +168,8 @@ class Document:
         cls, values = self._values(tensors, device, path)
         model = self.altered_model(model, path)
         refuse_another_model(values["params"], values["buffers"], model, self.model, path)
+        wanted, saved = order_of(model), places(values["params"], values["buffers"])
+        values |= {name: reordered(values[name], wanted, saved) for name in _KNOWN_BY_NAME if name in values}
         seen: set[int] = set()
         for name in ("params", "buffers"):
             values[name] = FrozenDict((key, apart(tensor, seen)) for key, tensor in values[name].items())
@@ -294,7 +302,7 @@ def _as_text(
     document = {
         "format": FORMAT,
         "made_by": {"pure_loop": __version__, "torch": str(torch.__version__)},
-        "saved_at": time.time_ns(),
+        "saved_at": _now(),
         "state": kind.name,
         "model": f"{module.__module__}.{module.__qualname__}",
         "fields": fields,
@@ -305,6 +313,17 @@ def _as_text(
     if base:
         document["base"] = {key: tensor.described() for key, tensor in base.items()}
     return json.dumps(document, allow_nan=False, separators=(",", ":"))
+
+
+# Nanoseconds; clocks that are wrong by millennia are right, too: nothing goes by them.
+_LARGEST_TIME = 1 << 80
+
+
+def _now() -> int:
+    try:
+        return time.time_ns()
+    except OverflowError:  # from 2262 on
+        return LARGEST_COUNT
 
 
 def _refuse_no_notes(notes: Any) -> None:
@@ -350,7 +369,7 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
         altered, base = read_altered(document.get("buffers", {})), read_base(document.get("base", {}))
-        wrong += [] if type(saved_at) is int and 0 <= saved_at <= LARGEST_COUNT else ["saved_at"]
+        wrong += [] if type(saved_at) is int and abs(saved_at) <= _LARGEST_TIME else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
         reader = Reader({}, torch.device("cpu"), path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import attrs
 
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import teaching
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ __all__ = ["Found", "first_whole", "found_at", "found_in", "latest", "newest", "
 
 T = TypeVar("T")
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 @attrs.frozen

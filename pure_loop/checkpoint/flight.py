@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -23,7 +24,15 @@ from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, RewindError, TimeFormatError
+from pure_loop.checkpoint.storage import leftover
+from pure_loop.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RewindError,
+    TimeFormatError,
+)
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -36,9 +45,12 @@ __all__ = [
     "digest_of",
     "digest_of_batch",
     "facts_of",
+    "has_digest",
     "line_of",
+    "read_facts",
     "read_flight",
     "settings_of",
+    "write_facts",
 ]
 
 JOURNAL, RUN = "journal.jsonl", "run.json"
@@ -53,7 +65,7 @@ _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
 def digest_of(params: Mapping[str, Tensor]) -> str:
-    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same bits.
+    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same names and bits.
 
     Large tensors are added up where they are, as integers, whose sums are exact in any order: the host gets the sums.
 
@@ -61,7 +73,16 @@ def digest_of(params: Mapping[str, Tensor]) -> str:
     >>> digest_of({"w": torch.tensor([1.0, 2.0])}) == digest_of({"w": torch.tensor([1.0, 2.0])})
     True
     """
-    parts = [part for tensor in params.values() for part in _condensed(full_tensor(tensor.detach()))]
+    return _digest(params[name] for name in sorted(params))
+
+
+def has_digest(params: Mapping[str, Tensor], digest: str) -> bool:
+    """Whether parameters have this digest, which may be one by the model's order of names, as it once was."""
+    return digest in (digest_of(params), _digest(params.values()))
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    parts = [part for tensor in tensors for part in _condensed(full_tensor(tensor.detach()))]
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
     numbers = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
@@ -84,9 +105,9 @@ def _condensed(tensor: Tensor) -> list[Tensor]:
 
 
 def digest_of_batch(batch: Any) -> str:
-    """The same of the tensors of a batch."""
+    """A checksum of the tensors of a batch, in their order."""
     leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
-    return digest_of({str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+    return _digest(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def facts_of(state: State) -> dict[str, Any]:
@@ -328,6 +349,7 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
 
     Raises:
         CheckpointNotFoundError: it has left nothing there.
+        CheckpointError: what it has left is damaged; names the file and the line.
     """
     place = os.fspath(folder)
     try:
@@ -342,21 +364,18 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
         )
     lines: dict[int, Line] = {}
     has_ended = False
-    with open(os.path.join(place, JOURNAL)) as file:
-        for text in file:
-            line = _read(text)
-            has_ended = text == ENDED
+    path = os.path.join(place, JOURNAL)
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
+            line = _read(text, f"{path}, line {number}")
+            has_ended = text == ENDED.encode()
             if line is not None:
                 lines.pop(line.batch, None)
                 lines[line.batch] = line
     # What is after the newest line is of a run that was resumed from before it, and trained again.
     newest = next(reversed(lines), 0)
     lines = {batch: lines[batch] for batch in sorted(lines) if batch <= newest}
-    try:
-        with open(os.path.join(place, RUN)) as file:
-            facts = json.load(file)
-    except (OSError, ValueError):
-        facts = {}
+    facts = read_facts(place)
     matches = [match for match in map(_KEPT.fullmatch, sorted(names)) if match]
     kept = {int(match[2]): match[0] for match in matches}
     if lines:  # those of a branch that was trained again from before them are no States of this run
@@ -365,12 +384,70 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
     return Flight(place, lines, dict(sorted(kept.items())), starts, facts, has_ended)
 
 
-def _read(text: str) -> Line | None:
-    """None: a line that a killed run did not finish."""
+def read_facts(folder: str) -> dict[str, Any]:
+    """The facts of the run that was recorded in a folder; nothing where there is no file of them.
+
+    Raises:
+        CheckpointError: the file is cut or damaged.
+    """
+    path = os.path.join(folder, RUN)
     try:
-        fields = json.loads(text)
+        with open(path, "rb") as file:
+            facts = json.loads(file.read())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} can't be read, as after a kill while it was written: {type(error).__name__}: {str(error)[:200]}. "
+            "It says with which versions and settings the run was recorded: restore it, or remove it to go on without."
+        ) from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{path} can't be read: it holds {type(facts).__name__}, and no facts of a run by name.")
+    return facts
+
+
+def write_facts(folder: str, facts: Mapping[str, Any]) -> None:
+    """Write the facts of a run to a file that appears whole or not at all."""
+    path = os.path.join(folder, RUN)
+    beside = os.path.join(folder, leftover(RUN))
+    try:
+        with open(beside, "w") as file:
+            json.dump(facts, file, indent=1)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
+
+
+def _read(text: bytes, where: str) -> Line | None:
+    """None: a line that a killed run did not finish, or none of a batch.
+
+    Raises:
+        CheckpointError: the line is damaged.
+    """
+    content = text.strip()
+    whole = content.startswith(b"{") and content.endswith(b"}")
+    # A run that resumed has ended it; before it there is nothing but what such a line begins with.
+    if not whole and (not text.endswith(b"\n") or _BEGUN.fullmatch(content)):
+        return None
+    try:
+        fields = json.loads(content)
+        if fields == json.loads(ENDED):
+            return None
         loss = fields["loss"]
         number = float.fromhex(loss) if "x" in loss else float(loss)
-        return Line(fields["batch"], fields["epoch"], number, fields["seconds"], fields.get("digest"))
-    except (ValueError, KeyError, TypeError):
-        return None
+        counts, seconds, digest = (fields["batch"], fields["epoch"]), fields["seconds"], fields.get("digest")
+        if not all(type(count) is int and count >= 0 for count in counts) or type(seconds) not in (int, float):
+            raise ValueError("a count or a time that is none")
+        return Line(*counts, number, seconds, digest if isinstance(digest, str) else None)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: it is no line of a journal, and none that a kill has cut: {type(error).__name__}: "
+            f"{str(error)[:200]}. The file is damaged: restore it, or remove the line, and what is rewound there is "
+            "not compared."
+        ) from error
+
+
+# The beginning of a line, in ASCII.
+_BEGUN = re.compile(rb'(\{("([a-z]+("(:[^{}\x80-\xff\x00-\x1f]*)?)?)?)?)?')

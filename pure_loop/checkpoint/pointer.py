@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
+from pure_loop._internal.logs import get_logger
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
 
 __all__ = ["Pointer"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 # No name of a file is longer, in bytes.
 _LONGEST = 255

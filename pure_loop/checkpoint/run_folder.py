@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._internal.seldom import Seldom
 from pure_loop.callback import Run
 from pure_loop.checkpoint.files import SHARDED, SUFFIX
 from pure_loop.checkpoint.finding import Found, found_at, verified
@@ -14,12 +15,12 @@ from pure_loop.checkpoint.index import INDEX, is_sharded_folder, remove
 from pure_loop.checkpoint.pointer import Pointer
 from pure_loop.checkpoint.retention import Names, Saved, expired, ranked
 from pure_loop.checkpoint.storage import join, leftover, same_place, storage_of, try_folder
-from pure_loop.errors import ArgumentError, CheckpointError
+from pure_loop.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 from pure_loop.state import State
 
 __all__ = ["RunFolder", "is_of_run"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 class RunFolder:
@@ -64,6 +65,7 @@ class RunFolder:
         self._saved: list[Saved] = []
         self._stamps: dict[str, object] = {}
         self._seed = 0
+        self._foreign = Seldom(_log)
         # What another run has left, and is removed once there is something in its place.
         self._others: list[str] = []
 
@@ -179,6 +181,11 @@ class RunFolder:
             )
         return sorted(mine, key=lambda found: (found.progress, found.path)), others
 
+    @property
+    def replaces(self) -> bool:
+        """Whether another run has left something that is about to be removed."""
+        return bool(self._others)
+
     def clear(self) -> None:
         """Remove what another run has left, now that there is something in its place."""
         others, self._others = self._others, []
@@ -215,12 +222,15 @@ class RunFolder:
             return True
         try:
             result = found_at(path, weights=self._weights)
+        except CheckpointNotFoundError:
+            self._foreign.warning("%s was removed by another process or a user: does another run save there?", path)
+            return False
         except (CheckpointError, OSError) as error:
-            _log.warning("%s isn't removed: %s", path, error)
+            self._foreign.warning("%s isn't removed: %s", path, error)
             return False
         if result is not None and (result.seed, result.batch) == (self._seed, saved.batch):
             return True
-        _log.warning("%s isn't removed: another run has saved in its place", path)
+        self._foreign.warning("%s isn't removed: another run has saved in its place", path)
         return False
 
     def _pointer(self, name: str | None, argument: str, *, is_file: bool) -> Pointer | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import signal
 import sys
@@ -14,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+from pure_loop._internal.logs import get_logger
 from pure_loop.callback import Run
 from pure_loop.checkpoint.signal_names import SignalLike, read_signals, signal_name
 from pure_loop.data.source import ITERATOR_MADE, is_loading
 
 __all__ = ["HeldSignals", "any_came"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 _REPEATED_SECONDS = 0.5

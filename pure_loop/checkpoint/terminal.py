@@ -6,9 +6,11 @@ import logging
 import sys
 from collections.abc import Iterator
 
+from pure_loop._internal.logs import get_logger
+
 __all__ = ["warn_on_terminal"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 
 def warn_on_terminal(text: str) -> None:

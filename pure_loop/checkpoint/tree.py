@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import is_sharded, local_tensor
+from pure_loop.checkpoint.base85 import decoded
 from pure_loop.checkpoint.container import CODES, are_counts, raw
 from pure_loop.checkpoint.parsing import MOST_DIGITS, refuse_collisions
 from pure_loop.checkpoint.registry import named, registered
@@ -421,7 +422,7 @@ _READERS: dict[str, Read] = {
     "dict": lambda reader, value: reader.mapping(value["dict"]),
     "ordered": lambda reader, value: OrderedDict(reader.mapping(value["ordered"])),
     "frozen": lambda reader, value: FrozenDict(reader.mapping(value["frozen"])),
-    "bytes": lambda reader, value: base64.b85decode(value["bytes"]),
+    "bytes": lambda reader, value: decoded(value["bytes"]),
     "complex": lambda reader, value: complex(*map(float.fromhex, value["complex"])),
     "dtype": lambda reader, value: _dtype(value["dtype"]),
     "device": lambda reader, value: torch.device(value["device"]),

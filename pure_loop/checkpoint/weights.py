@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.logs import get_logger
 from pure_loop.checkpoint.container import raw
 from pure_loop.checkpoint.document import Document, apart, first_names
 from pure_loop.checkpoint.tree import Reader
@@ -19,7 +19,7 @@ from pure_loop.state import State
 
 __all__ = ["all_names", "not_in_state_dict", "saved_weights", "with_buffers_of", "with_weights"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 _CPU = torch.device("cpu")
 

@@ -104,7 +104,7 @@ class Private:
             self._follow(record)
         for number, generator in enumerate(self._generators):
             _reseed(generator, derive(seed, "generator", number + 1))
-        for part in (*self._parts, *self._uncopied):
+        for part in (*self.parts, *self._uncopied):
             if has_epochs(part):
                 part.set_epoch(epoch)
         if self._is_watched:
@@ -131,12 +131,12 @@ class Private:
     @property
     def has_epochs(self) -> bool:
         """Whether a part has a ``set_epoch``."""
-        return any(map(has_epochs, (*self._parts, *self._uncopied)))
+        return any(map(has_epochs, (*self.parts, *self._uncopied)))
 
     @property
     def independent(self) -> bool | None:
         """Whether a pass is the same whatever passes were made before it; None where only a pass can tell."""
-        return False if any(map(self._assigns, self._parts)) else None
+        return False if any(map(self._assigns, self.parts)) else None
 
     @property
     def counts_without_epochs(self) -> bool:
@@ -145,10 +145,11 @@ class Private:
         Other objects assign to attributes for bookkeeping, too.
         """
         names = ("Sampler", "IterableDataset", "DataLoader")
-        return any(self._assigns(part) for part in self._parts if any(_is(part, name) for name in names))
+        return any(self._assigns(part) for part in self.parts if any(_is(part, name) for name in names))
 
     @property
-    def _parts(self) -> list[Any]:
+    def parts(self) -> list[Any]:
+        """The copies of objects that were made."""
         return [record.new for record in self._records]
 
     @staticmethod
@@ -162,7 +163,7 @@ class Private:
 
     def keeps(self, batches: Any) -> bool:
         """Whether an iterator is that of a loader whose workers stay, and is used again."""
-        return any(_is(part, "DataLoader") and iterator_of_loader(part) is batches is not None for part in self._parts)
+        return any(_is(part, "DataLoader") and iterator_of_loader(part) is batches is not None for part in self.parts)
 
     def _unseeded_items(self) -> list[Any]:
         seeded = set(map(id, self._generators))

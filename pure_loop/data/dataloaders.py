@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
+from itertools import accumulate, chain, islice
+from itertools import count as numbers
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.torch_private import iterator_of_loader
 from pure_loop.data import samplers as _samplers
 from pure_loop.data import workers as _loaders
+from pure_loop.data.batch import num_samples
 from pure_loop.data.copies import Private, has_epochs
 from pure_loop.data.passes import Passes
 from pure_loop.data.source import (
@@ -71,6 +73,8 @@ class _Indexed(Source):
         )
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
+        # Of the first batch to load, the samples that were seen in batches of another size.
+        self._seen_of: dict[tuple[int, int], int] = {}
         self._pool: _loaders.Refillable | None = None
         self._pool_is_busy = False
 
@@ -109,11 +113,60 @@ class _Indexed(Source):
         return self.batches_stay or self._loader.pin_memory
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        with closing(self._passes.epoch(epoch, start, seen)) as order:
+        with closing(self._passes.epoch(epoch, start, seen)) as whole:
+            order: Iterator[Any] = whole
+            seen_of_first = self._seen_of.get((epoch, start), 0)
+            if seen_of_first:
+                order = chain([indices[seen_of_first:] for indices in islice(whole, 1)], whole)
             if self._share is None or not self._shares:
                 yield from self._load(order, epoch, start)
             else:
                 yield from self._load_share(order, epoch, start, self._share)
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        made = start * self._per_step
+        if not made or self.uneven or not self._shares or self._passes.continues:
+            return start
+        sizes = self._sizes(epoch, made, samples)
+        now, following = sum(sizes[:made]), sum(sizes[: made + 1])
+        certain = count is num_samples and _loaders.collates_by_default(self._loader)
+        # A collate may leave samples out or make several of one.
+        if not changed and (now == samples or not (certain or now < samples < following)):
+            return start
+        refusal = partial(self._refuse_other_sizes, epoch, made, samples, now)
+        if not certain and not self._counts_indices(epoch, sizes[0], count):
+            if changed:
+                raise refusal("They can't be skipped by number, as a batch has not as many samples as indices.")
+            return start
+        if now == samples:
+            return start
+        if type(self._sampler) is not BatchSampler:
+            raise refusal("A batch sampler of your own may put them together in any order.")
+        ends = list(accumulate(sizes))
+        whole = sum(end <= samples for end in ends)
+        rest = samples - sum(sizes[:whole])
+        if not whole or (self._per_step > 1 and (rest or whole % self._per_step)):
+            raise refusal(f"They end within {'a step' if whole else 'the first batch'} of the new size.")
+        self._seen_of[epoch, whole] = rest
+        return whole // self._per_step
+
+    def _sizes(self, epoch: int, batches: int, samples: int) -> list[int]:
+        """The sizes of the batches of an epoch, until there are as many batches and samples as were made, and one."""
+        sizes: list[int] = []
+        with closing(self._passes.epoch(epoch, 0, 0)) as order:
+            for indices in order:
+                sizes.append(len(indices))
+                if len(sizes) > batches and sum(sizes) > samples:
+                    break
+        return sizes
+
+    def _counts_indices(self, epoch: int, size: int, count: Callable[[Any], int]) -> bool:
+        """Whether the first batch of an epoch, of this rank's part of it, has as many samples as indices."""
+        with closing(self._batches(epoch, 0, 0)) as batches:
+            batch = next(batches)
+        if self._share is not None:
+            size, batch = len(self._share.of_indices([0] * size).batch), batch.batch
+        return count(batch) == size
 
     def _indices(self, sampler: Private, number: int) -> Iterator[Any]:
         limit = None if self._passes.continues else self._limit
@@ -152,14 +205,14 @@ class _Indexed(Source):
             if keep:
                 self._pool, self._pool_is_busy = pool, True
             batches = pool.refill(order)
-            iterator_made()
+            iterator_made(batches)
             loader = self._loader
             guard = (
                 nullcontext
                 if in_workers or self._free
                 else self._guard_of([loader.dataset, loader.collate_fn, self._sampler])
             )
-            for position in count(start):
+            for position in numbers(start):
                 with guard(self._seed_of(epoch, position)):
                     batch = next(batches, END)
                 if batch is END:

@@ -13,15 +13,17 @@ its own that a dataset with indices keeps between items, and an iterator that wa
 
 from __future__ import annotations
 
+import os
 import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import count, islice
 from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import attrs
 import optree
@@ -34,7 +36,7 @@ from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group
 from pure_loop.data.group import grouped, steps
-from pure_loop.errors import DataError
+from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:
@@ -247,6 +249,28 @@ class Source(ABC):
             if stop == 0 and start == 0:
                 raise self._empty_epoch(epoch)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        """How many steps of an epoch are left out when training resumes, perhaps with batches of another size.
+
+        Args:
+            epoch: which one.
+            start: how many steps of it were made.
+            samples: how many samples they had.
+            count: the samples of a batch.
+            changed: whether an epoch has another length now.
+
+        Raises:
+            ResumeError: the batches have other sizes than those that were made, and samples can't be skipped by number.
+        """
+        return start
+
+    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, now: int, why: str) -> ResumeError:
+        return ResumeError(
+            f"the {self._stream} dataloader has {now} samples in the first {batches} batches of epoch {epoch}, and the "
+            f"State has seen {samples} in as many: the batches have another size now, so that samples would be left "
+            f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
+        )
+
     def _empty_epoch(self, epoch: int) -> DataError:
         return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
@@ -283,6 +307,14 @@ class Listed(Source):
         # A sequence of the user's own may make its batches when asked.
         return type(self._loader) in (list, tuple)
 
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if self.batches_stay and not self.uneven:
+            batches = start * self._per_step
+            now = sum(map(count, self._loader[:batches]))
+            if now != samples:
+                raise self._refuse_other_sizes(epoch, batches, samples, now, "A list of batches has no indices.")
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         if self.batches_stay:  # so nothing can draw
             for position in range(start, len(self._loader)):
@@ -300,8 +332,26 @@ class Iterated(Source):
 
     _in_workers = False
 
+    # What was made of an epoch, to compare it with what is dropped.
+    _made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        return self._passes.epoch(epoch, start, seen)
+        made, self._made = self._made, None
+        if made is None or made[:2] != (epoch, start):
+            yield from self._passes.epoch(epoch, start, seen)
+            return
+        _, _, samples, count = made
+        with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
+            now = sum(map(count, islice(batches, start)))
+            if now != samples:
+                why = "It has no indices by which they could be skipped."
+                raise self._refuse_other_sizes(epoch, start, samples, now, why)
+            yield from batches
 
     def close(self) -> None:
         self._passes.close()
@@ -335,7 +385,7 @@ class Iterated(Source):
         try:
             with self._guard(number, "iter"):
                 batches = iter(self._for_pass(copy, number))
-            iterator_made()
+            iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
             for position in count():
                 with guard(derive(self._seed, number, position)):
@@ -405,6 +455,12 @@ class OneShot(Source):
     ) -> None:
         super().__init__(loader, seed, stream, limit, share, per_step)
         self._taken = 0
+        self._made: tuple[int, int, int, Callable[[Any], int]] | None = None
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = epoch, start, samples, count
+        return start
 
     @property
     def reads_once(self) -> bool:
@@ -420,7 +476,14 @@ class OneShot(Source):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
+        made, self._made = self._made, None
+        now = 0
         while True:
+            if made is not None and self._taken == seen:
+                if made[:2] == (epoch, start) and now != made[2]:
+                    why = "An iterator has no indices by which they could be skipped."
+                    raise self._refuse_other_sizes(epoch, start, made[2], now, why)
+                made = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -428,6 +491,8 @@ class OneShot(Source):
             self._taken += 1
             if self._taken > seen:
                 yield batch
+            elif made is not None and self._taken > seen - start:
+                now += made[3](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
@@ -435,10 +500,27 @@ class OneShot(Source):
             )
 
 
-def iterator_made() -> None:
-    """Call the functions in ``ITERATOR_MADE``."""
+def iterator_made(batches: Any) -> None:
+    """An iterator over a dataloader was made: call the functions in ``ITERATOR_MADE``."""
+    with suppress(TypeError):  # no weak references: an iterator of a builtin type, which has no workers
+        _iterators.add(batches)
     for function in ITERATOR_MADE:
         function()
+
+
+# Those of this process, and those of the parents that it was forked from. A child keeps the latter to its end: the end
+# of an iterator of torch tells its workers to stop, and they are the parent's.
+_iterators: WeakSet[Any] = WeakSet()
+_inherited: list[Any] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_iterators)
+    _iterators.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
@@ -473,6 +555,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def shut(batches: Any) -> None:
     """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if any(batches is iterator for iterator in _inherited):
+        return
     if isinstance(batches, GeneratorType):
         batches.close()
     else:

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed import distributed_c10d as c10d
 
 from pure_loop._internal.torch_private import default_store
+from pure_loop.distributed.launchers import world
 from pure_loop.errors import DistributedError
 
 __all__ = ["Rendezvous", "first_line", "named", "within"]
@@ -46,7 +47,7 @@ _left: list[Thread] = []
 # Whether the last stream of this process ended with an error.
 _fell = False
 # The store that this process opened itself, and for which environment.
-_opened: tuple[tuple[str, ...], Any] | None = None
+_opened: tuple[tuple[Any, ...], Any] | None = None
 # Streams that failed where this process hosts the store: the store, the number of ranks, and until when it stays.
 _unread: list[tuple[Any, int, float]] = []
 
@@ -185,11 +186,12 @@ class Rendezvous:
         """Where the store is that can't be reached, and which rank is missing with it."""
         if _opened is None and dist.is_initialized():
             return "the store of the default process group does not answer: its host is stopped or dead"
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        here = world()
+        address = f"{here.host}:{here.port}"
         if _is_agents():
             return f"the store of torchrun's agent at {address} does not answer"
         if self.rank == 0:
-            return f"rank 0 can't host a store at {address}, MASTER_ADDR and MASTER_PORT: give a port that is free"
+            return f"rank 0 can't host a store at {address}: give MASTER_ADDR its host, MASTER_PORT a port that is free"
         return (
             f"rank 0, which hosts the store at {address}, does not answer: it is not started, stopped or dead, or "
             "another program listens at MASTER_PORT"
@@ -266,6 +268,18 @@ class Rendezvous:
             _unread.append((store, self.size, time.monotonic() + seconds))
 
 
+def _forget() -> None:
+    """In a forked child: the connections are the parent's, who would read what is written to them."""
+    global _opened
+    _opened = None
+    _left.clear()
+    _unread.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -274,21 +288,20 @@ def _base(rank: int, size: int, seconds: float) -> Any:
     """The store of this process.
 
     Raises:
-        ValueError: the environment doesn't say where it is.
+        DistributedError: the environment doesn't say where it is.
         RuntimeError: it can't be opened.
     """
     global _opened
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    where = tuple(os.environ.get(name, "") for name in names)
+    here = world()
+    where = (here.host, here.port, rank, size, os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     if _opened is not None and _opened[0] == where:
         return _opened[1]
     if dist.is_initialized():
         return default_store()
-    if not where[0] or not where[1].isdecimal():
-        raise ValueError("MASTER_ADDR and MASTER_PORT are not set in the environment.")
+    host, port = here.address
     store = TCPStore(
-        where[0],
-        int(where[1]),
+        host,
+        port,
         size,
         is_master=rank == 0 and not _is_agents(),
         timeout=timedelta(seconds=seconds),

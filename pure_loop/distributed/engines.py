@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 
+from pure_loop.distributed.launchers import launched, world
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.distributed.parallel import Parallel, rank, world_size
-from pure_loop.distributed.ranks import Ranks, local_rank
-from pure_loop.errors import ArgumentError
+from pure_loop.distributed.ranks import Ranks
+from pure_loop.errors import ArgumentError, DistributedError
 
 __all__ = ["device_of_rank", "engine_of", "reads_its_own"]
 
@@ -27,34 +31,105 @@ def engine_of(parallel: Parallel, device: torch.device) -> MultiRankEngine:
 
 
 def device_of_rank(device: Any) -> Any:
-    """``device=``, in which "cuda" is this rank's own."""
-    if device is None or torch.device(device).type == "cpu" or torch.device(device).index is not None:
-        return device
-    return f"{torch.device(device).type}:{local_rank()}"
-
-
-def reads_its_own(parallel: Parallel, dataloader: Any) -> bool:
-    """Whether this rank's dataloader gives a part of its own, which is not to be split again.
+    """``device=``, in which "cuda" is this rank's own.
 
     Raises:
-        ArgumentError: its DistributedSampler is for another number of ranks, or another rank.
+        DistributedError: nothing says which rank this is on its machine.
     """
-    from torch.utils.data.distributed import DistributedSampler
+    if device is None or torch.device(device).type == "cpu" or torch.device(device).index is not None:
+        return device
+    kind, here = torch.device(device).type, world()
+    if kind == "cuda" and launched().size > 1 and torch.cuda.device_count() == 1:
+        # Slurm and MPI may show each process its own GPU alone (srun --gpus-per-task=1).
+        return "cuda:0"
+    if here.local_rank is None:
+        raise DistributedError(
+            f"device={device!r}: nothing says which rank this is on its machine, and so which device is its own: set "
+            f'LOCAL_RANK in the environment, or pass the device with its number, device="{kind}:0".'
+        )
+    return f"{kind}:{here.local_rank}"
+
+
+def reads_its_own(parallel: Parallel, dataloader: Any, stream: str) -> bool:
+    """Whether this rank's dataloader gives a part of its own, which is not to be split again.
+
+    It does where a sampler in it divides the samples: a DistributedSampler, or another one with ``num_replicas`` and
+    ``rank``, at any depth.
+
+    Raises:
+        ArgumentError: its sampler is for another number of ranks, or another rank, or one of an evaluation or a
+            prediction that repeats samples, or leaves some out.
+    """
+    from pure_loop.data.copies import Private
 
     value: Literal["split", "own"] | None = parallel.data
-    samplers = [getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    result = next((item for item in samplers if isinstance(item, DistributedSampler)), None)
-    if result is None:
+    parts = [dataloader] if type(dataloader) in (list, tuple) else Private(dataloader, seeds=False).parts
+    samplers = [part for part in parts if _divides(part)]
+    if not samplers:
         return value == "own"
-    if value == "split":
-        raise ArgumentError(
-            "the DataLoader has a DistributedSampler, which gives each rank its part, and Parallel(data='split') would "
-            "split that again: leave out one of the two."
-        )
-    if (result.num_replicas, result.rank) != (world_size(), rank()):
-        raise ArgumentError(
-            f"the DataLoader's DistributedSampler is that of rank {result.rank} of {result.num_replicas}, and this is "
-            f"rank {rank()} of {world_size()}."
-        )
+    for sampler in samplers:
+        name = type(sampler).__name__
+        if value == "split":
+            raise ArgumentError(
+                f"the {stream} dataloader has a {name}, which gives each rank its part, and Parallel(data='split') "
+                "would split that again: leave out one of the two."
+            )
+        if (sampler.num_replicas, sampler.rank) != (world_size(), rank()):
+            raise ArgumentError(
+                f"the {stream} dataloader's {name} is that of rank {sampler.rank} of {sampler.num_replicas}, and this "
+                f"is rank {rank()} of {world_size()}."
+            )
+        if stream != "train":
+            owner = next((part for part in parts if _indexed_by(part) is sampler), None)
+            _refuse_uneven(sampler, getattr(sampler, "dataset", getattr(owner, "dataset", None)), stream)
     return True
+
+
+def _divides(part: Any) -> bool:
+    return all(isinstance(getattr(part, name, None), int) for name in ("num_replicas", "rank"))
+
+
+def _indexed_by(loader: Any) -> Any:
+    """The innermost sampler of a DataLoader."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batches is None else batches
+    return getattr(sampler, "sampler", sampler)
+
+
+def _refuse_uneven(sampler: Any, dataset: Any, stream: str) -> None:
+    """
+    Raises:
+        ArgumentError: the ranks together don't have each sample once.
+    """
+    counts: Counter[Any] = Counter()
+    most = len(dataset) + 1 if hasattr(dataset, "__len__") else None  # a sampler may be endless
+    for number in range(sampler.num_replicas):
+        counts.update(islice(_indices_of(sampler, number), most))
+    repeated = counts.total() - len(counts)
+    left_out = len(dataset) - len(counts) if hasattr(dataset, "__len__") else 0
+    if not repeated and left_out <= 0:
+        return
+    faults = [f"gives {repeated} of them twice or more"] * (repeated > 0) + [f"leaves out {left_out}"] * (left_out > 0)
+    raise ArgumentError(
+        f"the {stream} dataloader's {type(sampler).__name__} divides {len(counts) + max(left_out, 0)} samples over "
+        f"{sampler.num_replicas} ranks, and {' and '.join(faults)}, so that results would not be those of the data: "
+        "leave the sampler out. Without one each rank takes its part of each batch, and each sample counts once; "
+        "batch_size is then that of the whole batch."
+    )
+
+
+def _indices_of(sampler: Any, number: int) -> Iterator[Any]:
+    """What the sampler would give to a rank in its first pass."""
+    from pure_loop.data.copies import Private
+    from pure_loop.random.seeds import seeded_all
+
+    copy = Private(sampler, seeds=True).begin(0, 0)
+    if copy is sampler:
+        raise ArgumentError(
+            f"the {type(sampler).__name__} can't be copied, so that its samples can't be counted before an evaluation: "
+            "leave it out, and each rank takes its part of each batch."
+        )
+    copy.rank = number
+    with seeded_all(0):
+        for item in copy:
+            yield from item if isinstance(item, list | tuple) else [item]

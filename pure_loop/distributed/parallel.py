@@ -12,6 +12,7 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
+from pure_loop.distributed.launchers import launched, world
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
@@ -19,38 +20,80 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _PARALLEL = "Parallel"  # in errors
+_ON_PURPOSE = "or parallel=False, if each is a run of its own on purpose"
 
-__all__ = ["Parallel", "rank", "read_parallel", "world_size"]
+__all__ = ["Parallel", "rank", "read_parallel", "refuse_lone", "world_size"]
 
 
 def rank() -> int:
-    """The rank of this process: in the process group, else in the environment of ``torchrun``, else 0.
+    """The rank of this process: in the process group, else as its launcher says (``torchrun``, ``srun``, ``mpirun``).
+
+    Raises:
+        DistributedError: what the launcher says can't be read.
 
     >>> rank()
     0
     """
-    return _of_group("get_rank", "RANK", 0)
+    dist = _grouped()
+    return world().rank if dist is None else int(dist.get_rank())
 
 
 def world_size() -> int:
-    """The number of ranks: of the process group, else in the environment of ``torchrun``, else 1.
+    """The number of ranks: of the process group, else as the launcher says (``torchrun``, ``srun``, ``mpirun``), or 1.
+
+    Raises:
+        DistributedError: what the launcher says can't be read.
 
     >>> world_size()
     1
     """
-    return _of_group("get_world_size", "WORLD_SIZE", 1)
+    dist = _grouped()
+    return world().size if dist is None else int(dist.get_world_size())
 
 
-def _of_group(function: str, variable: str, alone: int) -> int:
-    dist = sys.modules.get("torch.distributed")  # imported wherever a group exists
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return int(getattr(dist, function)())
-    return int(os.environ.get(variable, alone))
+def _grouped() -> Any:
+    """torch.distributed, if there is a default process group; it is imported wherever one exists."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def refuse_lone(parallel: Parallel | None) -> None:
+    """Refuse what would be n trainings of one model by n processes that a launcher started.
+
+    Raises:
+        ArgumentError: there are several ranks and no ``parallel=``, or a launcher started several processes that do not
+            know of each other.
+        DistributedError: what the launcher says can't be read, or not where rank 0 is.
+    """
+    grouped, size, other = _grouped() is not None, world_size(), launched()
+    if size > 1 and parallel is None:
+        source = "its process group" if grouped else world().launcher
+        raise ArgumentError(
+            f"parallel=None, and this process is rank {rank()} of {size}, by {source}: each rank would do all of the "
+            f'work, apart from the others. Write parallel="replicate" or parallel="shard", and they do it together; '
+            f"{_ON_PURPOSE}."
+        )
+    one_agent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if other.size > 1 and one_agent:
+        raise ArgumentError(
+            f"{other.launcher} started {other.size} times torchrun, and none knows of the others: each would train a "
+            "model of its own. Give torchrun --nnodes, --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, and start "
+            f"one on each machine; or let {other.launcher} start the ranks, without torchrun; {_ON_PURPOSE}."
+        )
+    if other.size > 1 and size == 1:
+        source = "its process group" if grouped else "WORLD_SIZE=1"
+        raise ArgumentError(
+            f"{other.launcher} started {other.size} processes, and by {source} this one is alone: each would train a "
+            f"model of its own. Unset RANK and WORLD_SIZE, and create no process group: ranks meet by what "
+            f"{other.launcher} sets; {_ON_PURPOSE}."
+        )
+    if size > 1 and not grouped:
+        _ = world().address
 
 
 @attrs.frozen(kw_only=True)
 class Parallel:
-    """How several ranks train one model: ``fit(..., parallel=Parallel(...))``, started by ``torchrun``.
+    """How several ranks train one model: ``fit(..., parallel=Parallel(...))``, started by a launcher.
 
     ``parallel="replicate"`` is ``Parallel()``, and ``parallel="shard"`` is ``Parallel(kind="shard")``.
 
@@ -149,15 +192,15 @@ def read_parallel(value: Any) -> Parallel | None:
     Raises:
         ArgumentError, ArgumentTypeError: it can't be read.
     """
-    if value is None or isinstance(value, Parallel):
+    if value is None or value is False:
+        return None
+    if isinstance(value, Parallel):
         return value
     if value == "replicate" or value == "shard":
         return Parallel(kind=value)
     if isinstance(value, str):
-        raise ArgumentError(
-            f'parallel={value!r}: write "replicate", "shard" or pl.distributed.Parallel(...); None for one rank.'
-        )
+        raise ArgumentError(f'parallel={value!r}: write "replicate", "shard" or pl.distributed.Parallel(...).')
     raise ArgumentTypeError(
         f"parallel={value!r} of type {type(value).__name__}: "
-        'write "replicate", "shard" or pl.distributed.Parallel(...).'
+        'write "replicate", "shard" or pl.distributed.Parallel(...); False, if this process runs on its own.'
     )

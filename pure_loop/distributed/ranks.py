@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pure_loop._internal.forks import here
 from pure_loop._internal.torch_private import broadcast_coalesced
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
@@ -113,7 +113,7 @@ class Ranks:
         """Leave the process group that was made here to the end of the process: States still use it."""
         if self._owns:
             self._owns = False
-            atexit.register(_leave)
+            atexit.register(here(_leave))
 
     def exchange(self, event: Event, batch: int, *numbers: float) -> list[tuple[float, ...]]:
         """What every rank gave, in the order of ranks. All have to be about to come to the same event.
@@ -269,11 +269,6 @@ def patience() -> float:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def local_rank() -> int:
-    """This process among those on its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def _is_lost(error: BaseException) -> bool:

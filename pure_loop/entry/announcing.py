@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.errors import DistributedError
 
 __all__ = ["announced"]
 
@@ -32,8 +33,8 @@ def announced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _announce(parallel: Any, name: str, error: Exception) -> None:
-    if parallel is None or world_size() == 1:
-        return
+    if not parallel or isinstance(error, DistributedError) or world_size() == 1:
+        return  # what a launcher says can't be read, so no other rank can be found
     from pure_loop.distributed._rendezvous import Rendezvous, first_line  # with it comes torch.distributed
 
     seconds = parallel.seconds if isinstance(parallel, Parallel) else _DEFAULT

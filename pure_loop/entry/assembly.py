@@ -115,7 +115,7 @@ def assemble(settings: Settings) -> Assembly:
     stages, verify = _verified(settings, stages)
     open_source = together.sources(stages.task)
     data = _training_data(settings, open_source, state.seed)
-    known = _Start(settings, engine, data)
+    known = _Start(settings, engine, data, stages.task)
     state = known.fitted(state)
     evaluators = bind_evaluators(
         settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
@@ -345,6 +345,7 @@ class _Start:
     settings: Settings
     engine: Engine
     data: Source
+    task: Task
 
     def refuse_misfit(self, state: State) -> None:
         """
@@ -363,8 +364,13 @@ class _Start:
 
         refuse_other_optimizer(state, self.settings.optimizer)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        t = state.timestamp
+        start = t.batch_in_epoch
+        if start:
+            changed = None not in (t.batches_per_epoch, self.data.length) and t.batches_per_epoch != self.data.length
+            start = self.data.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
         lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.data.length}
-        now, before = state.timestamp.replace(**lasting), state.previous_timestamp.replace(**lasting)
+        now, before = t.replace(**lasting).replace(batch_in_epoch=start), state.previous_timestamp.replace(**lasting)
         state = state.replace(timestamp=now, previous_timestamp=before)
         refuse_other_memories(state, self.settings.algorithms)
         return state

@@ -62,7 +62,7 @@ def evaluate(
     compile: bool | Literal["where possible"] = False,
     strict: bool | None = None,
     deterministic: bool = False,
-    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+    parallel: Literal["replicate", "shard", False] | Parallel | None = None,
 ) -> Stream:
     """Evaluate without training; the last State has the results in ``state.metrics[label]``.
 
@@ -126,7 +126,7 @@ def predict(
     strict: bool | None = None,
     deterministic: bool = False,
     gradients: bool = False,
-    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+    parallel: Literal["replicate", "shard", False] | Parallel | None = None,
 ) -> Stream:
     """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
 

@@ -67,7 +67,7 @@ class FitOptions(TypedDict, total=False):
     deterministic: bool
     verify: str | Time | None
     order: Literal["current", "2021"]
-    parallel: Literal["replicate", "shard"] | Parallel | None
+    parallel: Literal["replicate", "shard", False] | Parallel | None
     clock: Callable[[], float]
 
 
@@ -107,7 +107,7 @@ def fit(
     deterministic: bool = False,
     verify: str | Time | None = None,
     order: Literal["current", "2021"] = "current",
-    parallel: Literal["replicate", "shard"] | Parallel | None = None,
+    parallel: Literal["replicate", "shard", False] | Parallel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stream:
     """Train: yields ``(event, state)`` at every event of the specification, in order.
@@ -171,9 +171,12 @@ def fit(
         verify: ``"100ba"``: every 100th batch is computed twice from the same State, and where a bit differs before its
             BATCH_END, a VerificationError names stage, leaf and rank, and says whether it is transient.
         order: ``"current"``, or ``"2021"``, the order of older documents.
-        parallel: with several ranks, started by ``torchrun``: ``"replicate"``, ``"shard"``, or
-            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: this process alone.
-        clock: a function that returns seconds, for durations in seconds.
+        parallel: with several ranks, started by ``torchrun``, ``srun`` or ``mpirun``: ``"replicate"``, ``"shard"``, or
+            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: there is one
+            process, and where a launcher started several it is an error. False: this process runs on its own, whatever
+            a launcher started.
+        clock: a function that returns seconds, for durations in seconds; NaN and infinity are errors. Where it is set
+            back, the batch takes 0 seconds.
 
     Raises:
         ArgumentError, ArgumentTypeError, ModelError, WrappedModelError, ResumeError: at the call, before

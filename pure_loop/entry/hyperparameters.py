@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.reprs import data, shown
+from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence
 from pure_loop.entry.parallel import Together
 from pure_loop.entry.settings import Settings
@@ -65,7 +66,9 @@ def _options(optimizer: Optimizer, name: str) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return without_secrets(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Time):
         return str(value)
@@ -76,7 +79,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, Together):
         return _described(value.parallel)
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return without_secrets(os.fspath(value))
     if isinstance(value, frozenset) and all(isinstance(item, Event) for item in value):
         return ", ".join(event.name for event in Event if event in value)
     if isinstance(value, Mapping):

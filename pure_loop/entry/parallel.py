@@ -14,7 +14,7 @@ from pure_loop._internal.dtensor import is_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.open import source
 from pure_loop.data.source import Share, Source
-from pure_loop.distributed.parallel import Parallel, rank, read_parallel, world_size
+from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
 from pure_loop.errors import ResumeError
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
@@ -57,9 +57,13 @@ class Together:
         """Read the ``parallel=`` argument.
 
         Raises:
-            ArgumentError, ArgumentTypeError: it can't be read.
+            ArgumentError, ArgumentTypeError: it can't be read, or n processes would run n times what one is to run.
+            DistributedError: what the launcher says can't be read, or not where rank 0 is.
         """
         parallel = read_parallel(value)
+        if value is False:
+            return cls(None)
+        refuse_lone(parallel)
         return cls(None) if parallel is None or world_size() == 1 else cls(parallel, rank())
 
     @property
@@ -101,7 +105,7 @@ class Together:
     ) -> Source:
         from pure_loop.distributed.engines import reads_its_own
 
-        if not reads_its_own(parallel, dataloader):
+        if not reads_its_own(parallel, dataloader, stream):
             share = Share(self.rank, world_size(), task.samples, task.split)
             return source(dataloader, seed=seed, stream=stream, share=share, **options)
         # In an evaluation every sample counts, so none is left out.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pure_loop._internal.names import check_run_name
 from pure_loop.callback import Callback, Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
@@ -14,8 +15,6 @@ __all__ = ["new_run_name", "noted_run_name", "read_run_name", "recorded_run_name
 
 _QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
 _NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
-
-_LONGEST = 128
 
 
 def read_run_name(name: Any) -> str | None:
@@ -28,20 +27,7 @@ def read_run_name(name: Any) -> str | None:
         return None
     if not isinstance(name, str):
         raise ArgumentTypeError(f'run_name={name!r}: write a text, such as "baseline-1", or None for a new name.')
-    wrong = next((character for character in name if character in '/\\:*?"<>|' or not character.isprintable()), None)
-    if wrong is not None:
-        raise ArgumentError(
-            f"run_name={name!r} holds {wrong!r}: loggers name files and folders so, which not all systems allow; "
-            'write letters, digits, "-", "_" and ".", such as "baseline-1".'
-        )
-    if not name.strip() or name != name.strip() or name.startswith("."):
-        raise ArgumentError(
-            f"run_name={name!r}: a name is not empty, and begins with no dot and no space; write one such as "
-            '"baseline-1", or None for a new name.'
-        )
-    if len(name.encode()) > _LONGEST:
-        raise ArgumentError(f"run_name has {len(name.encode())} bytes, and names of files have room for {_LONGEST}.")
-    return name
+    return check_run_name(name)
 
 
 def new_run_name() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from pure_loop._internal.closing import Closing
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop._internal.recordable import recordable_metrics
-from pure_loop._internal.reprs import call
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -30,8 +30,8 @@ __all__ = ["Destination", "Names", "read_globs"]
 Names = str | Iterable[str] | None
 
 
+_log = logging.getLogger("pure_loop.loggers")
 _UNKNOWN = Moment()
-_SECRETS = ("token", "api_key", "api_token")
 
 
 class Destination(Logger):
@@ -76,11 +76,6 @@ class Destination(Logger):
         self._overwrite = check_flag("overwrite", overwrite, where=name)
         self.run_name: str | None = None
 
-    def __repr__(self) -> str:
-        # Loggers are among the hyperparameters that others record.
-        secret = {name: "..." for name in _SECRETS if (self.made_with or {}).get(name) is not None}
-        return call(type(self).__name__, {**(self.made_with or {}), **secret})
-
     # What a destination overrides.
 
     def settle(self, path: str) -> None:
@@ -98,6 +93,21 @@ class Destination(Logger):
 
     def discard(self) -> None:
         """Remove the record that is there."""
+
+    def reserve(self) -> None:
+        """Keep other processes from the record that is opened next.
+
+        Raises:
+            FileInUseError: one writes to it.
+        """
+
+    def release(self) -> None:
+        """Let others write to it."""
+
+    @property
+    def last_batch(self) -> int | None:
+        """Of an open record that is continued, the last batch of which it has a value; None: that isn't known."""
+        return None
 
     def begin(self, start: Moment | None) -> None:
         """Open the record of the run ``self.run_name``: the one that is there if it has this name, else a new one.
@@ -211,7 +221,8 @@ class Destination(Logger):
         self._run = None
         if self._is_open:
             self._is_open = False
-            self.end()
+            with Closing(self.release):
+                self.end()
 
     def _open(self, start: Moment | None) -> None:
         """Open the record, unless it is."""
@@ -226,10 +237,19 @@ class Destination(Logger):
         names = self.in_the_way if is_other else ()
         if names and not self._overwrite:
             self._refuse(recorded, names)
-        if names:
-            self.discard()
-        self.begin(start)
+        is_continued = not names and bool(self.in_the_way)
+        self.reserve()
+        try:
+            if names:
+                self.discard()
+            self.begin(start)
+        except BaseException:
+            self.end()
+            self.release()
+            raise
         self._is_open = True
+        if is_continued and start is not None:
+            self._say_what_is_cut(start)
         # What the recorder and callbacks record at FIT_START comes before it is known where that is.
         self._pending = [
             attrs.evolve(entry, moment=self._latest) if entry.moment == _UNKNOWN else entry for entry in self._pending
@@ -248,6 +268,19 @@ class Destination(Logger):
             why = f" ({recorded!r}; this one is {run.run_name!r})"
         resume = 'fit(..., autoresume="runs/1"), which continues the record of the run that it resumes'
         refuse_other_run(type(self).__name__, self._location, names, resume=resume, why=why)
+
+    def _say_what_is_cut(self, start: Moment) -> None:
+        """Say that a record ends before the State from which a run resumes: each batch before it had a loss."""
+        last = self.last_batch
+        if last is not None and last < start.batch and self._wants("train/loss"):
+            _log.warning(
+                "%s: %s ends at batch %d, and the run resumes at batch %d: what was recorded between them is not in "
+                "it. Was it cut, or restored from a copy?",
+                type(self).__name__,
+                self._location,
+                max(last, 0),
+                start.batch,
+            )
 
     def _keep(self, kind: Kind, name: str, value: Any, state: State) -> None:
         if self._wants(name):

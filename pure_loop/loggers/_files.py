@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.arguments import is_path
+from pure_loop._internal.names import check_recorded_run_name
+from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -80,8 +82,13 @@ def make_folder(folder: Path, logger: str) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a file that appears under its name whole or not at all."""
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with naming(path, "a logger"):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def first_line(path: Path) -> bytes:
@@ -126,8 +133,12 @@ class RunFile:
 
     @property
     def run_name(self) -> str | None:
-        name = self.read().get("run_name")
-        return name if isinstance(name, str) and name else None
+        """The name of the run.
+
+        Raises:
+            ArgumentError: no run can be named so.
+        """
+        return check_recorded_run_name(self.read().get("run_name"), self.path)
 
 
 def json_safe(value: Any) -> Any:

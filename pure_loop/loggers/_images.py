@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import struct
 import zlib
 from pathlib import Path
@@ -13,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import Entry
+from pure_loop.loggers._names import file_part
 
 __all__ = ["as_masks", "as_pixels", "overlay", "packed", "png", "unpacked", "write_images"]
 
@@ -110,15 +111,17 @@ def write_images(folder: Path, entry: Entry) -> list[Path]:
     images, masks = entry.value
     pixels = as_pixels(images, entry.name)
     layers = {"": pixels} | {
-        f"-{key}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
+        f"-{file_part(str(key))}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
+    with naming(folder, "a logger"):
+        folder.mkdir(parents=True, exist_ok=True)
+    name = file_part(entry.name)
     paths = []
     for suffix, layer in layers.items():
         for index, image in enumerate(layer):
-            path = folder / f"ba{entry.moment.batch}-{safe}-{index}{re.sub(r'[^A-Za-z0-9._-]+', '-', suffix)}.png"
-            path.write_bytes(png(image))
+            path = folder / f"ba{entry.moment.batch}-{name}-{index}{suffix}.png"
+            with naming(path, "a logger"):
+                path.write_bytes(png(image))
             paths.append(path)
     return paths
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pure_loop._internal.owned_files import release, reserve
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._lines import Lines, line_of, moment_of
 
@@ -17,15 +18,17 @@ class Journal:
 
     Args:
         path: of the file, in a folder that is there.
+        writer: the class that writes, for errors.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, writer: str) -> None:
+        self._path, self._writer = path, writer
         self._lines: Lines | None = None
 
     def open(self, start: Moment | None) -> list[Entry]:
         """Open it, and give what a run that resumes at ``start`` does not record again, in its order."""
-        self._lines = Lines(self._path)
+        reserve(self._path, self._writer)
+        self._lines = Lines(self._path, self._writer)
         return [_entry(content) for content in self._lines.open(start, metrics=True)]
 
     def append(self, entries: Sequence[Entry]) -> None:
@@ -41,6 +44,7 @@ class Journal:
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+            release(self._path)
         if finished:
             self._path.unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pure_loop._internal.owned_files import naming
 from pure_loop.event import Event
 from pure_loop.loggers._entry import Moment
 from pure_loop.loggers._files import json_safe
@@ -24,14 +25,18 @@ class Lines:
 
     Args:
         path: of the file, whose folder is there.
+        writer: the class that writes, for errors.
 
     Attributes:
         is_empty: whether it has no line.
+        last_batch: the batch of its last metric; -1: it has none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: str) -> None:
         self.path = path
         self.is_empty = True
+        self.last_batch = -1
+        self._writer = writer
         self._file: BinaryIO | None = None
 
     def open(self, start: Moment | None, *, metrics: bool = False) -> Iterator[Any]:
@@ -45,7 +50,8 @@ class Lines:
             What the lines that stay hold. The file is cut after the last one.
         """
         # Not for appending: it is cut.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        with naming(self.path, self._writer):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         end = 0
         with open(self.path, "rb") as lines:
@@ -61,6 +67,8 @@ class Lines:
                     if content["kind"] != "run" and start is not None and not moment_of(content).is_before(start):
                         break
                     yield content
+                if metric is not None:
+                    self.last_batch = int(metric["batch"])
                 end += len(line)
         self._file.truncate(end)
         self._file.seek(end)
@@ -70,8 +78,9 @@ class Lines:
         """Add lines at the end, in one call of the system unless the disk is full."""
         assert self._file is not None
         rest = memoryview("".join(lines).encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        with naming(self.path, self._writer):
+            while rest:
+                rest = rest[self._file.write(rest) :]
         self.is_empty = False
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import secrets
 import sys
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, make_folder, read_path
 from pure_loop.loggers._journal import Journal
+from pure_loop.loggers._names import file_part
 
 __all__ = ["Tracker", "csv_of", "file_name", "image_layers", "new_id", "own_draws", "variables"]
 
@@ -52,7 +52,7 @@ class Tracker(Destination, ABC):
     def settle(self, path: str) -> None:
         self.folder = read_path(path, f"{type(self).__name__} folder")
         self._run_file = RunFile(self.folder / f"{self._prefix}_run.json")
-        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl")
+        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl", type(self).__name__)
 
     @property
     def recorded_run_name(self) -> str | None:
@@ -134,7 +134,7 @@ def new_id() -> str:
 
 def file_name(entry: Entry, ending: str) -> str:
     """The name of a file that holds an entry, the same wherever it is written again."""
-    return f"ba{entry.moment.batch}-{re.sub(r'[^A-Za-z0-9._-]+', '-', entry.name)}{ending}"
+    return f"ba{entry.moment.batch}-{file_part(entry.name)}{ending}"
 
 
 def csv_of(entry: Entry) -> str:

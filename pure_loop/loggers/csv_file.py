@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pure_loop._internal.names import printable
+from pure_loop._internal.owned_files import naming, release, reserve
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, first_line, make_folder, read_file_path, remove_written
+from pure_loop.loggers._names import file_part
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]
@@ -99,8 +102,18 @@ class CSVLogger(Destination):
             path.unlink(missing_ok=True)
         remove_written(self._tables)
 
-    def begin(self, start: Moment | None) -> None:
+    def reserve(self) -> None:
         make_folder(self.path.parent, "CSVLogger")
+        reserve(self.path, "CSVLogger")
+
+    def release(self) -> None:
+        release(self.path)
+
+    @property
+    def last_batch(self) -> int | None:
+        return int(self._row.get("batch", -1))
+
+    def begin(self, start: Moment | None) -> None:
         self._run_file.write({**self._run_file.read(), "run_name": self.run_name})
         self._columns, self._row, self._row_at = list(_FIRST), {}, 0
         end = 0
@@ -158,15 +171,20 @@ class CSVLogger(Destination):
             return
         self._columns += new
         beside = self.path.with_name(f".{self.path.name}.partial")
-        with open(self.path, "rb") as old, open(beside, "wb") as file:
-            old.readline()
-            file.write(_line(self._columns).encode())
-            grown = file.tell()
-            for line in old:
-                self._row_at = grown
-                grown += file.write(line.rstrip(b"\r\n") + b"," * len(new) + b"\n")
-        self.end()
-        os.replace(beside, self.path)
+        with naming(self.path, "CSVLogger"):
+            try:
+                with open(self.path, "rb") as old, open(beside, "wb") as file:
+                    old.readline()
+                    file.write(_line(self._columns).encode())
+                    grown = file.tell()
+                    for line in old:
+                        self._row_at = grown
+                        grown += file.write(line.rstrip(b"\r\n") + b"," * len(new) + b"\n")
+                self.end()
+                os.replace(beside, self.path)
+            except BaseException:
+                beside.unlink(missing_ok=True)
+                raise
         self._open_file(grown)
 
     def _line_of(self, row: dict[str, str]) -> str:
@@ -174,15 +192,15 @@ class CSVLogger(Destination):
 
     def _write_table(self, entry: Entry) -> None:
         columns, rows = entry.value
-        self._tables.mkdir(exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", entry.name)
-        Path(self._tables, f"ba{entry.moment.batch}-{name}.csv").write_text(
-            "".join(map(_line, [columns, *rows])), encoding="utf-8", newline=""
-        )
+        path = Path(self._tables, f"ba{entry.moment.batch}-{file_part(entry.name)}.csv")
+        with naming(path, "CSVLogger"):
+            self._tables.mkdir(exist_ok=True)
+            path.write_text("".join(map(_line, [columns, *rows])), encoding="utf-8", newline="")
 
     def _open_file(self, end: int) -> None:
         # Not for appending: the last row is written again when a value is added.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        with naming(self.path, "CSVLogger"):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._file.truncate(end)
 
@@ -194,13 +212,15 @@ class CSVLogger(Destination):
         assert self._file is not None
         self._file.seek(offset)
         rest = memoryview(text.encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        with naming(self.path, "CSVLogger"):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
 
 def _column(name: str) -> str:
     """A name in one line; no column of a metric is one of the first three."""
-    return f"metric/{name}" if name in _FIRST else re.sub(r"[\r\n]+", " ", name)
+    is_taken = re.sub("^(metric/)+", "", name) in _FIRST
+    return f"metric/{name}" if is_taken else printable(name)
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.extras import require
+from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError
@@ -133,7 +134,7 @@ class InMemoryLogger(Logger):
         file = read_file_path(path, "InMemoryLogger.to_csv path")
         make_folder(file.parent, "InMemoryLogger.to_csv")
         columns, rows = self._table()
-        with open(file, "w", newline="", encoding="utf-8") as stream:
+        with naming(file, "InMemoryLogger.to_csv"), open(file, "w", newline="", encoding="utf-8") as stream:
             csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
 
     def _table(self) -> tuple[list[str], list[list[Any]]]:

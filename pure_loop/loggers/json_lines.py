@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pure_loop._internal.names import check_recorded_run_name
+from pure_loop._internal.owned_files import release, reserve
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
@@ -83,7 +85,7 @@ class JSONLinesLogger(Destination):
     def recorded_run_name(self) -> str | None:
         first = content_of(first_line(self.path))
         name = first["value"] if first is not None and first["kind"] == "run" else None
-        return name if isinstance(name, str) else None
+        return check_recorded_run_name(name, self.path)
 
     @property
     def in_the_way(self) -> Sequence[str]:
@@ -98,9 +100,19 @@ class JSONLinesLogger(Destination):
         self.path.unlink(missing_ok=True)
         remove_written(self._images)
 
-    def begin(self, start: Moment | None) -> None:
+    def reserve(self) -> None:
         make_folder(self.path.parent, "JSONLinesLogger")
-        self._file = Lines(self.path)
+        reserve(self.path, "JSONLinesLogger")
+
+    def release(self) -> None:
+        release(self.path)
+
+    @property
+    def last_batch(self) -> int | None:
+        return None if self._file is None else self._file.last_batch
+
+    def begin(self, start: Moment | None) -> None:
+        self._file = Lines(self.path, "JSONLinesLogger")
         self._hyperparameters = {}
         for content in self._file.open(start):
             if content["kind"] == "hyperparameters":

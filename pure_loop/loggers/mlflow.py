@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,8 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, json_safe, make_folder, read_path
+from pure_loop.loggers._names import mlflow_key
+from pure_loop.loggers._tracker import file_name
 from pure_loop.ranges import Name, checked
 
 __all__ = ["MLFlowLogger"]
@@ -107,11 +109,11 @@ class MLFlowLogger(Destination):
         self._run_file.write({"run_name": self.run_name, "id": self._id})
 
     def has(self, entry: Entry) -> bool:
-        return entry.kind == "metric" and entry.moment.batch in self._sent.get(_key(entry.name), ())
+        return entry.kind == "metric" and entry.moment.batch in self._sent.get(mlflow_key(entry.name), ())
 
     def write(self, entries: Sequence[Entry]) -> None:
         metrics = [
-            self._entities.Metric(_key(e.name), float(e.value), round(e.seconds * 1000), e.moment.batch)
+            self._entities.Metric(mlflow_key(e.name), float(e.value), round(e.seconds * 1000), e.moment.batch)
             for e in entries
             if e.kind == "metric"
         ]
@@ -131,7 +133,7 @@ class MLFlowLogger(Destination):
             self._client = None
 
     def _send_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        texts = {_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
+        texts = {mlflow_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
         new = [(name, text) for name, text in texts.items() if name not in self._params]
         for first in range(0, len(new), _MOST_PARAMS):
             params = [self._entities.Param(name, text) for name, text in new[first : first + _MOST_PARAMS]]
@@ -141,7 +143,7 @@ class MLFlowLogger(Destination):
                 self._client.set_tag(self._id, f"changed/{name}", text)
 
     def _send_artifact(self, entry: Entry) -> None:
-        place = f"ba{entry.moment.batch}-{re.sub(r'[^A-Za-z0-9._-]+', '-', entry.name)}"
+        place = file_name(entry, "")
         if entry.kind == "table":
             columns, rows = entry.value
             # MLflow shows tables of this form.
@@ -150,15 +152,13 @@ class MLFlowLogger(Destination):
         elif entry.kind == "text":
             self._client.log_text(self._id, entry.value, f"texts/{place}.txt")
         elif entry.kind == "file":
-            self._client.log_artifact(self._id, entry.value, "files")
+            folder, _, name = f"files/{entry.name}".rpartition("/")
+            # MLflow names an artifact after the local file.
+            with tempfile.TemporaryDirectory() as scratch:
+                self._client.log_artifact(self._id, shutil.copyfile(entry.value, Path(scratch, name)), folder)
         elif entry.kind == "images":
             from pure_loop.loggers._images import write_images
 
             with tempfile.TemporaryDirectory() as scratch:
                 for path in write_images(Path(scratch), entry):
                     self._client.log_artifact(self._id, str(path), "images")
-
-
-def _key(name: str) -> str:
-    """A name of the characters that MLflow takes."""
-    return re.sub(r"[^A-Za-z0-9_. /-]", "_", name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import sys
@@ -13,8 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.arguments import check_file_name, check_flag, is_path
+from pure_loop._internal.forks import in_child
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.checkpoint.storage import join, storage_of
@@ -26,7 +28,7 @@ from pure_loop.time import Timestamp
 
 __all__ = ["RemoteUploader"]
 
-_log = logging.getLogger("pure_loop.loggers")
+_log = get_logger("pure_loop.loggers")
 # What stands for the fields of a URL outside of a run.
 _OUTSIDE: Fields = {"run_name": "run", "epoch": 0, "batch": 0, "rank": 0}
 
@@ -102,6 +104,12 @@ class RemoteUploader(Logger):
         self._is_closing = self._gives_up = False
         # What could not be uploaded: why, by name.
         self._failed: dict[str, str] = {}
+        in_child(self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: what waits is the parent's to upload."""
+        self._waiting, self._failed = {}, {}
+        self._changed, self._thread = threading.Condition(), None
 
     def bind(self, run: Run) -> None:
         self._run = run
@@ -193,7 +201,7 @@ class RemoteUploader(Logger):
         url, self._run = self._target, None
         if missing:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-            text = f"RemoteUploader: {len(missing)} of the files are not at {url}. {reasons}"
+            text = without_secrets(f"RemoteUploader: {len(missing)} of the files are not at {url}. {reasons}")
             error = sys.exception()
             if error is None or isinstance(error, GeneratorExit):
                 raise OSError(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pure_loop._internal.extras import require
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
@@ -22,7 +22,7 @@ from pure_loop.state import State
 
 __all__ = ["SlackLogger"]
 
-_log = logging.getLogger("pure_loop.loggers")
+_log = get_logger("pure_loop.loggers")
 
 
 @checked
@@ -128,8 +128,13 @@ class SlackLogger(Destination):
 
     def _post(self, text: str) -> None:
         try:
-            self._client.chat_postMessage(channel=self._channel, text=text)
+            self._client.chat_postMessage(channel=self._channel, text=_escaped(text))
         except Exception as error:  # of the network, or of Slack: no reason to end training
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("SlackLogger could not post to %s: %s. Training continues.", self._channel, error)
+
+
+def _escaped(text: str) -> str:
+    """The three characters by which Slack writes links, mentions of everybody, and themselves."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pure_loop._internal.closing import Closing
 from pure_loop._internal.extras import require
+from pure_loop._internal.owned_files import naming
 from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
@@ -66,7 +68,7 @@ class TensorBoardLogger(Destination):
         self.settle(place.text)
         require("tensorboard", "tensorboard", "TensorBoardLogger")
         self._writer: Any = None
-        self._start = -1
+        self._start = self._last = -1
         # Tags that the record has at the step from which the run resumes.
         self._recorded: set[str] = set()
         # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
@@ -94,15 +96,22 @@ class TensorBoardLogger(Destination):
         make_folder(self.folder, "TensorBoardLogger")
         if self.run_name != self.recorded_run_name:
             self._run_file.write({"run_name": self.run_name})
-        self._recorded, self._start = set(), -1 if start is None else start.batch
+        self._recorded, self._start, self._last = set(), -1 if start is None else start.batch, -1
         if start is not None:
             for file in _event_files(self.folder):
-                self._recorded |= _cut(file, start.batch)
+                tags, last = _cut(file, start.batch)
+                self._recorded |= tags
+                self._last = max(self._last, last)
         resumes = start is not None and bool(_event_files(self.folder))
         _wait_for_later_name(self.folder)
-        self._writer = SummaryWriter(
-            log_dir=str(self.folder), purge_step=start.batch + 1 if resumes and start is not None else None
-        )
+        with naming(self.folder, "TensorBoardLogger"):
+            self._writer = SummaryWriter(
+                log_dir=str(self.folder), purge_step=start.batch + 1 if resumes and start is not None else None
+            )
+
+    @property
+    def last_batch(self) -> int | None:
+        return self._last
 
     def has(self, entry: Entry) -> bool:
         if entry.kind == "hyperparameters":
@@ -113,19 +122,21 @@ class TensorBoardLogger(Destination):
         return entry.moment.batch == self._start and not self._recorded.isdisjoint(tags)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if entry.kind == "hyperparameters":
-                self._hyperparameters |= entry.value
-            elif entry.kind != "file":
-                getattr(self, f"_add_{entry.kind}")(entry)
-        if any(entry.moment.batch > 0 for entry in entries):
-            self._write_hyperparameters()
-        self._writer.flush()
+        with naming(self.folder, "TensorBoardLogger"):
+            for entry in entries:
+                if entry.kind == "hyperparameters":
+                    self._hyperparameters |= entry.value
+                elif entry.kind != "file":
+                    getattr(self, f"_add_{entry.kind}")(entry)
+            if any(entry.moment.batch > 0 for entry in entries):
+                self._write_hyperparameters()
+            self._writer.flush()
 
     def end(self) -> None:
         if self._writer is not None:
-            self._write_hyperparameters()
-            self._writer.close()
+            writer = self._writer
+            with naming(self.folder, "TensorBoardLogger"), Closing(writer.close):
+                self._write_hyperparameters()
             self._writer = None
 
     def _add_metric(self, entry: Entry) -> None:
@@ -195,11 +206,16 @@ def _wait_for_later_name(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _cut(file: Path, step: int) -> set[str]:
-    """Remove from an event file what is of later steps, and what is torn; the tags that it has at this step."""
+def _cut(file: Path, step: int) -> tuple[set[str], int]:
+    """Remove from an event file what is of later steps, and what is torn.
+
+    Returns:
+        The tags that it has at this step, and the last step that it has.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
 
     tags: set[str] = set()
+    last = -1
     for begin, record, is_whole in _records(file):
         if not is_whole or _step(record) > step:
             if begin:
@@ -207,9 +223,10 @@ def _cut(file: Path, step: int) -> set[str]:
             else:
                 file.unlink()
             break
+        last = max(last, _step(record))
         if _step(record) == step:
             tags.update(value.tag for value in Event.FromString(record).summary.value)
-    return tags
+    return tags, last
 
 
 def _records(file: Path) -> Iterator[tuple[int, bytes, bool]]:

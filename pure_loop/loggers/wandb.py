@@ -94,7 +94,7 @@ class WandBLogger(Destination):
     def settle(self, path: str) -> None:
         self.folder = read_path(path, "WandBLogger folder")
         self._run_file = RunFile(self.folder / "wandb_run.json")
-        self._journal = Journal(self.folder / "wandb_journal.jsonl")
+        self._journal = Journal(self.folder / "wandb_journal.jsonl", "WandBLogger")
 
     @property
     def recorded_run_name(self) -> str | None:

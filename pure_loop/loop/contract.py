@@ -13,6 +13,7 @@ from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, Loss
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
+from pure_loop.model.names import aligned
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
@@ -63,7 +64,7 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     if new.buffers is not old.buffers:
         new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
     if raw_opt_state(new) is not raw_opt_state(old):
-        _same_structure("opt_state", raw_opt_state(new), raw_opt_state(old), name, event)
+        new = _same_structure(new, raw_opt_state(new), raw_opt_state(old), name, event)
     grads = new._grads
     if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
         _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
@@ -201,8 +202,11 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
     return state
 
 
-def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> None:
-    """Refuse another tree, or leaves of other shapes."""
+def _same_structure(state: State, new: Any, old: Any, name: str, event: Event) -> State:
+    """Refuse an optimizer state of another tree, or leaves of other shapes; bring its names back into their order."""
+    in_order, field = aligned(new, old), "opt_state"
+    if in_order is not new:
+        new, state = in_order, state.replace(opt_state=in_order)
     before, spec = optree.tree_flatten(old, namespace=NAMESPACE)
     after, value = optree.tree_flatten(new, namespace=NAMESPACE)
     if value != spec:
@@ -222,6 +226,7 @@ def _same_structure(field: str, new: Any, old: Any, name: str, event: Event) -> 
                 f"algorithm {name!r} at {event.name} changed {field}{_keys(path)}, of which each rank holds a part, to "
                 "something else than parts by the same placements: pl.distributed.shard_like(whole, before)."
             )
+    return state
 
 
 def _keys(path: tuple[Any, ...]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
 from functools import partial
 from sys import _getframe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 
 from pure_loop._internal.closing import call_all, closing
+from pure_loop._internal.forks import generation, here
 from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
@@ -19,7 +20,7 @@ from pure_loop.donation.consumer import rebinds_loop_variable
 from pure_loop.donation.donation import Donation, drop_gradients
 from pure_loop.donation.references import holders_of
 from pure_loop.donation.request import Request
-from pure_loop.errors import AlgorithmReturnError, PureLoopError
+from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.loop.contract import check_returned
 from pure_loop.loop.fast import Observed, fast_text
@@ -151,7 +152,8 @@ class Run:
         calibrating: whether the first batch has yet to show that.
         measured: whether ``large_gradients`` is known.
         large_gradients: whether gradients are large enough to count the references to them.
-        closing: what is called when the stream ends, however it does.
+        closing: what is called when the stream ends, however it does, in the process that began it.
+        generation: of the process that began the stream.
         ended_by: the error that ended the stream, until it is closed.
         texts: the fast texts of inner scripts.
         strict: the checks; None: there are none.
@@ -159,8 +161,8 @@ class Run:
     """
 
     __slots__ = (
-        *("calibrating", "closing", "consumer_rebinds", "donation", "ended_by", "handlers", "large_gradients"),
-        *("last_yielded", "measured", "observed", "observers", "stages", "strict", "texts"),
+        *("calibrating", "closing", "consumer_rebinds", "donation", "ended_by", "generation", "handlers"),
+        *("large_gradients", "last_yielded", "measured", "observed", "observers", "stages", "strict", "texts"),
         *("unchecked", "unhandled"),
     )
 
@@ -175,7 +177,7 @@ class Run:
         closing: Sequence[Callable[[], None]] = (),
         strict: Strict | None = None,
     ) -> None:
-        self.closing, self.strict = closing, strict
+        self.closing, self.generation, self.strict = closing, generation(), strict
         self.unhandled, self.unchecked = (strict.handled, strict.yielded) if strict is not None else (_NONE, _NONE)
         self.ended_by: BaseException | None = None
         self.handlers, self.observers, self.observed = handlers, observers, observed
@@ -186,6 +188,10 @@ class Run:
         self.calibrating = self.consumer_rebinds and donation is not None
         self.measured = self.large_gradients = False
         self.texts = Texts(observed)
+
+    def begin(self) -> None:
+        """The stream begins; it may have been made in the parent of this process."""
+        self.closing, self.generation = [*map(here, self.closing)], generation()
 
     def close(self, state: State) -> None:
         """End the stream, whose last State this is."""
@@ -208,6 +214,8 @@ class Run:
                 self.donation.invalidate()  # type: ignore[union-attr]
             state = apply(event, state, handling, self.stages, strict, observing)
         if observing is not None:
+            if self.generation != generation():
+                refuse_fork(event, state)
             _observe(event, state, observing, self.stages, strict)
         if strict is not None:
             strict.end(event)
@@ -320,7 +328,8 @@ def run_script(
     :class:`~pure_loop.donation.request.Request` of the script is answered by the driver alone.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
-    send = script.send
+    send, began = script.send, generation()
+    closing = [*map(here, closing)]
     event: Event | Request = Event.INIT
     compiled = donation is not None and donation.compiled
     plain = watch is None and not compiled
@@ -367,6 +376,8 @@ def run_script(
                             donation.invalidate()  # type: ignore[union-attr]
                         argument = apply(event, argument, handling, stages, checking, observing)
                     if observing is not None:
+                        if began != generation():
+                            refuse_fork(event, argument)
                         _observe(event, argument, observing, stages, checking)
                     if checking is not None:
                         checking.end(event)
@@ -424,7 +435,7 @@ def run_script(
                         skip -= writing - passed_over
     except BaseException as error:
         ended_by = error
-        if failed is not None:
+        if failed is not None and began == generation():
             failed(error, Event.AFTER_TRAIN_BATCH if isinstance(event, Request) else event, argument)
         raise
     finally:
@@ -469,6 +480,18 @@ def _record_references(
         donation.record_references(others, yielded, replaced=in_turn)
     if drops and in_turn and yielded is not None:
         drop_gradients(yielded)
+
+
+def refuse_fork(event: Event, state: State) -> NoReturn:
+    """
+    Raises:
+        ForkedError: always: this process is a child of the one whose callbacks these are.
+    """
+    raise ForkedError(
+        f"this process was forked inside of the loop, and continues the parent's stream, at {event.name} of batch "
+        f"{state.timestamp.batch}: both would save and log to the same places. A child ends by itself (os._exit), or "
+        "trains by a stream of its own: fit(state, ...) with other folders."
+    )
 
 
 def _observe(event: Event, state: State, seen: tuple[Observer, ...], stages: Any, strict: Strict | None) -> None:

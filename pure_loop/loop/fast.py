@@ -162,7 +162,7 @@ def _text(script: Any, observed: Observed, outermost: bool, inner: tuple[Any, ..
     if outermost:
         noting = [_statement("run.ended_by = error"), ast.Raise()]
         handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), "error", noting)
-        body = [ast.Try(body, [handler], [], [_statement("run.close(state)")])]
+        body = [_statement("run.begin()"), ast.Try(body, [handler], [], [_statement("run.close(state)")])]
     function.body = [_statement("if False: yield"), *body]
     names = {event.name: event for event in Event} | {
         "ref": ref,

@@ -21,7 +21,7 @@ from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
 from pure_loop.donation.owned import Owned
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
@@ -55,22 +55,49 @@ _OF_A_MICROBATCH = (
 
 
 class Stopwatch:
-    """Seconds between laps, by a clock."""
+    """Seconds between laps, by a clock.
+
+    Raises:
+        ArgumentError: the clock gives NaN or infinity, at which no duration ends and which no checkpoint holds.
+        ArgumentTypeError: it gives no number.
+    """
 
     __slots__ = ("_clock", "_last")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = clock()
+        self._last = _seconds_of(clock())
 
     def lap(self) -> float:
-        now = self._clock()
+        """The seconds since the last lap; 0 where the clock was set back."""
+        now = _seconds_of(self._clock())
         seconds, self._last = now - self._last, now
-        return seconds
+        return max(0.0, seconds)
 
     def put_back(self, seconds: float) -> None:
         """Add these seconds to the next lap."""
         self._last -= seconds
+
+
+# Of which a sum of many stays finite, and which are 30 million years.
+_MOST_SECONDS = 1e15
+
+
+def _seconds_of(value: Any) -> float:
+    """What a clock gives, as a float."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentTypeError(
+            f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that returns "
+            "seconds as a float, such as time.monotonic."
+        ) from error
+    if not abs(seconds) < _MOST_SECONDS:
+        raise ArgumentError(
+            f"clock returned {seconds}: fit(clock=...) is a function that returns seconds as a finite float below "
+            f"{_MOST_SECONDS:g}, such as time.monotonic."
+        )
+    return seconds
 
 
 @attrs.frozen(kw_only=True)

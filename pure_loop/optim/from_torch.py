@@ -34,7 +34,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._held import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
+from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
 from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
 from pure_loop.optim.kernels import check_state, gradients_of, match_layout, memory_of
 from pure_loop.optim.optimizer import (

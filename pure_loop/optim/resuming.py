@@ -11,6 +11,7 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model.names import aligned
 from pure_loop.optim.optimizer import Optimizer, Params
 
 __all__ = ["AFRESH", "keys_of", "refuse_other_memory"]
@@ -35,6 +36,8 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     wanted = _made(optimizer, params)
     if wanted is None:
         return
+    # Its mappings are known by names: whatever made them may have had these in another order.
+    opt_state = aligned(opt_state, wanted)
     given_spec = optree.tree_structure(opt_state, namespace=NAMESPACE)
     wanted_spec = optree.tree_structure(wanted, namespace=NAMESPACE)
     # An optimizer of the user's own may fill an empty memory as it goes; the library's, which can overwrite it, don't.
@@ -55,6 +58,9 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
     for path, value, leaf in zip(paths, leaves, needed, strict=True):
         shape = next((params[key].shape for key in path if key in params), None)
+        # One that is no parameter's, such as a number of steps, has the shape that init gives it.
+        of = "its parameter" if shape is not None else f"with {optimizer.name} it has"
+        shape = leaf.shape if shape is None and isinstance(leaf, Tensor) else shape
         if not isinstance(leaf, Tensor) or leaf.shape != shape:
             continue
         if not isinstance(value, Tensor):
@@ -64,7 +70,7 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
             )
         if value.shape != shape:
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and its parameter "
+                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and {of} "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
             )
 

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
+from pure_loop._internal.forks import here
 from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
@@ -96,15 +97,17 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
             at(pair[1])
         return pair
 
+    # A child that is forked meanwhile draws nothing.
+    finish, close = here(tracker.finish), here(tracker.screen.close)
     ended = [stream.close] if isinstance(stream, Generator) else []
-    with Closing(tracker.screen.close, *ended):
+    with Closing(close, *ended):
         try:
             # No variable of this generator has the State while the loop's body does, or the next step costs a copy.
             yield from map(look, pairs_of(stream, "pl.progress"))
         except BaseException as error:
-            call_all([partial(tracker.finish, _WORDS.get(type(error)) or f"failed: {type(error).__name__}")], error)
+            call_all([partial(finish, _WORDS.get(type(error)) or f"failed: {type(error).__name__}")], error)
             raise
-        tracker.finish("done")
+        finish("done")
 
 
 _WORDS: dict[type[BaseException], str] = {GeneratorExit: "stopped", KeyboardInterrupt: "interrupted"}

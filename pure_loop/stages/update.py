@@ -133,7 +133,9 @@ class UpdateStage(StageSettings):
             trained = state.model.trained(params)
         with GradMode(False):
             if taken is not None:
-                new, opt_state = engine.overwrite(optimizer, state, trained, memory, result)
+                new, opt_state = _in_order(
+                    optimizer, engine.overwrite(optimizer, state, trained, memory, result), trained
+                )
                 fresh = list(new.values())
             else:
                 new, opt_state = apply_optimizer(engine, optimizer, state, trained)
@@ -165,7 +167,8 @@ class UpdateStage(StageSettings):
         set_grad_enabled(False)
         try:
             timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
-            new, draft.opt_state = overwrite(state._grads, memory, trained, timestamp)
+            updated = overwrite(state._grads, memory, trained, timestamp)
+            new, draft.opt_state = _in_order(optimizer, updated, trained)
             held = donation.held if new is trained else None
             if held is not None and held.alike and optimizer.spreads_nonfinite and type(loss) is Tensor and loss.is_cpu:
                 if is_nonfinite(loss, held.values, alike=True):
@@ -298,6 +301,19 @@ def apply_optimizer(
             updated = engine.update(optimizer, state, trained)
     else:
         updated = engine.update(optimizer, state, trained)
+    return _in_order(optimizer, updated, trained)
+
+
+def _in_order(
+    optimizer: Optimizer, updated: Any, trained: FrozenDict[str, Tensor]
+) -> tuple[FrozenDict[str, Tensor], Any]:
+    """What an update returned, with its parameters in their order.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: it is something else.
+    """
+    if type(updated) is tuple and len(updated) == 2 and updated[0] is trained:
+        return updated
     if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
         raise ArgumentTypeError(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "

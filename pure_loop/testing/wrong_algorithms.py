@@ -393,7 +393,7 @@ def leaves_a_thread() -> Algorithm:
 def depends_on_its_rank() -> Algorithm:
     @pl.algorithm(Event.AFTER_LOSS)
     def favour(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 + int(os.environ.get("RANK", "0")) / 10))
+        return state.replace(loss=_times(state.loss, 1.0 + int(os.environ.get("LOCAL_RANK", "0")) / 10))
 
     return favour
 

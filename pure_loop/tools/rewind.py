@@ -14,7 +14,16 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.extras import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
-from pure_loop.checkpoint.flight import Flight, Line, digest_of, digest_of_batch, facts_of, read_flight, settings_of
+from pure_loop.checkpoint.flight import (
+    Flight,
+    Line,
+    digest_of,
+    digest_of_batch,
+    facts_of,
+    has_digest,
+    read_flight,
+    settings_of,
+)
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event, as_event
@@ -231,12 +240,11 @@ class _Checking(Callback):
         value = float(loss) if isinstance(loss, Tensor) else loss
         if value != line.loss and not (value != value and line.loss != line.loss):
             raise RewindError(self._refusal(line, f"its loss is {value!r}, and was {line.loss!r}", state))
-        if line.digest is not None:
+        if line.digest is not None and not has_digest(state.params, line.digest):
             digest = digest_of(state.params)
-            if digest != line.digest:
-                raise RewindError(
-                    self._refusal(line, f"its parameters have the digest {digest}, and had {line.digest}", state)
-                )
+            raise RewindError(
+                self._refusal(line, f"its parameters have the digest {digest}, and had {line.digest}", state)
+            )
 
     def _refusal(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts

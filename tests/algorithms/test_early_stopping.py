@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pure_loop as pl
@@ -14,7 +17,7 @@ from pure_loop.algorithms import early_stopping, ema, restored
 from pure_loop.compile import interpreted
 from pure_loop.state import POSITIONS
 from pure_loop.testing.comparison import differences
-from tests.support.tiers import tiers
+from tests.support.tiers import examples, tiers
 
 DATA = [(torch.full((2, 3), 0.1 * i), torch.ones(2, 1)) for i in range(1, 4)]
 SCORES = [0.5, 0.6, 0.59, 0.58, 0.57]
@@ -91,6 +94,54 @@ def test_without_best_nothing_is_kept() -> None:
     end = pl.run(stream([early_stopping("val/accuracy", best=None)], evaluators={"val": scores(SCORES)}))
     assert "params" not in end.algorithm_state["early_stopping"]
     with pytest.raises(pl.errors.ArgumentError, match=r"no best parameters under 'early_stopping'.*best='keep'"):
+        restored(end)
+
+
+NOT_FINITE = st.sampled_from([float("nan"), float("inf"), float("-inf")])
+
+
+@examples(15, 300)
+@given(
+    st.lists(NOT_FINITE | st.sampled_from([0.25, 0.5, 0.75]), min_size=1, max_size=4), st.sampled_from(["min", "max"])
+)
+def test_restored_gives_what_was_best_or_says_that_there_is_none(values: list[float], mode: Any) -> None:
+    """At every event, from before the first evaluation on; of values that aren't finite none is best.
+
+    Tried besides: the loss of training, average of another algorithm under the name, a State from a file.
+    """
+    algorithm = early_stopping("val/accuracy", mode=mode, patience=100)
+    seen: list[tuple[float, dict[str, Tensor]]] = []
+    for event, state in stream([algorithm], evaluators={"val": scores(values)}, max_duration=f"{len(values)}ep"):
+        if event is Event.EVAL_END:
+            seen.append((values[len(seen)], {name: tensor.clone() for name, tensor in state.params.items()}))
+        finite = [value for value, _ in seen if math.isfinite(value)]
+        if "early_stopping" not in state.algorithm_state:
+            continue
+        if not finite:
+            what = rf"not finite in any of its {len(seen)} evaluations" if seen else "was not evaluated yet"
+            with pytest.raises(pl.ArgumentError, match=f"no best parameters under 'early_stopping': .*{what}"):
+                restored(state)
+        else:
+            best = max(finite) if mode == "max" else min(finite)
+            expected = next(params for value, params in seen if value == best)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in restored(state).params.items())
+
+
+def test_the_average_of_another_algorithm_is_not_what_was_best() -> None:
+    """It has parameters and buffers, too."""
+    end = pl.run(stream([ema("2ba")], max_duration="1ep"))
+    with pytest.raises(pl.ArgumentError, match="no best parameters under 'ema'"):
+        restored(end, "ema")
+
+
+def test_no_loss_of_training_was_finite() -> None:
+    @pl.algorithm(Event.AFTER_LOSS)
+    def broken(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * float("inf"))
+
+    algorithms = [early_stopping("train/loss"), broken]
+    end = pl.run(stream(algorithms, max_duration="2ep", nonfinite="skip"))
+    with pytest.raises(pl.ArgumentError, match="not finite in any of its 2 evaluations"):
         restored(end)
 
 

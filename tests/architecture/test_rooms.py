@@ -15,6 +15,7 @@ import pure_loop as pl
 PACKAGE = Path(pl.__file__).parent
 # From the bottom up. A module imports from its own folder and from what stands lower.
 FLOORS = (
+    {"_text"},
     {"errors"},
     {"_internal", "event"},
     {"frozendict", "precision", "random", "time"},

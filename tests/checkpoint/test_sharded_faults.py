@@ -182,6 +182,28 @@ def test_a_checkpoint_that_was_moved_and_linked_is_neither_removed_nor_overwritt
     assert pl.load(folder / "ba1.sharded", model=network()).timestamp.batch == 1
 
 
+def test_ranks_have_one_folder_and_a_second_run_in_it_is_refused_on_all(tmp_path):
+    """Its name and its second are the first rank's, also where no name was passed."""
+
+    def program(rank):
+        saver = CheckpointSaver(str(tmp_path / "{run_name}-{start}-{rank}"), filename="{run_name}-{epoch}.safetensors")
+        pl.run(train(network(), parallel="shard", callbacks=saver))
+        again = CheckpointSaver(saver.place, filename="{epoch}.safetensors")
+        pl.run(train(network(), parallel="shard", callbacks=again))
+        third = CheckpointSaver(saver.place, filename="{epoch}.safetensors")
+        return saver.place, outcome(lambda: pl.run(train(network(), parallel="shard", callbacks=third)))
+
+    (place, first), (other, second) = pool().run(program)
+    assert place == other
+    assert place.endswith("-0")
+    name = os.path.basename(place).rsplit("-", 2)[0]
+    kinds = {"latest", "1.sharded", "2.sharded", f"{name}-1.sharded", f"{name}-2.sharded"}
+    assert set(os.listdir(place)) == kinds
+    assert "RunExistsError" in first
+    assert "1.sharded" in first
+    assert "RunExistsError" in second
+
+
 def dies_at(moment):
     """Kills this process at one of the moments of its saving: before a piece is written, flushed, or renamed."""
     left = [moment]

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event, testing
+from pure_loop.distributed.engines import reads_its_own
 from pure_loop.testing.ranks import RankError
 from tests.support.tiers import tiers
 from tests.support.worlds import KINDS, pool, samples_seen
@@ -134,3 +135,105 @@ def test_a_module_is_evaluated_with_the_parameters_of_rank_0():
 
     one, other = pool().run(program)
     assert one == other
+
+
+class _Around:
+    """A loader of the user's own."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+class _Padding(torch.utils.data.Sampler):
+    """Begins anew until each rank has as many samples; is no DistributedSampler."""
+
+    def __init__(self, n, num_replicas, rank):
+        self.n, self.num_replicas, self.rank = n, num_replicas, rank
+
+    def __iter__(self):
+        size = -(-self.n // self.num_replicas) * self.num_replicas
+        return iter([index % self.n for index in range(self.rank, size, self.num_replicas)])
+
+
+class _Exact(_Padding):
+    def __iter__(self):
+        return iter(range(self.rank, self.n, self.num_replicas))
+
+    def __len__(self):
+        return len(range(self.rank, self.n, self.num_replicas))
+
+
+UNEVEN = {
+    "padding": lambda n, rank: DataLoader(_table(n), 2, sampler=DistributedSampler(_table(n), 2, rank, shuffle=False)),
+    "shuffled": lambda n, rank: DataLoader(_table(n), 2, sampler=DistributedSampler(_table(n), 2, rank)),
+    "drop last": lambda n, rank: DataLoader(
+        _table(n), 2, sampler=DistributedSampler(_table(n), 2, rank, drop_last=True)
+    ),
+    "batch sampler": lambda n, rank: DataLoader(
+        _table(n), batch_sampler=BatchSampler(DistributedSampler(_table(n), 2, rank), 2, False)
+    ),
+    "own sampler": lambda n, rank: DataLoader(_table(n), 2, sampler=_Padding(n, 2, rank)),
+    "wrapper": lambda n, rank: _Around(UNEVEN["padding"](n, rank)),
+    "wrappers": lambda n, rank: _Around({"a": [_Around(UNEVEN["own sampler"](n, rank))]}),
+    "factory": lambda n, rank: _Around((lambda loader: lambda: loader)(UNEVEN["drop last"](n, rank))),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_a_sampler_that_repeats_or_leaves_out_is_refused_in_evaluation(kind, rank, monkeypatch):
+    """On both ranks, before any other is waited for, and only where a sample comes twice or not at all."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    make = UNEVEN[kind]
+    for stream in ("eval/val", "predict"):
+        assert reads_its_own(pl.distributed.Parallel(), make(8, rank), stream)
+        fault = "leaves out 1" if kind in ("drop last", "factory") else "gives 1 of them twice"
+        with pytest.raises(pl.ArgumentError, match=rf"the {stream} dataloader's \w+ divides 7 samples .* {fault}"):
+            reads_its_own(pl.distributed.Parallel(), make(7, rank), stream)
+    assert reads_its_own(pl.distributed.Parallel(), make(7, rank), "train")
+    assert reads_its_own(pl.distributed.Parallel(), DataLoader(_table(7), 2, sampler=_Exact(7, 2, rank)), "predict")
+
+
+def _predicted(loader):
+    """The mean of 0 .. n - 1 where each sample counts once."""
+    identity = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        identity.weight.fill_(1.0)
+    mean = pl.metrics.mean(lambda outputs, batch: outputs.flatten(), "mean")
+    evaluators = {"val": pl.Evaluator(loader, metrics=mean)}
+    return float(pl.run(pl.evaluate(identity, evaluators, parallel="replicate")).metrics["val"]["mean"])
+
+
+def test_each_sample_counts_once_in_evaluation():
+    """Without a sampler, with a DistributedSampler that divides evenly, with one of one's own that does not pad."""
+
+    def program(rank):
+        loaders = [
+            DataLoader(_table(7), batch_size=3),
+            DataLoader(_table(8), batch_size=3, sampler=DistributedSampler(_table(8), 2, rank)),
+            DataLoader(_table(7), batch_size=3, sampler=_Exact(7, 2, rank)),
+            _Around(DataLoader(_table(7), batch_size=3, sampler=_Exact(7, 2, rank))),
+        ]
+        return [_predicted(loader) for loader in loaders]
+
+    for result in pool().run(program):
+        assert result == [3.0, 3.5, 3.0, 3.0]
+
+    with pytest.raises(RankError, match="gives 1 of them twice"):
+        pool().run(lambda rank: _predicted(UNEVEN["wrapper"](7, rank)))
+
+
+def test_a_distributed_sampler_in_a_wrapper_is_not_split_again():
+    def make(rank):
+        return _Around(DataLoader(_table(12), batch_size=2, sampler=DistributedSampler(_table(12), 2, rank)))
+
+    (one, counts), (other, _) = samples_seen(make, 2)
+    for epoch in range(2):
+        mine, theirs = ([value for _, values in seen[epoch] for value in values] for seen in (one, other))
+        assert sorted(mine + theirs) == list(map(float, range(12)))
+    assert one[0] != one[1]
+    assert counts[-1] == 24

@@ -98,7 +98,7 @@ def test_states_that_differ_are_refused():
     case = testing.Case(plan=Plan(batches=(4,), max_duration="2ba"))
 
     def program(rank):
-        kept = next(state for event, state in case.stream() if event is Event.BATCH_END)
+        kept = next(state for event, state in case.stream(parallel=False) if event is Event.BATCH_END)
         if rank == 1:
             kept = kept.replace(params={name: tensor + 1 for name, tensor in kept.params.items()})
         case.run(start=kept, parallel="replicate")
@@ -206,7 +206,7 @@ def test_a_state_in_parts_is_gathered_or_refused():
         pairs = case.run(parallel="shard")
         kept = next(state for event, state in pairs if event is Event.BATCH_END)
         with pytest.raises(pl.ResumeError, match="this State is sharded over several ranks"):
-            case.run(start=kept)
+            case.run(start=kept, parallel=False)
         return witness(case.stream(start=kept, parallel="replicate"))[-1], witness(pairs[-1:])[0]
 
     for replicated, sharded in pool().run(program):

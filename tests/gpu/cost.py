@@ -6,6 +6,7 @@ of its own. They begin side by side, because what they compile takes long, and a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -27,18 +28,20 @@ from tests.gpu.running import ROOT, command, ended
 Key: TypeAlias = tuple[str, str]
 # What is most worth knowing comes first.
 GROUPS = (("W1", "25M", "GPT"), ("W4", "W3", "W5", "W2"))
-# Whose processes take gigabytes of a GPU while they begin.
+# Where what is found says nothing of a GPU, and the command is only tried.
+TRIED = (("W1", "GPT"),)
+# Whose processes take gigabytes of a GPU while they begin, and compile dozens of kernels.
 LARGE = frozenset({"GPT"})
 MOST_LARGE = 3
 # Of the time of a stage, for beginning.
-BEGINNING = 0.65
+BEGINNING = 0.7
 SECONDS_A_TURN = 0.1
 TURNS, FEWEST_TURNS = 10, 2
 PROFILED = 5
 # Seconds for any answer: what has been made eight times before is made soon.
 PATIENCE = 15.0
 # A share of the time, beside that of loops that don't compile.
-COMPILING = 1.6
+COMPILING = 1.5
 
 
 class LoopError(Exception):
@@ -52,21 +55,25 @@ class Loop:
         self.workload, self.name = workload, name
         device, size = ("cpu" if kind == "cpu" else "cuda"), ("whole" if kind == "cuda" else "small")
         self._log = folder / f"{workload} {name}.log"
-        self._process = subprocess.Popen(
-            command(kind, "tests.gpu.loop", device, size, workload, name),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("wb"),
-            cwd=ROOT,
-            text=True,
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command(kind, "tests.gpu.loop", device, size, workload, name),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                text=True,
+                env=os.environ | ({"TORCHINDUCTOR_COMPILE_THREADS": "4"} if workload in LARGE else {}),
+            )
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._answers.put(json.loads(line))
+            if line.endswith("\n"):  # it may be killed in the middle of one
+                self._answers.put(json.loads(line))
         self._answers.put(None)
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -102,6 +109,11 @@ class Loop:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join(PATIENCE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was asked last was not read
+                    pipe.close()
 
 
 def begin(part: Asked, wanted: Sequence[Key], end: float, folder: Path) -> dict[Key, Loop]:
@@ -195,9 +207,12 @@ def _write_times(part: Asked, times: Mapping[Key, list[dict[str, float]]], base:
 def stage(part: Asked, workloads: Sequence[str], loops: Sequence[str], base: str, seconds: float) -> None:
     """Begin these loops on these workloads, and measure them."""
     started = time.monotonic()
-    wanted = [(workload, name) for workload in workloads for name in loops]
-    for key in wanted:
-        part.results.write(*key, "state", value="not begun in time")
+    for workload in workloads:
+        for name in loops:
+            part.results.write(workload, name, "state", value="not begun in time")
+    # What is large takes longest. Where time is short, each workload has the loop by hand, and then the library's.
+    ordered = sorted(workloads, key=lambda workload: workload not in LARGE)
+    wanted = [(workload, name) for name in loops for workload in ordered]
     with TemporaryDirectory() as folder:
         ready = begin(part, wanted, started + BEGINNING * seconds, Path(folder))
         try:
@@ -212,14 +227,17 @@ def stage(part: Asked, workloads: Sequence[str], loops: Sequence[str], base: str
 
 
 def main(part: Asked) -> None:
-    # Each of these has the loop by hand, to which its others are compared.
-    kinds = ((BASE, [*EAGER], 1.0), (AGAIN, [*COMPILED], COMPILING))
-    stages = [(*kind, group) for kind in kinds for group in GROUPS]
-    for number, (base, loops, _, group) in enumerate(stages):
+    groups = GROUPS if part.kind == "cuda" else TRIED
+    everything = tuple(workload for group in groups for workload in group)
+    # Each stage has the loop by hand, to which its others are compared. What compiles takes long, and begins together.
+    stages = [
+        *((BASE, [*EAGER], group, float(len(group))) for group in groups),
+        (AGAIN, [*COMPILED], everything, COMPILING * len(everything)),
+    ]
+    for number, (base, loops, workloads, share) in enumerate(stages):
         if part.left <= 0:
             return
-        weights = [share * len(workloads) for *_, share, workloads in stages[number:]]
-        stage(part, group, loops, base, part.left * weights[0] / sum(weights))
+        stage(part, workloads, loops, base, part.left * share / sum(other for *_, other in stages[number:]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.results import Asked, Results, asked, first_line, read
-from tests.gpu.running import ROOT, command, ended
+from tests.gpu.running import LOST_DEVICE, ROOT, command, ended
 
 # Seconds a test: some compile several steps.
 LIMIT = 60.0
@@ -66,15 +66,19 @@ class Process:
             # Faulthandler ends a process by status 1, as a failure ends pytest.
             why = f"not over after {self._limit:.0f} s" if code == 1 else f"its process {ended(code) or 'ended early'}"
             self._results.write("tests", name, value={"outcome": "broken off", "why": why})
-        if broken and self._restarts < MOST_RESTARTS:
+        if (broken or code == LOST_DEVICE) and self._restarts < MOST_RESTARTS:
             self._restarts += 1
             self._process = self._start()
             return False
-        if not broken and code not in (0, 1, 5) and "selected" not in found:
+        if "selected" not in found:
             lines = self._log.read_text(errors="replace").splitlines()
             wrong = [line for line in lines if "Error" in line] or lines or [""]
             self._results.write("not collected", f"process {code}", value=first_line(wrong[-1]))
         return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def found(self) -> dict[str, Any]:
         return read(self._results.path)
@@ -107,13 +111,19 @@ def main(part: Asked, tests: list[str] | None = None, limit: float = LIMIT) -> N
             Process(part.kind, number, count, files() if tests is None else tests, Path(folder), limit)
             for number in range(count)
         ]
+
+        def write() -> None:
+            for key, value in summary([process.found() for process in processes]).items():
+                part.results.write(key, value=value)
+
         running = list(processes)
         while running and part.left > 0:
             running = [process for process in running if not process.over()]
-            for key, value in summary([process.found() for process in processes]).items():
-                part.results.write(key, value=value)
-            time.sleep(2)
-        # Those that still run are killed with this process's group.
+            write()
+            time.sleep(min(2.0, max(part.left, 0.0)))
+        for process in running:
+            process.kill()
+        write()
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Asked:
 
 
 # A part has so many of its seconds to come to an end by itself.
-ENDING = 3.0
+ENDING = 5.0
 
 
 def asked(arguments: list[str] | None = None) -> Asked:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from tests.gpu.results import first_line, read
 
-__all__ = ["ROOT", "Part", "Run", "command", "ended", "run_process"]
+__all__ = ["LOST_DEVICE", "ROOT", "Part", "Run", "command", "ended", "run_process"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # A simulated device has to be there before anything imports torch.
@@ -28,6 +28,8 @@ _SIMULATED = (
     "import tests.simulated_gpu.plugin, runpy, sys; del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
+# The exit status of a process of tests that has to begin anew.
+LOST_DEVICE = 77
 # What a log says last is kept of a part that did not come to its end.
 _LINES = 40
 # Seconds for a killed process to be gone; one that is stuck in its driver is not.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 # What these warn about when they are imported is no test's fault: here warnings are no errors yet.
 import pure_loop  # noqa: F401
 from tests.gpu.results import Results, first_line, read
+from tests.gpu.running import LOST_DEVICE
 
+# After which each call of CUDA in the process fails.
+_DEVICE_IS_LOST = re.compile("CUDA error: (an illegal|misaligned|unspecified launch|device-side assert)")
 # pytest puts another file in its place.
 STANDARD_ERROR = os.dup(2)
 
@@ -69,6 +73,8 @@ class Shard:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._results.write("tests", nodeid, value=self._outcome)
+        if _DEVICE_IS_LOST.search(self._outcome.get("why", "")) and self._outcome["outcome"] == "failed":
+            os._exit(LOST_DEVICE)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,12 +112,11 @@ def by_error(device: str, settings: dict[str, Any]) -> dict[str, Any]:
         if WAITED not in str(error):
             raise
         ours = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
-        place = ours[-1]
-        return {
-            "waits": 1,
-            "first": first_line(error),
-            "place": f"{Path(place.filename).relative_to(ROOT)}:{place.lineno}",
-        }
+        return {"waits": 1, "first": first_line(error), "place": _place(ours[-1].filename, ours[-1].lineno or 0)}
+
+
+def _place(path: str, line: int) -> str:
+    return f"{path.removeprefix(f'{ROOT}/')}:{line}"
 
 
 def by_warning(device: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def by_warning(device: str, settings: dict[str, Any]) -> dict[str, Any]:
         warns = any(WAITED in str(each.message) for each in seen)
         del seen[:]
         count = run(device, settings, lambda _: debug_mode("warn"))
-        places = Counter(f"{each.filename}:{each.lineno}" for each in seen if WAITED in str(each.message))
+        places = Counter(_place(each.filename, each.lineno) for each in seen if WAITED in str(each.message))
     return {"batches": count, "waits": sum(places.values()) if warns else None, "places": dict(places)}
 
 

@@ -368,6 +368,7 @@ def test_a_place_is_tried_where_the_arguments_are_refused(tmp_path: Path) -> Non
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(pl.errors.ArgumentError, match="one of 2 ranks"):
         rehearse()

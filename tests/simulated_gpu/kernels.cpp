@@ -195,6 +195,13 @@ static const std::unordered_set<std::string> looking = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::_local_scalar_dense",
     "aten::equal",   "aten::bincount"};
 
+// What has no deterministic kernel on a GPU, and the names by which torch says so.
+static const std::unordered_map<std::string, std::string> nondeterministic = {
+    {"aten::nll_loss2d_forward", "nll_loss2d_forward_out_cuda_template"},
+    {"aten::nll_loss2d_backward", "nll_loss2d_backward_out_cuda_template"},
+    {"aten::_adaptive_avg_pool2d_backward", "adaptive_avg_pool2d_backward_cuda"},
+    {"aten::max_pool3d_with_indices_backward", "max_pool3d_with_indices_backward_cuda"}};
+
 static void draw() {
   TORCH_CHECK(!drawing_is_an_error, "Offset increment outside graph capture encountered unexpectedly.");
 }
@@ -204,6 +211,8 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* s
   const std::string& name = schema.operator_name().name;
   if (looking.count(name)) wait_for(name);
   if (name == "aten::native_dropout") draw();
+  auto unsteady = nondeterministic.find(name);
+  if (unsteady != nondeterministic.end()) at::globalContext().alertNotDeterministic(unsteady->second);
   Arguments arguments;
   bool to_host = false;
   size_t begin = stack->size() - schema.arguments().size();

@@ -172,7 +172,7 @@ def name_of(make: Any) -> str:
 @pytest.mark.parametrize("make", WRONG, ids=name_of)
 def test_a_wrong_algorithm_is_named(make: Callable[[], pl.Algorithm], monkeypatch: pytest.MonkeyPatch) -> None:
     if make is algorithms.depends_on_its_rank:
-        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("LOCAL_RANK", "1")
     assert where_of(compared(make)) == WRONG[make]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import optree
@@ -31,6 +32,8 @@ _ON_PROCESSES = 2
 )
 def rank_agreement(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it on simulated ranks; if they communicate, also on real processes, over gloo."""
+
+    fit = partial(fit, parallel=False)  # what is compared is what each rank does by itself
 
     def program(rank: int) -> Pairs:
         return case.run(subject.make(), fit=fit)

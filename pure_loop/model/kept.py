@@ -1,4 +1,4 @@
-"""What an optimizer of torch holds, as values: compared with what it held before, and with what a State holds."""
+"""What an optimizer or a metric of others holds, as values: compared with before, and with what a State holds."""
 
 from __future__ import annotations
 

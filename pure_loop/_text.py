@@ -1,0 +1,53 @@
+"""What no record, repr, error or message of a log has: secrets among arguments and in URLs, control characters."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["HIDDEN", "is_secret", "one_line", "without_secrets"]
+
+HIDDEN = "..."
+
+_SECRET = re.compile(
+    r"(?:^|[_\W])(?:token|secret|password|passwd|pwd|passphrase|credentials?|authorization"
+    r"|(?:api|access|secret|private|account|session|sas|ssh)_?key|connection_string)$",
+    re.IGNORECASE,
+)
+# The part of a URL before its host, and values of its query.
+_USER = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<user>[^/?#\s@:]*):[^/?#\s]*@")
+_QUERY = re.compile(
+    r"(?P<key>[?&;][^=&;\s]*(?:token|secret|password|passwd|sig|signature|key|credential)[^=&;\s]*=)[^&;#\s]+",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of an argument, or of an option, of this name is a secret.
+
+    >>> is_secret("api_key"), is_secret("aws_secret_access_key"), is_secret("tokenizer"), is_secret("key")
+    (True, True, False, False)
+    """
+    return _SECRET.search(name) is not None
+
+
+def without_secrets(text: str) -> str:
+    """A text, in whose URLs a password, and the tokens of a query, are hidden.
+
+    >>> without_secrets("ftp://ann:s3cret@host/runs and https://host/a?sig=abc&part=1")
+    'ftp://ann:...@host/runs and https://host/a?sig=...&part=1'
+    """
+    if "://" not in text:
+        return text
+    text = _USER.sub(rf"\g<scheme>\g<user>:{HIDDEN}@", text)
+    return _QUERY.sub(rf"\g<key>{HIDDEN}", text)
+
+
+def one_line(text: str) -> str:
+    """A text without line ends and control characters, which are escaped.
+
+    >>> one_line("a\\x1b[31m\\nb: 精度")
+    'a\\\\x1b[31m\\\\nb: 精度'
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,0 +1,222 @@
+"""What a launcher says of this process, in the environment: its rank among how many, and where rank 0 is.
+
+``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; whoever sets these by
+hand overrides every other launcher. ``srun`` sets the variables of a step, ``mpirun`` those of Open MPI or PMI. Those
+of a Slurm job (``SLURM_NTASKS``, ``SLURM_PROCID``) say nothing: a batch script has them too, and is one process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from pure_loop.errors import DistributedError
+
+__all__ = ["World", "launched", "nodes", "world"]
+
+_SET_ADDRESS = (
+    "set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there, on all ranks (mpirun -x MASTER_ADDR "
+    "-x MASTER_PORT; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500), or start the ranks with torchrun"
+)
+# Below the ports that Linux gives to connections by itself, 32768 and above.
+_PORTS = range(20000, 32000)
+# Consecutive jobs whose steps have other ports, unless a job has more steps than this.
+_STEPS = 101
+
+# Of launchers of MPI: the variables of rank, size, rank on this node and size on this node, by those that set them, and
+# of what is shared by the processes of one call, and by no others.
+_OF_MPI = {
+    "mpirun": (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+    ),
+    "mpiexec": (
+        ("PMI_RANK", "PMI_SIZE"),
+        (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
+        ("PMI_JOBID", "PMIX_NAMESPACE"),
+    ),
+}
+
+
+@attrs.frozen(kw_only=True)
+class World:
+    """This process among those that were started with it.
+
+    Attributes:
+        launcher: what started them; empty where nothing says that there are others.
+        rank: of this process.
+        size: how many processes.
+        local_rank: this process among those on its machine; None: not known.
+        host: where rank 0 is; None: not known.
+        port: at which rank 0 can be reached; None: not known.
+    """
+
+    launcher: str = ""
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    host: str | None = None
+    port: int | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 is.
+
+        Raises:
+            DistributedError: it isn't known.
+        """
+        if self.host is None or self.port is None:
+            raise DistributedError(
+                f"MASTER_ADDR and MASTER_PORT are not set in the environment, and {self.launcher or 'nothing else'} "
+                f"doesn't say where rank 0 of {self.size} is: {_SET_ADDRESS}."
+            )
+        return self.host, self.port
+
+
+def world(environ: Mapping[str, str] = os.environ) -> World:
+    """What ``RANK`` and ``WORLD_SIZE`` say, or else another launcher.
+
+    Raises:
+        DistributedError: the variables contradict each other, or one of them is missing.
+
+    >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[03-04]"}
+    >>> world(step | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
+    World(launcher='srun', rank=1, size=2, local_rank=0, host='node03', port=20707)
+    """
+    result = _named(environ, "RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE"))
+    if result is None:
+        result = launched(environ)
+        if not result.launcher and environ.get("PMIX_RANK"):
+            raise DistributedError(
+                f"PMIX_RANK={environ['PMIX_RANK']!r} says that a launcher started this process, and nothing says how "
+                "many: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun."
+            )
+        local = result.local_rank
+    else:
+        # Where RANK is that of a step's task, so is its place on the machine.
+        other = launched(environ) if "LOCAL_RANK" not in environ else World()
+        local = other.local_rank if (other.rank, other.size) == (result.rank, result.size) else None
+    host, port = environ.get("MASTER_ADDR") or result.host, result.port
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT")
+    if environ.get("LOCAL_RANK"):
+        local = _number(environ, "LOCAL_RANK")
+    return attrs.evolve(result, local_rank=local, host=host, port=port)
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> World:
+    """What ``srun``, ``mpirun`` or ``mpiexec`` say, whatever ``RANK`` and ``WORLD_SIZE`` do.
+
+    Raises:
+        DistributedError: the variables contradict each other, or one of them is missing.
+    """
+    step = _step(environ)
+    for launcher, (names, of_node, shared) in _OF_MPI.items():
+        result = _named(environ, launcher, names)
+        if result is None:
+            continue
+        if step is not None and (step.rank, step.size) == (result.rank, result.size):
+            return step  # started by srun --mpi=..., which knows where the others are
+        for rank, size in of_node:
+            if environ.get(rank) and environ.get(size):
+                key = next((environ[name] for name in shared if environ.get(name)), None)
+                here = _number(environ, size) == result.size and key is not None
+                return attrs.evolve(
+                    result,
+                    local_rank=_number(environ, rank),
+                    host="127.0.0.1" if here else None,
+                    port=_PORTS[zlib.crc32(key.encode()) % len(_PORTS)] if here and key is not None else None,
+                )
+        return result
+    return step or World()
+
+
+def _step(environ: Mapping[str, str]) -> World | None:
+    """The task of a Slurm step; None in a batch script, and elsewhere."""
+    if not environ.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    result = _named(environ, "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    assert result is not None
+    local = _number(environ, "SLURM_LOCALID") if environ.get("SLURM_LOCALID") else None
+    host = port = None
+    if environ.get("SLURM_STEP_NODELIST"):
+        listed = nodes(environ["SLURM_STEP_NODELIST"])
+        host = next(listed)
+        if next(listed, None) is None:
+            host = "127.0.0.1"  # whether or not the name of the machine can be resolved on it
+    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
+        number = _number(environ, "SLURM_JOB_ID") * _STEPS + _number(environ, "SLURM_STEP_ID")
+        port = _PORTS[number % len(_PORTS)]
+    return attrs.evolve(result, local_rank=local, host=host, port=port)
+
+
+def _named(environ: Mapping[str, str], launcher: str, names: tuple[str, str]) -> World | None:
+    """Rank and size in two variables; None where neither is set."""
+    absent = [name for name in names if not environ.get(name)]
+    if len(absent) == 2:
+        return None
+    if absent:
+        other = names[1 - names.index(absent[0])]
+        raise DistributedError(
+            f"{other}={environ[other]!r} is set in the environment, and {absent[0]} is not: set both, or unset both "
+            f"(env -u {other} python train.py), for one process."
+        )
+    rank, size = _number(environ, names[0]), _number(environ, names[1])
+    if rank >= size:
+        raise DistributedError(
+            f"{names[0]}={rank} with {names[1]}={size}: ranks are numbered from 0 to {names[1]} - 1."
+        )
+    return World(launcher=launcher, rank=rank, size=size)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise DistributedError(f"{name}={text!r} in the environment: it is a whole number, at least 0.")
+    return int(text)
+
+
+_PART = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+
+
+def nodes(text: str) -> Iterator[str]:
+    """The nodes of a list in the format of Slurm, in order.
+
+    Raises:
+        DistributedError: it is no such list.
+
+    >>> list(nodes("node[01-03,07],other"))
+    ['node01', 'node02', 'node03', 'node07', 'other']
+    """
+    if not re.fullmatch(rf"{_PART}(,{_PART})*", text):
+        raise _unreadable(text)
+    for part in re.findall(_PART, text):
+        yield from _expanded(part, text)
+
+
+def _expanded(part: str, text: str) -> Iterator[str]:
+    head, opened, rest = part.partition("[")
+    if not opened:
+        yield part
+        return
+    inside, _, tail = rest.partition("]")
+    for item in inside.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
+        if match is None:
+            raise _unreadable(text)
+        first, last = match[1], match[2] or match[1]
+        for number in range(int(first), int(last) + 1):
+            for end in _expanded(tail, text):
+                yield f"{head}{number:0{len(first)}d}{end}"
+
+
+def _unreadable(text: str) -> DistributedError:
+    return DistributedError(
+        f"SLURM_STEP_NODELIST={text!r} can't be read; it is a list such as 'node[01-04,07],other'. Set MASTER_ADDR to "
+        "the host of rank 0."
+    )
