@@ -24,6 +24,7 @@ from pure_loop.entry.resume import loading, read_start, saving, seed_of
 from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
 from pure_loop.entry.settings import Settings
 from pure_loop.entry.start import first_state, preparation, refuse_no_boundary, refuse_other_optimizer
+from pure_loop.entry.warmups import refuse_endless_warmups
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
@@ -117,6 +118,16 @@ def assemble(settings: Settings) -> Assembly:
     data = _training_data(settings, open_source, state.seed)
     known = _Start(settings, engine, data, stages.task)
     state = known.fitted(state)
+    refuse_endless_warmups(
+        optimizer,
+        settings.algorithms,
+        state.timestamp,
+        settings.iteration_length,
+        settings.train_dataloader,
+        stages.task,
+        batches_per_step=settings.batches_per_step,
+        ranks=engine.ranks,
+    )
     evaluators = bind_evaluators(
         settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
     )

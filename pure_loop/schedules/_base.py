@@ -20,6 +20,7 @@ from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.signatures import name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.ranges import Duration, Number, checked
+from pure_loop.schedules._time import End
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["Schedule", "constant", "product"]
@@ -76,6 +77,10 @@ class Schedule(ABC):
     def __call__(self, timestamp: Timestamp) -> float:
         """The value for what starts at ``timestamp``."""
 
+    def endless_warmup(self, end: End) -> Time | None:
+        """The time over which it rises at first, where a run ends before that is over; None: there is none."""
+        return None
+
     def __mul__(self, other: Callable[[Timestamp], float] | float) -> product:
         return product((self, as_schedule(other)))
 
@@ -127,6 +132,9 @@ class product(Schedule):
             refuse_no_numbers(self.factors, timestamp)
             raise
 
+    def endless_warmup(self, end: End) -> Time | None:
+        return next(filter(None, (warmup_in(factor, end) for factor in self.factors)), None)
+
     def __repr__(self) -> str:
         return " * ".join(map(repr, self.factors))
 
@@ -150,6 +158,11 @@ def refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], Any]], timestamp
                 f"the schedule {name_of(schedule)} gave {value!r} of type {type(value).__name__}: a schedule is a "
                 "function of the timestamp that returns a number"
             )
+
+
+def warmup_in(schedule: object, end: End) -> Time | None:
+    """That of a schedule; None of a function of the user's own, too, of which it isn't known."""
+    return schedule.endless_warmup(end) if isinstance(schedule, Schedule) else None
 
 
 def as_time(value: str | int | Time) -> Time:

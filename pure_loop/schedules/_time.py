@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import TypeAlias
+
+import attrs
 
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
-__all__ = ["Exact", "amount_of", "between", "finished", "part_over", "warmed_up", "whole_lengths"]
+__all__ = ["End", "Exact", "amount_of", "between", "finished", "part_over", "warmed_up", "whole_lengths"]
 
 # Counts stay ints, which is fast; fractions are exact, because 0.7 * 10 is not 7 in floating point.
 Exact: TypeAlias = int | float | Fraction
@@ -44,6 +47,28 @@ def finished(unit: TimeUnit, timestamp: Timestamp) -> int | float:
 def whole_lengths(now: float, length: Exact) -> int:
     """How many whole lengths fit into ``now``."""
     return int((Fraction(now) if isinstance(length, Fraction) else now) // length)
+
+
+@attrs.frozen
+class End:
+    """The end of a run: how much is finished there at most.
+
+    Attributes:
+        timestamp: with the duration of the run, and the length of its epochs.
+        counts: by unit, as :func:`finished` counts; those that are not known before the run are left out.
+    """
+
+    timestamp: Timestamp
+    counts: Mapping[TimeUnit, Exact]
+
+    def comes_before(self, time: Time, part: float = 1.0, *, or_with: bool = True) -> bool:
+        """Whether a run ends before this part of a time is over, or with it, as far as that is known.
+
+        Where it ends with it, its last batch starts before it.
+        """
+        amount, unit = amount_of(time, self.timestamp)
+        count, amount = self.counts.get(unit), amount * (1 if part == 1.0 else part)
+        return count is not None and (count < amount or (or_with and count == amount))
 
 
 def part_over(time: Time, timestamp: Timestamp, since: Exact = 0) -> float:

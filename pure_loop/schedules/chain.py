@@ -13,8 +13,8 @@ import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import Schedule, as_schedule
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._base import Schedule, as_schedule, warmup_in
+from pure_loop.schedules._time import End, amount_of, finished
 from pure_loop.time import Time, Timestamp, TimeUnit
 
 __all__ = ["chain"]
@@ -79,6 +79,11 @@ class chain(Schedule):
         if self.restart and start is not None:
             timestamp = _shifted(timestamp, start)
         return schedule(timestamp)
+
+    def endless_warmup(self, end: End) -> Time | None:
+        if self.rest and not end.comes_before(self.rest[0][0]):
+            return None  # a later one is reached
+        return warmup_in(self.first, end)
 
     def __repr__(self) -> str:
         stages = "".join(f", ({str(time)!r}, {schedule!r})" for time, schedule in self.rest)

@@ -11,7 +11,7 @@ import attrs
 
 from pure_loop.ranges import Above, Number, checked
 from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import amount_of, between, finished, whole_lengths
+from pure_loop.schedules._time import End, amount_of, between, finished, whole_lengths
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["cyclic"]
@@ -51,3 +51,6 @@ class cyclic(Schedule):
         tau = float((now - cycle * length) / length)
         height = tau / self.rise if tau < self.rise else (1.0 - tau) / (1.0 - self.rise)
         return between(self.low, self.low + (self.high - self.low) * self.gamma**cycle, height)
+
+    def endless_warmup(self, end: End) -> Time | None:
+        return self.time if self.low == 0 and end.comes_before(self.time, self.rise) else None

@@ -12,7 +12,7 @@ import attrs
 
 from pure_loop.ranges import Number, checked
 from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._time import End, amount_of, finished
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["inverse_sqrt"]
@@ -39,3 +39,6 @@ class inverse_sqrt(Schedule):
         if now < amount:
             return self.peak * float(now / amount)
         return self.peak * math.sqrt(float(amount / now)) if now else self.peak
+
+    def endless_warmup(self, end: End) -> Time | None:
+        return self.warmup if end.comes_before(self.warmup) else None

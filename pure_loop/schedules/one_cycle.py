@@ -12,7 +12,7 @@ import attrs
 
 from pure_loop.ranges import Above, AtLeast, Between, checked
 from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import between, part_over
+from pure_loop.schedules._time import End, between, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["one_cycle"]
@@ -51,3 +51,6 @@ class one_cycle(Schedule):
         if tau < self.rise:
             return between(start, self.peak, (1.0 - math.cos(math.pi * tau / self.rise)) / 2.0)
         return between(self.peak, end, (1.0 - math.cos(math.pi * (tau - self.rise) / (1.0 - self.rise))) / 2.0)
+
+    def endless_warmup(self, end: End) -> Time | None:
+        return self.time if self.rise < 1 and end.comes_before(self.time, self.rise) else None

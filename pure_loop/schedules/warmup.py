@@ -11,8 +11,8 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import LASTING, Schedule, as_schedule, as_time, constant, refuse_no_numbers
-from pure_loop.schedules._time import part_over
+from pure_loop.schedules._base import LASTING, Schedule, as_schedule, as_time, constant, refuse_no_numbers, warmup_in
+from pure_loop.schedules._time import End, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["warmup"]
@@ -38,3 +38,6 @@ class warmup(Schedule):
         except TypeError:
             refuse_no_numbers((self.schedule,), timestamp)
             raise
+
+    def endless_warmup(self, end: End) -> Time | None:
+        return self.time if end.comes_before(self.time) else warmup_in(self.schedule, end)

@@ -182,7 +182,7 @@ def test_nothing_is_run_and_no_data_is_loaded(capsys):
 
 def test_it_reads_at_100_columns_and_is_plain():
     algorithms = [pl.Algorithm(f"algorithm_{i}", dict.fromkeys(E, same), when="10ba") for i in range(3)]
-    optimizer = pl.optim.adamw(lr=pl.schedules.cosine("3ep", peak=3e-4, warmup="50ba"))
+    optimizer = pl.optim.adamw(lr=pl.schedules.cosine("3ep", peak=3e-4, warmup="5ba"))
     shown = text(algorithms=algorithms, optimizer=optimizer, evaluators=DATA, iteration_length="1ep")
     assert max(map(len, shown.splitlines())) <= 100
     assert shown.isascii()

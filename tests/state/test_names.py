@@ -287,7 +287,7 @@ class TestDoors:
         law({**case, "door": "load_path"}, tmp_path, donate=donate)
 
     @pytest.mark.slow
-    @examples(8, 100)
+    @examples(3, 60)
     @given(case=cases)
     def test_compiled(self, tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
         assume(case["optimizer"] != "from_torch")  # its class reads numbers

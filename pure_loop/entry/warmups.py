@@ -1,0 +1,196 @@
+"""Schedules that a run is too short for: a warmup that is not over when it ends, a learning rate that is always 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import attrs
+
+from pure_loop._internal.arguments import is_integer
+from pure_loop.algorithm import Algorithm
+from pure_loop.data.batch import num_samples, num_tokens
+from pure_loop.errors import ArgumentError
+from pure_loop.loop.counted import counted_in
+from pure_loop.loop.recorder import numbers_of, strengths_of
+from pure_loop.optim import Optimizer
+from pure_loop.ranges import Scheduled
+from pure_loop.schedules import Schedule
+from pure_loop.schedules._base import warmup_in
+from pure_loop.schedules._time import End, Exact
+from pure_loop.task import Task
+from pure_loop.time import Time, Timestamp, TimeUnit
+
+__all__ = ["refuse_endless_warmups"]
+
+# The least and the most.
+Bounds: TypeAlias = tuple[int, int]
+# At how many batches of a run a rate is looked at before it counts as 0 everywhere; of how many samples are counted.
+_MOST, _MOST_COUNTED = 100_000, 10_000
+
+
+def refuse_endless_warmups(
+    optimizer: Optimizer,
+    algorithms: Iterable[Algorithm],
+    timestamp: Timestamp,
+    iteration_length: Time | None,
+    loader: Any,
+    task: Task,
+    *,
+    batches_per_step: int = 1,
+    ranks: int = 1,
+) -> None:
+    """Refuse what a run is too short for: a warmup that lasts as long, an algorithm that begins after the end, and a
+    learning rate that is 0 at each batch.
+
+    What is not known before the run passes: functions of the user's own, seconds in a run that is counted in batches,
+    epochs of an unknown length, samples of a loader that doesn't say how many a batch has.
+
+    Args:
+        optimizer, algorithms: those of the call.
+        timestamp: at which the run begins, with its duration and the length of its epochs.
+        iteration_length: of the call.
+        loader: of training.
+        task: which counts the samples and tokens of a batch.
+        batches_per_step: how many batches of the loader a step takes.
+        ranks: how many processes count together.
+
+    Raises:
+        ArgumentError: names the schedule and the time.
+    """
+    duration = timestamp.max_duration
+    if duration is None or timestamp >= duration:
+        return  # which has ended already
+    rates = dict(_rates(optimizer))
+    algorithms = tuple(algorithms)
+    scheduled = {**rates, **numbers_of(optimizer), **strengths_of(algorithms)}
+    items = [*scheduled.items(), *_times_of(algorithms), ("", duration)]
+    units = [unit for unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN) if counted_in(unit, items)]
+    length, bounds = timestamp.batches_per_epoch, dict[TimeUnit, Bounds]()
+    if units and length and ranks == batches_per_step == 1:
+        bounds = _of_an_epoch(loader, length, task, units)
+    end = _end(timestamp, duration, iteration_length, bounds)
+    of_run = f"the end of the run, max_duration={str(duration)!r}{_length(timestamp)}"
+    for name, schedule in scheduled.items():
+        schedule = schedule.schedule if isinstance(schedule, Scheduled) else schedule
+        time = warmup_in(schedule, end)
+        if time is not None:
+            raise ArgumentError(
+                f"{name} is {schedule!r}: it rises over {str(time)!r}, which is not over before {of_run}. Write a "
+                'warmup that is a part of the run, such as warmup="0.1dur", or train longer.'
+            )
+    for name, time in _times_of(algorithms):
+        if end.comes_before(time, or_with=False):
+            raise ArgumentError(
+                f'{name}={str(time)!r} comes after {of_run}. Write a part of the run, such as start="0.5dur", or train '
+                "longer."
+            )
+    if rates and all(_is_always_0(rate, timestamp, end) for rate in rates.values()):
+        name, rate = next(iter(rates.items()))
+        raise ArgumentError(
+            f"{name} is {rate!r}: it is 0 at every batch up to {of_run}, so that nothing would be trained. Write times "
+            'that are a part of the run, such as "0.1dur", or train longer.'
+        )
+
+
+def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, Any]]:
+    if not optimizer.parts:
+        yield f"the learning rate of {optimizer.name}{f' ({label!r})' if label else ''}", optimizer.lr
+    for name, part in optimizer.parts.items():
+        yield from _rates(part, f"{label}/{name}".strip("/"))
+
+
+def _times_of(algorithms: Iterable[Algorithm]) -> Iterator[tuple[str, Time]]:
+    """When algorithms of the library begin."""
+    for algorithm in algorithms:
+        value = algorithm.settings.get("start") if algorithm.factory else None
+        if isinstance(value, Time | str) and (time := Time.parse(value)):
+            yield f"algorithm {algorithm.name!r}: start", time
+
+
+def _length(timestamp: Timestamp) -> str:
+    length = timestamp.batches_per_epoch
+    return "" if length is None else f", of epochs of {length} batch{'' if length == 1 else 'es'}"
+
+
+def _of_an_epoch(loader: Any, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
+    """The least and the most samples and tokens in so many batches of a loader, as far as they are known."""
+    bounds: dict[TimeUnit, Bounds] = {}
+    size = getattr(loader, "batch_size", None)
+    for unit in units:
+        count: Callable[[Any], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
+        if count not in (num_samples, num_tokens):
+            continue  # a function of the user's own is called once for each batch, in training
+        if type(loader) in (list, tuple) and len(loader) <= _MOST_COUNTED:
+            total = sum(count(batch) for batch in loader[:batches])
+            if total:  # or else a unit that never moves, which is another error
+                bounds[unit] = total, total
+        elif unit is TimeUnit.SAMPLE and is_integer(size):
+            bounds[unit] = (batches - 1) * size + 1, batches * size  # the last one may be smaller
+    return bounds
+
+
+def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epoch: dict[TimeUnit, Bounds]) -> End:
+    """How much is finished at the end of a run at most."""
+    value, unit, length = duration.value, duration.unit, timestamp.batches_per_epoch
+    counts: dict[TimeUnit, Exact] = {unit: value}
+    if unit is TimeUnit.ITERATION and iteration is not None:
+        value, unit = value * iteration.value, iteration.unit
+        counts[unit] = value
+    epochs: Exact | None = None
+    if unit is TimeUnit.EPOCH:
+        epochs = value
+    elif unit is TimeUnit.BATCH and length:
+        epochs = value / length
+    elif unit in of_an_epoch and of_an_epoch[unit][0]:
+        epochs = math.ceil(value / of_an_epoch[unit][0])
+    elif unit is TimeUnit.SAMPLE:
+        counts[TimeUnit.BATCH] = value  # a batch has a sample at least
+    if epochs is not None:
+        if length:
+            batches = value if unit is TimeUnit.BATCH else epochs * length
+            counts |= {TimeUnit.BATCH: batches, TimeUnit.EPOCH: batches}  # epochs are counted in their batches
+        for other, (_, most) in of_an_epoch.items():
+            counts.setdefault(other, math.ceil(epochs) * most)
+    return End(timestamp, counts)
+
+
+def _is_always_0(rate: Any, timestamp: Timestamp, end: End) -> bool:
+    """Whether a schedule of the library is 0 at each batch of a run, and not always."""
+    batches = end.counts.get(TimeUnit.BATCH)
+    known = {TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION}
+    duration: Any = timestamp.max_duration
+    if (
+        not _is_of_the_library(rate)
+        or rate.fixed_value is not None
+        or batches is None
+        or duration.unit not in known
+        or any(counted_in(unit, [("", rate)]) for unit in TimeUnit if unit not in known)
+    ):
+        return False
+    first, length = timestamp.batch, timestamp.batches_per_epoch or 0
+    count = math.ceil(batches) - first
+
+    def value(batch: int) -> float:
+        epoch = batch // length if length else timestamp.epoch
+        inside = batch - epoch * length if length else batch
+        return float(rate(timestamp.replace(epoch=epoch, batch=batch, batch_in_epoch=inside)))
+
+    ends = (first + count - 1, first + count // 2)
+    places = range(first, first + count, max(1, count // _MOST))
+    if any(value(batch) for batch in (*ends, *places)):
+        return False
+    return any(value(first + count * factor) for factor in (1, 2, 4, 8, 16, 64, 256, 1024))
+
+
+def _is_of_the_library(schedule: Any) -> bool:
+    """Whether no function of the user's own is in it."""
+    if isinstance(schedule, tuple):
+        return all(map(_is_of_the_library, schedule))
+    if not isinstance(schedule, Schedule):
+        return not callable(schedule)
+    record: Any = type(schedule)
+    return type(schedule).__module__.startswith("pure_loop.") and all(
+        _is_of_the_library(getattr(schedule, field.name)) for field in attrs.fields(record)
+    )
