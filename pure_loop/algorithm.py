@@ -21,6 +21,7 @@ from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.random.guards import is_users
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
@@ -43,6 +44,8 @@ class Handler:
     function: HandlerFunction
     when: Predicate | None
     takes_stages: bool
+    # Its path in seeds, if it may draw from global generators; None: it draws from none.
+    path: tuple[str | int, ...] | None = None
 
 
 def _takes_stages(function: HandlerFunction, where: str) -> bool:
@@ -324,14 +327,19 @@ def reversed_at(event: Event) -> bool:
     return "after" in event.value.split("_") and event is not Event.AFTER_DATALOADER
 
 
+def _path(algorithm: Algorithm, function: HandlerFunction, number: int) -> tuple[str | int, ...] | None:
+    code = (function, algorithm.when, *algorithm.settings.values())
+    return ("algorithm", algorithm.name, number) if any(map(is_users, code)) else None
+
+
 def bind(algorithms: Sequence[Algorithm]) -> dict[Event, tuple[Handler, ...]]:
     """For each event, the handlers that run at it, in the order in which they run."""
     table: dict[Event, tuple[Handler, ...]] = {}
     for event in Event:
         handlers = [
-            Handler(item.name, function, item.when, _takes_stages(function, item.name))
+            Handler(item.name, function, item.when, _takes_stages(function, item.name), _path(item, function, number))
             for item in (reversed(algorithms) if reversed_at(event) else algorithms)
-            for function in item.handlers.get(event, ())
+            for number, function in enumerate(item.handlers.get(event, ()))
         ]
         if handlers:
             table[event] = tuple(handlers)

@@ -29,6 +29,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnErr
 from pure_loop.event import Event, nearest_event
 from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
+from pure_loop.random.guards import is_users
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time
@@ -373,6 +374,8 @@ class Observer:
     name: str
     observe: Callable[[Event, State], Any]
     records: bool = False
+    # Its path in seeds, if it may draw from global generators; None: it draws from none.
+    path: tuple[str | int, ...] | None = None
 
 
 def _alone(observer: Observer) -> Observer:
@@ -487,6 +490,7 @@ def observers(
     group = LoggerGroup(logged)
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []
+    named: list[str] = []
     recorders = (recorder,) if recorder is not None and logged else ()
     for callback in (*listed, *recorders, *logged):
         if isinstance(callback, Callback):
@@ -495,6 +499,13 @@ def observers(
             observing = _of_callback(callback, group)
         else:
             observing = dict.fromkeys(Event, _of_function(callback))
+        # A callback of the library may call functions that it was passed, and loggers.
+        code = (callback, *(getattr(callback, "made_with", None) or {}).values(), *logged)
+        if any(map(is_users, code)):
+            name = name_of(callback)
+            path = ("callback", name, named.count(name))
+            named.append(name)
+            observing = {event: attrs.evolve(observer, path=path) for event, observer in observing.items()}
         together = ranks > 1 and getattr(callback, "all_ranks", False)
         for event, observer in observing.items():
             if together:  # which one rank can't record by itself

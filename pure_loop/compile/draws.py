@@ -20,7 +20,9 @@ from torch import Tensor
 from pure_loop.compile._torch import schema_of
 from pure_loop.compile.mutation import written
 from pure_loop.compile.numbers import Env
+from pure_loop.event import Event
 from pure_loop.random import derive, seeded
+from pure_loop.random.guards import seed_at
 
 __all__ = ["DROPOUT", "Draw", "Group", "RecordedDraw", "SeedContext", "draw_all", "is_draw"]
 
@@ -107,6 +109,23 @@ class Group:
             return derive(call.seed, stage, t.epoch, t.batch, call.first + index, call.rank)
 
         return cls(stage, device, seed)
+
+    @classmethod
+    def of_code(cls, path: tuple[str | int, ...], event: Event, index: int, slot: int, device: torch.device) -> Group:
+        """Code of the user's at an event of training, which draws from global generators.
+
+        Args:
+            path: what code it is.
+            event: at which it is called.
+            index: the number of the microbatch after the first one of the graph.
+            slot: the number of the timestamp at which it is called.
+            device: whose generator is seeded.
+        """
+
+        def seed(call: SeedContext) -> int:
+            return seed_at(call.seed, path, event, call.env.timestamps[slot], microbatch=call.first + index)
+
+        return cls(None, device, seed)
 
     def seeds(self, node: torch.fx.Node) -> bool:
         """Whether what this operation draws comes from a generator that is seeded."""

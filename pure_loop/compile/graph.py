@@ -31,6 +31,7 @@ from pure_loop.compile.trees import (
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
 from pure_loop.loop.training import LoopStages
+from pure_loop.random.guards import Place
 from pure_loop.state import State, fresh_draft_of, outside_batch
 
 __all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
@@ -124,8 +125,9 @@ def make_graph(
     tracing = Tracing(state.device, recorders)
     context = tracing.context
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, context) for slot, t in enumerate(env.timestamps))
-    handlers = traced_handlers(stages.handlers, tracing)
-    traced = Traced(TracedStages.of(stages, tracing, handlers), handlers, timestamps)
+    place = Place()
+    handlers = traced_handlers(stages.handlers, tracing, place)
+    traced = Traced(TracedStages.of(stages, tracing, handlers, place), handlers, timestamps)
     tracing.begins_with_leaves = not connected or not any(
         tensor.requires_grad for item in per_batch for tensor in tensors_of(item)
     )

@@ -41,6 +41,7 @@ from pure_loop.loop.training import LoopStages, gradients
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 from pure_loop.precision import LossScale
+from pure_loop.random.guards import Place
 from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.nonfinite import total_loss
@@ -203,31 +204,43 @@ def _place(error: BaseException) -> str:
 
 
 def traced_handlers(
-    handlers: Mapping[Event, tuple[Handler, ...]], tracing: Tracing, skip: frozenset[Event] = frozenset()
+    handlers: Mapping[Event, tuple[Handler, ...]], tracing: Tracing, place: Place
 ) -> dict[Event, tuple[Handler, ...]]:
-    """Handlers that record what they read while they are traced, and that errors name when they can't be."""
+    """Handlers that record what they read while they are traced, and that errors name when they can't be.
+
+    Args:
+        handlers: by event.
+        tracing: the trace.
+        place: the microbatch under way in it.
+    """
     return {
-        event: tuple(_traced(handler, event, tracing) for handler in listed)
+        event: tuple(_traced(handler, event, tracing, place) for handler in listed)
         for event, listed in handlers.items()
-        if event not in skip
     }
 
 
-def _traced(handler: Handler, event: Event, tracing: Tracing) -> Handler:
+def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> Handler:
     what, part = f"algorithm {handler.algorithm!r} at {event.name}", ("handler", event)
 
-    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def drawing(state: State, path: tuple[str | int, ...] | None) -> AbstractContextManager[None]:
+        if path is None:
+            return nullcontext()
+        slot: int = state.timestamp.slot  # type: ignore[attr-defined]
+        return tracing.drawing(Group.of_code(path, event, place.microbatch, slot, tracing.device))
+
+    def guarded(function: Callable[..., Any], path: tuple[str | int, ...] | None) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             whole = nullcontext() if tracing.begins_with_leaves else _Undifferentiated(what, part)
-            with tracing.context.on_behalf_of(what), naming(tracing, what, part), whole:
+            with tracing.context.on_behalf_of(what), naming(tracing, what, part), whole, drawing(args[0], path):
                 result = function(*args)
                 _refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result
 
         return call
 
-    when = None if handler.when is None else guarded(handler.when)
-    return attrs.evolve(handler, function=guarded(handler.function), when=when)
+    path = handler.path
+    when = None if handler.when is None else guarded(handler.when, None if path is None else (*path, "when"))
+    return attrs.evolve(handler, function=guarded(handler.function, path), when=when, path=None)
 
 
 class _Undifferentiated(TorchFunctionMode):
@@ -304,10 +317,12 @@ class TracedStages(LoopStages):
     tracing: Tracing
 
     @classmethod
-    def of(cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]]) -> TracedStages:
+    def of(
+        cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]], place: Place
+    ) -> TracedStages:
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
-        fields |= {"handlers": handlers, "observed": frozenset(Event), "donation": None}
+        fields |= {"handlers": handlers, "observed": frozenset(Event), "donation": None, "place": place}
         return cls(**fields, tracing=tracing)
 
     def gradients(self, state: State) -> State:

@@ -133,8 +133,8 @@ def read_deterministic(value: Any) -> bool:
     return check_flag("deterministic", value)
 
 
-def read_strict(value: Any) -> bool:
-    return check_flag("strict", value)
+def read_strict(value: Any) -> bool | None:
+    return None if value is None else check_flag("strict", value)
 
 
 def read_compile(value: Any) -> bool | Literal["where possible"]:

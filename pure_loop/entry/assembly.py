@@ -36,6 +36,7 @@ from pure_loop.loop.driver import Run, run_script
 from pure_loop.loop.fast import Observed, fast_text
 from pure_loop.loop.recorder import Recorder
 from pure_loop.loop.stream import Stream, stream_of
+from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.sizes import FoundSize
@@ -211,16 +212,16 @@ def start(assembly: Assembly) -> Stream:
     stages, engine, handlers = fit.stages, fit.stages.engine, fit.stages.handlers
     closing = _closing(assembly)
     events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
-    strict = None
-    if settings.strict:
-        from pure_loop.loop.strict import Strict  # no other run needs it
-
-        strict = Strict.of_order(fit.order, loaded=fit.load is not None)
-    if engine.ranks == 1 and strict is None and fit.compiled is None:
-        seen = Observed(settings.watch, frozenset({*handlers, *observed}), events, stages.donation is not None)
+    attached = frozenset({*handlers, *observed})
+    strict = Strict.of(
+        settings.strict, settings.watch, attached, order=fit.order, loaded=fit.load is not None, batches=2
+    )
+    if engine.ranks == 1 and not settings.strict and fit.compiled is None:
+        donating = stages.donation is not None
+        seen = Observed(settings.watch, attached, events, donating, checking=strict is not None)
         text = fast_text(loop.fit, seen, outermost=True)
         if text is not None:
-            run = Run(handlers, observed, seen, stages=stages, donation=stages.donation, closing=closing)
+            run = Run(handlers, observed, seen, stages=stages, donation=stages.donation, closing=closing, strict=strict)
             return stream_of(text(assembly.state, fit, run=run), settings.deterministic)
     pairs = run_script(
         loop.fit(assembly.state, fit),
@@ -286,7 +287,7 @@ def _stages(
         clip_grad=settings.clip_grad,
         nonfinite=settings.nonfinite,
         measures_norm=measures_norm,
-        strict=settings.strict,
+        strict=bool(settings.strict),
         handlers=handlers,
         donation=_donation(settings, engine),
         observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),

@@ -36,7 +36,7 @@ def drive(
     loggers: Iterable[Logger] = (),
     stages: Stages | None = None,
     watch: Collection[Event | EventName] | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     deterministic: bool = False,
     parallel: Literal["replicate", False] | Parallel | None = None,
 ) -> Stream:
@@ -47,7 +47,8 @@ def drive(
         stages: what handlers that take a second argument are given.
         algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
             from the first State on.
-        strict: checks by value that no State is changed in place; the order is yours.
+        strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True:
+            always; False: never. The order is yours.
         parallel: as in :func:`fit`; on several ranks the script takes its part of each batch, and exchanges by
             :func:`pure_loop.distributed.mean`. States have to be the same on all ranks, which is checked at the first
             event, at the first BATCH_END and at the end.
@@ -83,14 +84,15 @@ def drive(
     observed, objects, _ = observers(settings.callbacks, settings.loggers, None, meeting.rank, meeting.ranks)
     run = Run(function="drive", callbacks=objects, ranks=meeting.ranks)
     bind_callbacks(run)
+    handlers = bind(settings.algorithms)
     pairs = run_script(
         _with_memory(script, settings.algorithms, meeting),
-        bind(settings.algorithms),
+        handlers,
         observed,
         [meeting.close, *(callback.close for callback in objects), *run.at_end],
         stages=stages,
         watch=settings.watch,
-        strict=Strict(None) if settings.strict else None,
+        strict=Strict.of(settings.strict, settings.watch, {*handlers, *observed}),
         failed=meeting.failed,
     )
     return stream_of(pairs, settings.deterministic)

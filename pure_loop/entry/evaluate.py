@@ -60,7 +60,7 @@ def evaluate(
     device: torch.device | str | None = None,
     watch: Collection[Event | EventName] | None = None,
     compile: bool | Literal["where possible"] = False,
-    strict: bool = False,
+    strict: bool | None = None,
     deterministic: bool = False,
     parallel: Literal["replicate", "shard", False] | Parallel | None = None,
 ) -> Stream:
@@ -123,7 +123,7 @@ def predict(
     device: torch.device | str | None = None,
     watch: Collection[Event | EventName] | None = None,
     compile: bool | Literal["where possible"] = False,
-    strict: bool = False,
+    strict: bool | None = None,
     deterministic: bool = False,
     gradients: bool = False,
     parallel: Literal["replicate", "shard", False] | Parallel | None = None,
@@ -217,14 +217,15 @@ def _stream(
     )
     bind_callbacks(run)
     to_close: list[Any] = [*objects, *sources, engine]
+    handlers = bind(settings.algorithms)
     pairs = run_script(
         script,
-        bind(settings.algorithms),
+        handlers,
         observed,
         [*(closed.close for closed in to_close), *run.at_end],
         stages=stages,
         watch=settings.watch,
-        strict=Strict.of_order("current") if settings.strict else None,
+        strict=Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current"),
         failed=engine.failed,
     )
     return stream_of(pairs, settings.deterministic)

@@ -174,6 +174,8 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
     yield "donate", _donate(assembly)
     if settings.strict:
         yield "strict", "order, purity and returns are checked at every event"
+    elif settings.strict is False:
+        yield "strict", "no State is compared with what it was: strict=False"
     if settings.verify is not None:
         yield "verify", f"{_words.how_often(Cadence(settings.verify))} one is computed twice, and compared bit by bit"
     if assembly.fit.order != "current":

@@ -63,7 +63,7 @@ class FitOptions(TypedDict, total=False):
     donate: bool | Literal["auto"]
     compile: bool | Literal["where possible"]
     steps_per_call: int
-    strict: bool
+    strict: bool | None
     deterministic: bool
     verify: str | Time | None
     order: Literal["current", "2021"]
@@ -103,7 +103,7 @@ def fit(
     donate: bool | Literal["auto"] = "auto",
     compile: bool | Literal["where possible"] = False,
     steps_per_call: int = 1,
-    strict: bool = False,
+    strict: bool | None = None,
     deterministic: bool = False,
     verify: str | Time | None = None,
     order: Literal["current", "2021"] = "current",
@@ -163,7 +163,9 @@ def fit(
             True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
         steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing
             in between is observed.
-        strict: check the order of events while training and, by value, that no State is changed in place.
+        strict: see to it, by value, that no State is changed in place by an algorithm, a callback, the loop's body, a
+            forward or a loss: None: in the first two batches of the call and at the first event of each other kind;
+            True: always, and that events come in their order; False: never.
         deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
             has its own. An operation that has none is a NondeterministicError that names it and its module.
         verify: ``"100ba"``: every 100th batch is computed twice from the same State, and where a bit differs before its

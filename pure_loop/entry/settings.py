@@ -62,7 +62,7 @@ class StreamSettings:
     callbacks: Any
     loggers: Any
     watch: frozenset[Event] | None = attrs.field(converter=read_watch)
-    strict: bool = attrs.field(converter=read_strict)
+    strict: bool | None = attrs.field(converter=read_strict)
     deterministic: bool = attrs.field(default=False, converter=read_deterministic)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -17,6 +18,7 @@ from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
+from pure_loop.random.guards import guard, is_users
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 
@@ -160,8 +162,10 @@ def preparation(
 
 def first_memory(algorithm: Algorithm, state: State) -> Any:
     assert algorithm.init is not None
+    guarded = guard(state, ("init", algorithm.name)) if is_users(algorithm.init) else nullcontext()
     try:
-        return algorithm.init(state)
+        with guarded:
+            return algorithm.init(state)
     except Exception as error:
         error.add_note(f"raised by init of algorithm {algorithm.name!r}")
         raise

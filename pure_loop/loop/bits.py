@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.dtensor import local_tensor
 from pure_loop.data.batch import tensors_in
 from pure_loop.loop.leaves import leaves_of
-from pure_loop.loop.strict import dense_parts, same
 from pure_loop.state import State
 
-__all__ = ["checksums", "combined", "count_of_differences", "unequal_leaves"]
+__all__ = [
+    "Digest",
+    "checksums",
+    "combined",
+    "count_of_differences",
+    "dense_parts",
+    "digest",
+    "same",
+    "unequal_leaves",
+]
 
 # Integers of the same size as the numbers of a tensor.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,6 +33,42 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), frozenset, torch.dtype, torch.device)
 
 Pair = tuple[int, int]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal by value: bitwise for tensors, with NaN equal to itself; ``==`` for everything else.
+
+    >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    True
+    """
+    a, b = local_tensor(a), local_tensor(b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return False
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
+            return False
+        return all(map(_same_numbers, dense_parts(a.detach()), dense_parts(b.detach())))
+    if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
+        return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
+    return bool(a == b)
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Dense tensors that have all numbers of this one: its indices and values where it is sparse."""
+    layout = tensor.layout
+    if tensor.is_meta:
+        return []
+    if layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor if layout is torch.strided else tensor.to_dense()]
 
 
 def unequal_leaves(one: State, other: State, equal: Collection[Pair] = ()) -> tuple[list[str], set[Pair]]:
@@ -189,3 +234,80 @@ def checksums(tensors: Mapping[str, Tensor]) -> list[int]:
 def combined(sums: Iterable[int]) -> int:
     """One number of 32 bits of these sums, in their order."""
     return zlib.crc32(array("q", sums).tobytes())
+
+
+# The bytes up to which a digest has a copy of a tensor's bits.
+_SMALL = 1 << 16
+# Of sums in as many columns: a number that moves comes to another column, whatever the shape of the tensor.
+_COLUMNS = (1021, 1019)
+
+
+@attrs.frozen(eq=False)
+class Digest:
+    """What tells a tensor or an array from another one; ``==`` compares their values, bit by bit.
+
+    Attributes:
+        kind: class, dtype, device, shape.
+        parts: the bits of a small tensor, sums of those of a large one.
+        first: its first numbers.
+    """
+
+    kind: tuple[Any, ...]
+    parts: Sequence[Any]
+    first: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Digest):
+            return NotImplemented
+        return self.kind == other.kind and all(map(same, self.parts, other.parts))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        first = self.first.to_dense() if isinstance(self.first, Tensor) else self.first
+        numbers = first.flatten()[:4].tolist()
+        return repr(numbers) if len(numbers) < 4 else f"{repr(numbers[:3])[:-1]}, ...]"
+
+
+def digest(leaf: Any) -> Digest | None:
+    """The digest of a leaf; None: it is neither a tensor with numbers nor an array of numbers.
+
+    Of a tensor of more than 64 KiB it has sums: a changed number always shows, two by a chance of about 2**-64.
+
+    >>> x = torch.zeros(100_000)
+    >>> before = digest(x)
+    >>> _ = x.data[70_000].add_(1e-30)
+    >>> digest(x) == before
+    False
+    """
+    if not isinstance(leaf, Tensor):
+        if not hasattr(leaf, "__array__") or not hasattr(leaf, "setflags") or leaf.dtype.kind not in "biufc":
+            return None
+        return Digest((type(leaf), leaf.dtype, leaf.shape), [leaf.copy()], leaf.reshape(-1)[:4].copy())
+    tensor = local_tensor(leaf).detach()
+    if tensor.is_meta:
+        return None
+    kind = type(tensor), tensor.dtype, tensor.device, tensor.shape
+    if not _has_bits(tensor):
+        value = tensor.clone()
+        return Digest(kind, [value], value)
+    parts = dense_parts(tensor)
+    first = parts[-1].reshape(-1)[:4].clone()
+    return Digest(kind, [each for part in parts for each in _summary(_bits(part))], first)
+
+
+def _summary(bits: Tensor) -> list[Tensor]:
+    size = bits.element_size()
+    if bits.numel() * size <= _SMALL:
+        return [bits.clone()]
+    flat = bits.reshape(-1)
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    rest = flat.numel() % (8 // size)
+    words = flat[: flat.numel() - rest].view(torch.int64)
+    # Rows of unequal number: else a bit that changes in all of them would come to nothing.
+    columns = next(number for number in _COLUMNS if words.numel() % number or number == _COLUMNS[-1])
+    whole = words.numel() // columns * columns
+    sums = words[:whole].view(-1, columns).sum(0)
+    sums[: words.numel() - whole] += words[whole:]
+    return [sums, flat[flat.numel() - rest :].clone()]

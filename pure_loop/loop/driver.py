@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
 from functools import partial
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,6 +14,7 @@ from pure_loop._internal.closing import call_all, closing
 from pure_loop._internal.forks import generation, here
 from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.algorithm import Handler
+from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, refuse_return
 from pure_loop.donation.consumer import rebinds_loop_variable
 from pure_loop.donation.donation import Donation, drop_gradients
@@ -23,6 +24,7 @@ from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.loop.contract import check_returned
 from pure_loop.loop.fast import Observed, fast_text
+from pure_loop.random.guards import guard
 from pure_loop.stages.engine import worth_checking_references
 from pure_loop.state import NOT_READY, POSITIONS, State, seal
 
@@ -34,6 +36,7 @@ __all__ = ["Run", "apply", "run_script", "run_silently", "run_unwatched", "seal"
 Handlers = Mapping[Event, tuple[Handler, ...]]
 
 _set_grads = vars(State)["_grads"].__set__
+_NONE: Set[Event] = frozenset()
 
 
 def apply(
@@ -56,21 +59,23 @@ def apply(
     handler = handlers[0]
     try:
         for handler in handlers:
-            if handler.when is not None and not handler.when(state):
+            if handler.when is not None and not _is_true(handler, state, stages):
                 continue
             if strict is not None:
-                strict.before_handler(state)
-            if handler.takes_stages:
-                if stages is None:
-                    raise AlgorithmReturnError(
-                        f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
-                        "pl.drive(script, stages=...)."
-                    )
-                new = handler.function(state, stages)
+                strict.before_handler(state, handler, event)
+            if handler.takes_stages and stages is None:
+                raise AlgorithmReturnError(
+                    f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
+                    "pl.drive(script, stages=...)."
+                )
+            arguments = (state, stages) if handler.takes_stages else (state,)
+            if handler.path is None:
+                new = handler.function(*arguments)
             else:
-                new = handler.function(state)
+                with guard(state, handler.path) if stages is None else stages.guard(state, handler.path):
+                    new = handler.function(*arguments)
             if strict is not None:
-                strict.after_handler(state, handler.algorithm, event)
+                strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
             if new is not state:
                 new = check_returned(new, state, handler.algorithm, event)
                 state = new
@@ -90,6 +95,17 @@ def apply(
         if grads_missing and state._grads is NOT_READY:
             _set_grads(state, None)
     return state
+
+
+def _is_true(handler: Handler, state: State, stages: Any) -> bool:
+    """Whether a handler's ``when`` is true now."""
+    when = handler.when
+    assert when is not None
+    if handler.path is None or isinstance(when, Cadence):
+        return when(state)
+    path = (*handler.path, "when")
+    with guard(state, path) if stages is None else stages.guard(state, path):
+        return when(state)
 
 
 # From which on the gradients of the batch before are of no more use to the loop.
@@ -140,11 +156,14 @@ class Run:
         generation: of the process that began the stream.
         ended_by: the error that ended the stream, until it is closed.
         texts: the fast texts of inner scripts.
+        strict: the checks; None: there are none.
+        unhandled, unchecked: the events at which algorithms and callbacks, and the loop's body, have yet to be checked.
     """
 
     __slots__ = (
         *("calibrating", "closing", "consumer_rebinds", "donation", "ended_by", "generation", "handlers"),
-        *("large_gradients", "last_yielded", "measured", "observed", "observers", "stages", "texts"),
+        *("large_gradients", "last_yielded", "measured", "observed", "observers", "stages", "strict", "texts"),
+        *("unchecked", "unhandled"),
     )
 
     def __init__(
@@ -156,8 +175,10 @@ class Run:
         stages: Any = None,
         donation: Donation | None = None,
         closing: Sequence[Callable[[], None]] = (),
+        strict: Strict | None = None,
     ) -> None:
-        self.closing, self.generation = closing, generation()
+        self.closing, self.generation, self.strict = closing, generation(), strict
+        self.unhandled, self.unchecked = (strict.handled, strict.yielded) if strict is not None else (_NONE, _NONE)
         self.ended_by: BaseException | None = None
         self.handlers, self.observers, self.observed = handlers, observers, observed
         self.stages, self.donation = stages, donation
@@ -184,15 +205,35 @@ class Run:
     def dispatch(self, event: Event, state: State) -> State:
         """Apply the algorithms of an event to its State, and pass the result to the callbacks."""
         handling, observing = self.handlers.get(event), self.observers.get(event)
+        strict = self.strict if event in self.unhandled else None
+        if strict is not None:
+            strict.advance(event)
+            strict.begin(event, state, handling or ())
         if handling is not None:
             if self.large_gradients:
                 self.donation.invalidate()  # type: ignore[union-attr]
-            state = apply(event, state, handling, self.stages, observers=observing)
+            state = apply(event, state, handling, self.stages, strict, observing)
         if observing is not None:
             if self.generation != generation():
                 refuse_fork(event, state)
-            _observe(event, state, observing, None)
+            _observe(event, state, observing, self.stages, strict)
+        if strict is not None:
+            strict.end(event)
+            if not self.observed.yields(event):
+                strict.before_computation(state, event)
         return state
+
+    def before_body(self, event: Event, state: State) -> None:
+        """Before an event is yielded that is ``unchecked``."""
+        assert self.strict is not None
+        self.strict.advance(event)
+        self.strict.before_body(state, event)
+
+    def after_body(self, event: Event, state: State) -> None:
+        """After it."""
+        assert self.strict is not None
+        self.strict.after_body(state, event)
+        self.strict.before_computation(state, event)
 
     def one_by_one(self, script: Any) -> Generator[tuple[Event, State], None, Any]:
         """An inner script that has no fast text, event by event."""
@@ -212,7 +253,12 @@ class Run:
                 if dispatches:
                     state = self.dispatch(event, state)
                 if yields:
-                    yield event, state
+                    if event in self.unchecked:
+                        self.before_body(event, state)
+                        yield event, state
+                        self.after_body(event, state)
+                    else:
+                        yield event, state
                     if observed.watch is not None:  # the text around this one reads it there alone
                         self.last_yielded = ref(state)
 
@@ -282,11 +328,11 @@ def run_script(
     :class:`~pure_loop.donation.request.Request` of the script is answered by the driver alone.
     """
     attached = {event: (handlers.get(event), observers.get(event)) for event in {*handlers, *observers}}
-    send, last, began = script.send, Event.INIT, generation()
+    send, began = script.send, generation()
     closing = [*map(here, closing)]
-    event: Event | Request = last
+    event: Event | Request = Event.INIT
     compiled = donation is not None and donation.compiled
-    plain = watch is None and strict is None and not compiled
+    plain = watch is None and not compiled
     # After which memory is written to or freed, if nothing else refers to it; that of gradients, if they are large.
     writing: frozenset[Event | Request] = frozenset()
     if donation is not None:
@@ -298,7 +344,7 @@ def run_script(
     calibrating = consumer_rebinds and donation is not None
     last_yielded: Any = _no_state
     skip: frozenset[Event | Request] = frozenset()
-    if watch is not None and strict is None:
+    if watch is not None and (strict is None or not strict.always):
         skip = frozenset(Event) - POSITIONS - set(watch) - set(attached) - writing
     passed_over = frozenset() if events is None else frozenset(Event) - frozenset(events)
     skip |= passed_over
@@ -318,24 +364,33 @@ def run_script(
                     continue
             else:
                 if strict is not None:
-                    strict.after_computation(argument, last)
                     strict.advance(event)
-                    last = event
                 argument = seal(state, event)
                 if event in attached:
                     handling, observing = attached[event]
+                    checking = strict if strict is not None and event in strict.handled else None
+                    if checking is not None:
+                        checking.begin(event, argument, handling or ())
                     if handling is not None:
                         if large_gradients:
                             donation.invalidate()  # type: ignore[union-attr]
-                        argument = apply(event, argument, handling, stages, strict, observing)
+                        argument = apply(event, argument, handling, stages, checking, observing)
                     if observing is not None:
                         if began != generation():
                             refuse_fork(event, argument)
-                        _observe(event, argument, observing, strict)
+                        _observe(event, argument, observing, stages, checking)
+                    if checking is not None:
+                        checking.end(event)
                     if compiled:
                         donation.seen = True  # type: ignore[union-attr]
+                checking = strict if strict is not None and event in strict.yielded else None
                 if plain:
+                    if checking is not None:
+                        checking.before_body(argument, event)
                     yield event, argument
+                    if checking is not None:
+                        checking.after_body(argument, event)
+                        checking.before_computation(argument, event)
                     if event not in writing:
                         if calibrating and event in INSPECTED:
                             consumer_rebinds = consumer_rebinds and rebinds_loop_variable(_getframe().f_back, argument)
@@ -343,8 +398,8 @@ def run_script(
                     if event is Event.AFTER_TRAIN_BATCH:
                         calibrating = False
                 elif watch is None or event in watch:
-                    if strict is not None:
-                        strict.hand_over(argument)
+                    if checking is not None:
+                        checking.before_body(argument, event)
                     if compiled:
                         donation.seen = True  # type: ignore[union-attr]
                     yield event, argument
@@ -354,10 +409,11 @@ def run_script(
                         calibrating = False
                         if compiled and has_large_gradients(argument):
                             large_gradients, writing = True, writing | ({Event.BATCH_START} & skip)
-                    if strict is not None:
-                        strict.take_back(argument, "the loop's body", event)
-                if strict is not None:
-                    strict.hand_over(argument)
+                    if checking is not None:
+                        checking.after_body(argument, event)
+                        checking.before_computation(argument, event)
+                elif strict is not None:
+                    strict.before_computation(argument, event)
             if event in writing and donation is not None:
                 # Counted here, where nothing but variables refers to it: `argument` and `state`, and that of the script
                 # if it is the one that it yielded.
@@ -438,13 +494,17 @@ def refuse_fork(event: Event, state: State) -> NoReturn:
     )
 
 
-def _observe(event: Event, state: State, seen: tuple[Observer, ...], strict: Strict | None) -> None:
+def _observe(event: Event, state: State, seen: tuple[Observer, ...], stages: Any, strict: Strict | None) -> None:
     for place, observer in enumerate(seen):
         if strict is not None:
-            strict.hand_over(state)
+            strict.before_observer(state)
         try:
             try:
-                returned = observer.observe(event, state)
+                if observer.path is None:
+                    returned = observer.observe(event, state)
+                else:
+                    with guard(state, observer.path) if stages is None else stages.guard(state, observer.path):
+                        returned = observer.observe(event, state)
             except Exception as error:
                 error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
                 raise

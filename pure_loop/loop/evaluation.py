@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from pure_loop.loop.batches import next_batch
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics
+from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
@@ -73,11 +75,13 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
             if ready is None:
                 break
             branch = branch.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
+            stages.place.batch, stages.place.microbatch = number, 0
             branch = yield Event.EVAL_BATCH_START, branch
             size = evaluator.microbatch_size
             pieces = [branch.batch] if size is None else stages.microbatches(branch.batch, size)
             for index in range(len(pieces) if size is None else engine.num_microbatches(len(pieces), branch)):
                 piece = pieces[min(index, len(pieces) - 1)]
+                stages.place.microbatch = index
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
                 options = {"gradients": True} if evaluator.gradients else {}
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, **options)
@@ -88,19 +92,26 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
                     accumulated = _measure(accumulated, metrics, branch, stages, options)
                 if options:
                     branch = branch.replace(outputs=detached(branch.outputs))
+            stages.place.microbatch = 0
             branch = yield Event.EVAL_BATCH_END, branch
-    accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
-    measured = _with_metrics(branch.metrics, label, _values(metrics or (), accumulated, label), labels)
+    stages.place.clear()
+    with stages.guard(branch, ("merge",)) if is_users(list(metrics or ())) and engine.ranks > 1 else nullcontext():
+        accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
+    measured = _with_metrics(branch.metrics, label, _values(metrics or (), accumulated, branch, stages), labels)
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
     branch = yield Event.EVAL_END, branch
     return state.replace(metrics=branch.metrics, algorithm_state=branch.algorithm_state, event=None)
 
 
-def _values(metrics: Sequence[Metric], accumulated: dict[str, Any], label: str) -> FrozenDict[str, Any]:
+def _values(
+    metrics: Sequence[Metric], accumulated: dict[str, Any], state: State, stages: Stages
+) -> FrozenDict[str, Any]:
     """What the metrics come to; an error of one of them names it."""
+    label, guard = state.evaluator, _guard_of_metrics(state, stages)
     values: dict[str, Any] = {}
     for metric in metrics:
-        with noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}"):  # noqa: B023
+        about = noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}")  # noqa: B023
+        with about, guard(metric):
             values[metric.name] = metric.compute(accumulated[metric.name])
     return FrozenDict(values)
 
@@ -113,7 +124,17 @@ def _measure(
     if any(metric.of_loss for metric in metrics):
         measured = weighed_loss(stages.validation_loss(branch, **options), stages.task, branch.microbatch)
     outputs = detached(branch.outputs) if options else branch.outputs
-    return updated(metrics, accumulated, outputs, measured, branch.microbatch)
+    guard = _guard_of_metrics(branch, stages)
+    return updated(metrics, accumulated, outputs, measured, branch.microbatch, guard=guard)
+
+
+def _guard_of_metrics(state: State, stages: Stages) -> Callable[[Metric], AbstractContextManager[None]]:
+    """What a metric is called in: a user's may draw from global generators."""
+
+    def guard(metric: Metric) -> AbstractContextManager[None]:
+        return stages.guard(state, ("metric", metric.name)) if is_users(metric) else nullcontext()
+
+    return guard
 
 
 def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
@@ -142,7 +163,8 @@ def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) ->
             if metric.of_loss:
                 continue
             try:
-                metric.update(metric.init(), detached(state.outputs), state.microbatch)
+                with _guard_of_metrics(state, stages)(metric):
+                    metric.update(metric.init(), detached(state.outputs), state.microbatch)
             except Exception as error:
                 kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
                 reason = str(error) or type(error).__name__
@@ -185,6 +207,7 @@ def predict(
             if ready is None:
                 break
             state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
+            stages.place.batch = number
             state = yield Event.PREDICT_BATCH_START, state
             state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
             if gradients:
@@ -196,5 +219,6 @@ def predict(
                 state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
             state = yield Event.PREDICT_AFTER_FORWARD, state
             state = yield Event.PREDICT_BATCH_END, state
+    stages.place.clear()
     stages.engine.barrier(state, Event.PREDICT_END)
     return (yield Event.PREDICT_END, outside_batch(state))

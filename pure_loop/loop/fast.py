@@ -67,12 +67,14 @@ class Observed:
         attached: the events with an algorithm or a callback.
         events: those of the run's order; None: all.
         donating: whether references are counted before memory is written to.
+        checking: whether it is checked at first that the loop's body changes no State.
     """
 
     watch: frozenset[Event] | None
     attached: frozenset[Event]
     events: frozenset[Event] | None = None
     donating: bool = False
+    checking: bool = False
 
     def lists(self, event: Event) -> bool:
         """Whether the run's order has this event."""
@@ -440,7 +442,17 @@ class _Text:
             self.forget()
             self.was_observed = True
         if yields:
-            self.write(f"yield {event.name}, state")
+            if observed.checking:
+                self.write(
+                    f"if {event.name} in run.unchecked:\n"
+                    f"    run.before_body({event.name}, state)\n"
+                    f"    yield {event.name}, state\n"
+                    f"    run.after_body({event.name}, state)\n"
+                    f"else:\n"
+                    f"    yield {event.name}, state"
+                )
+            else:
+                self.write(f"yield {event.name}, state")
             if observed.watch is not None:
                 self.write("run.last_yielded = ref(state)")
             if event in (_INSPECTED if observed.watch is None else {Event.BATCH_END}) and observed.donating:

@@ -1,34 +1,34 @@
-"""``strict=True``: runtime checks of the event order and of immutability; errors name the offender.
+"""Runtime checks of a stream: that no State is changed in place, and the order of events; errors name the author.
 
-The order of events is held against the specification; every tensor of a State is compared, by value,
-before and after an algorithm, a callback, the loop's body or the loop's own computation had it (the
-version counters of tensors miss what fused kernels, ``.data`` and BatchNorm write); and algorithms
-may not draw from the global random generators of torch (the CPU's), Python and NumPy, and a forward or loss only from
-those that are seeded for it, while no other thread does. It copies every State, so it is for tests and for the first
-steps of a new algorithm.
+Every tensor of a State is compared, by value, before and after an algorithm, a callback, the loop's body, a forward or
+a loss had it (the version counters of tensors miss what fused kernels, ``.data`` and BatchNorm write). By default the
+first two batches are checked and the first event of each kind; ``strict=True`` checks all events, all computations and
+the order of events.
+
+No reference to a tensor is kept for it, and only small tensors are copied; of large ones there are sums of their bits.
+So the update of a checked batch writes in place as any other does, and takes no more memory.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import ref
 
+import attrs
 import optree
-import torch
-from torch import Tensor
 
-from pure_loop._internal.dtensor import local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
+from pure_loop.loop.bits import Digest, digest
 from pure_loop.state import State
 
 if TYPE_CHECKING:
+    from pure_loop.algorithm import Handler
     from pure_loop.order import Checker
 
-__all__ = ["Strict", "dense_parts", "same"]
+__all__ = ["Strict"]
 
 # The stage that runs after each event.
 _COMPUTED_AFTER: dict[Event | None, str] = {
@@ -42,128 +42,220 @@ _COMPUTED_AFTER: dict[Event | None, str] = {
 }
 
 
-class Strict:
-    """The checks of one stream."""
+# Events of which a batch has one or more, besides those of its evaluations.
+_OF_A_BATCH = frozenset(
+    {
+        *(Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH),
+        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        Event.BATCH_CHECKPOINT,
+    }
+)
+_COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # whose timestamp counts their batch
+# Computations with code of the user's, and the event after them. They write to no memory of a State; an update may.
+_OF_USERS = {
+    Event.BEFORE_FORWARD: Event.AFTER_FORWARD,
+    Event.BEFORE_LOSS: Event.AFTER_LOSS,
+    Event.EVAL_BEFORE_FORWARD: Event.EVAL_AFTER_FORWARD,
+    Event.EVAL_AFTER_FORWARD: Event.EVAL_BATCH_END,
+    Event.PREDICT_BEFORE_FORWARD: Event.PREDICT_AFTER_FORWARD,
+}
 
-    def __init__(self, checker: Checker | None) -> None:
-        self._checker = checker
-        self._given: list[tuple[Any, Any]] = []
-        self._random: tuple[Tensor, Any, bytes] | None = None
+
+class Strict:
+    """The checks of one stream.
+
+    Args:
+        checker: what the events are held against; None: their order is free.
+        observed: the events at which there is an algorithm, a callback or the loop's body.
+        always: whether all events are checked; False: the first event of each kind.
+        batches: and all events in so many batches.
+
+    Attributes:
+        always: the argument.
+        handled: the events whose next algorithms and callbacks are checked.
+        yielded: the events after which the loop's body is checked.
+    """
+
+    def __init__(
+        self,
+        checker: Checker | None = None,
+        *,
+        observed: Collection[Event] = frozenset(Event),
+        always: bool = True,
+        batches: int = 0,
+    ) -> None:
+        self._checker, self.always = checker, always
+        self._in_batches = _OF_A_BATCH if batches else frozenset[Event]()
+        self._batches = batches
+        self.handled, self.yielded = set(observed), set(observed)
+        self._computed = frozenset(
+            event for event in Event if always or (event in observed and _OF_USERS.get(event) in observed)
+        )
+        self._first_batch: int | None = None
+        self._is_due = always
+        # By event: the handlers that have a `when` which has not been true yet.
+        self._uncalled: dict[Event, set[int]] = {}
+        # The value of a State, which State that is, and whether it is passed on and to be compared.
+        self._value: Value | None = None
+        self._valued: Callable[[], State | None] = _no_state
+        self._is_out = False
+        # A State that a computation has, and its event.
+        self._computing: tuple[State, Event] | None = None
 
     @classmethod
-    def of_order(cls, order: Literal["current", "2021"], *, loaded: bool = False) -> Strict:
-        """Checks that hold the events against an order as well."""
+    def of(
+        cls,
+        strict: bool | None,
+        watch: Collection[Event] | None,
+        attached: Collection[Event],
+        *,
+        order: Literal["current", "2021"] | None = None,
+        loaded: bool = False,
+        batches: int = 0,
+    ) -> Strict | None:
+        """The checks that an argument ``strict`` asks for.
+
+        Args:
+            strict: True: all events; None: the first ones; False: none.
+            watch: the events that the loop's body is given; None: all.
+            attached: those with an algorithm or a callback.
+            order: with ``True`` the events are held against it, too; None: their order is free.
+            loaded: whether they begin with those of a checkpoint.
+            batches: how many batches are among the first events.
+        """
+        if strict is None:
+            observed = frozenset(Event) if watch is None else {*watch, *attached}
+            return cls(observed=observed, always=False, batches=batches)
+        if not strict:
+            return None
+        if order is None:
+            return cls()
         from pure_loop.order import Checker
 
         return cls(Checker(order, loaded=loaded))
 
     def advance(self, event: Event) -> None:
-        """
+        """The script has come to this event.
+
         Raises:
             OrderError: the event may not come here.
+            ImpurityError: what was computed since the last event wrote to its State.
         """
+        if self._computing is not None:
+            (state, before), self._computing = self._computing, None
+            self.take_back(state, _COMPUTED_AFTER.get(before, "the computation that followed"), before)
         if self._checker is not None:
             self._checker.advance(event)
 
+    def begin(self, event: Event, state: State, handlers: Sequence[Handler]) -> None:
+        """Before the algorithms and callbacks of an event in ``handled``."""
+        self._is_due = self.always or self._is_among_first(event, state)
+        if event not in self._uncalled:
+            self._uncalled[event] = {id(handler) for handler in handlers if handler.when is not None}
+
+    def end(self, event: Event) -> None:
+        """After the algorithms and callbacks of an event in ``handled``."""
+        if not self.always and not self._uncalled[event] and not (self._is_due and event in self._in_batches):
+            self.handled.discard(event)
+
+    def before_handler(self, state: State, handler: Handler, event: Event) -> None:
+        """Before an algorithm is called."""
+        uncalled = self._uncalled[event]
+        if self._is_due or id(handler) in uncalled:
+            self.hand_over(state)
+        uncalled.discard(id(handler))
+
+    def before_observer(self, state: State) -> None:
+        """Before a callback is called."""
+        if self._is_due:
+            self.hand_over(state)
+
+    def before_body(self, state: State, event: Event) -> None:
+        """Before the loop's body is given an event in ``yielded``."""
+        if self.always or self._is_among_first(event, state):
+            self.hand_over(state)
+        else:
+            self.yielded.discard(event)
+
+    def after_body(self, state: State, event: Event) -> None:
+        """
+        Raises:
+            ImpurityError: the loop's body changed its State.
+        """
+        self.take_back(state, "the loop's body", event)
+        if not self.always and event not in self._in_batches:
+            self.yielded.discard(event)
+
+    def before_computation(self, state: State, event: Event) -> None:
+        """Before the script goes on after an event that is observed."""
+        if event in self._computed and (event in self.handled or event in self.yielded):
+            self.hand_over(state)
+            self._computing = (state, event)
+
+    def _is_among_first(self, event: Event, state: State) -> bool:
+        if event not in self._in_batches:
+            return True
+        number = state.timestamp.batch - (event in _COUNTED)
+        if self._first_batch is None:
+            self._first_batch = number
+        return number < self._first_batch + self._batches
+
     def hand_over(self, state: State) -> None:
         """Remember a State by value before it is passed on."""
-        leaves: list[Any] = optree.tree_leaves(cast(Any, state), namespace=NAMESPACE)
-        # Of tensors in parts the part: only this rank may be looking.
-        self._given = [
-            (leaf, local_tensor(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf) for leaf in leaves
-        ]
+        if self._value is None or self._valued() is not state:
+            self._value, self._valued = _value_of(state), ref(state)
+        self._is_out = True
 
-    def take_back(self, state: State, holder: str, event: Event | None) -> None:
+    def take_back(self, state: State, holder: str, event: Event) -> None:
         """
         Raises:
-            ImpurityError: a tensor of the State changed; names the leaf and the code that had it.
+            ImpurityError: something in the State has changed since :meth:`hand_over`; names the leaf and the author.
         """
-        value, self._given = self._given, []
-        for index, (leaf, before) in enumerate(value):
-            if isinstance(leaf, Tensor) and not same(leaf, before):
-                path = _path(state, index)
-                raise ImpurityError(
-                    f"{holder} changed {path} in place, at or after {event.name if event else 'no event'}: it was "
-                    f"{_short(before)} and is {_short(leaf)}. A State never changes: compute a new tensor "
-                    "(`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with state.replace(...)."
-                )
-
-    def after_computation(self, state: State, event: Event | None) -> None:
-        """
-        Raises:
-            ImpurityError: what the script did after this event wrote to the State.
-        """
-        self.take_back(state, _COMPUTED_AFTER.get(event, "the computation that followed"), event)
-
-    def before_handler(self, state: State) -> None:
-        self.hand_over(state)
-        self._random = _random_state()
-
-    def after_handler(self, state: State, name: str, event: Event) -> None:
-        """
-        Raises:
-            ImpurityError: the algorithm wrote to its State, or drew from a global generator.
-        """
-        self.take_back(state, f"algorithm {name!r}", event)
-        assert self._random is not None
-        now = _random_state()
-        before = self._random
-        numpy_drew = bool(before[2]) and before[2] != now[2]  # NumPy itself may be loaded by the handler
-        if not torch.equal(before[0], now[0]) or before[1] != now[1] or numpy_drew:
-            raise ImpurityError(
-                f"algorithm {name!r} drew from a global random generator at {event.name}, so it can't be replayed: "
-                "draw from pl.random.generator(state.seed, name, state.timestamp.batch)."
-            )
+        if not self._is_out:
+            return
+        before, now = self._value, _value_of(state)
+        self._is_out = False
+        if before is None or now == before:
+            return
+        self._value = None
+        raise ImpurityError(
+            f"{holder} changed {_difference(state, before, now, f'in place, at or after {event.name}')}. A State never "
+            "changes: compute a new tensor (`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with "
+            "state.replace(...)."
+        )
 
 
-def _random_state() -> tuple[Tensor, Any, bytes]:
-    numpy: Any = sys.modules.get("numpy")
-    # Reading .random loads it if nothing has yet: loaded by a handler, it would seem to have been drawn from there.
-    drawn = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
-    return torch.get_rng_state(), random.getstate(), drawn
+@attrs.frozen
+class Value:
+    """What a State is like, without a reference to its tensors.
 
-
-def same(a: Any, b: Any) -> bool:
-    """Equal by value: bitwise for tensors, with NaN equal to itself; ``==`` for everything else.
-
-    >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    True
+    Attributes:
+        sizes: how many leaves each of its fields has.
+        leaves: the digest of each leaf; None: it is neither a tensor nor an array.
     """
-    a, b = local_tensor(a), local_tensor(b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            return False
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
-            return False
-        return all(map(_same_numbers, dense_parts(a.detach()), dense_parts(b.detach())))
-    if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
-        return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
-    return bool(a == b)
+
+    sizes: list[int]
+    leaves: list[Digest | None]
 
 
-def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+def _no_state() -> None:
+    """A reference to a State, before there is one."""
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors that have all numbers of this one: its indices and values where it is sparse."""
-    layout = tensor.layout
-    if tensor.is_meta:
-        return []
-    if layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor if layout is torch.strided else tensor.to_dense()]
+def _value_of(state: State) -> Value:
+    leaves, spec = optree.tree_flatten(cast(Any, state), namespace=NAMESPACE)
+    return Value([child.num_leaves for child in spec.children()], list(map(digest, leaves)))
 
 
-def _path(state: State, index: int) -> str:
-    accessors = optree.tree_accessors(cast(Any, state), namespace=NAMESPACE)
-    return accessors[index].codify("state")
-
-
-def _short(tensor: Tensor) -> str:
-    flat = local_tensor(tensor).detach().to_dense().flatten()
-    return f"{flat[:3].tolist()}{'...' if flat.numel() > 3 else ''}"
+def _difference(state: State, before: Value, now: Value, where: str) -> str:
+    """The first leaf that differs, or the field that has another number of them."""
+    if before.sizes != now.sizes:
+        names = optree.tree_structure(cast(Any, state), namespace=NAMESPACE).entries()
+        fields = zip(names, before.sizes, now.sizes, strict=True)
+        name, size_before, size_now = next(item for item in fields if item[1] != item[2])
+        return f"state.{name} {where}: it had {size_before} values and has {size_now}"
+    pairs = enumerate(zip(before.leaves, now.leaves, strict=True))
+    index, one, other = next((index, one, other) for index, (one, other) in pairs if one != other)
+    path = optree.tree_accessors(cast(Any, state), namespace=NAMESPACE)[index].codify("state")
+    return f"{path} {where}: it was {one or 'no tensor'} and is {other or 'no tensor'}"

@@ -10,6 +10,7 @@ the consumer, and sends it back. The scripts here read as the specification in :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
@@ -26,6 +27,7 @@ from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_silently, run_unwatched
 from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
+from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.state import State, fresh_draft_of, outside_batch, with_fields
 from pure_loop.time import Time, TimeUnit
@@ -186,6 +188,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         last, weight = index == count - 1, weights.shares[index]
         buffers, model = state.buffers, state.model
         piece = pieces[min(index, len(pieces) - 1)]
+        stages.place.microbatch = index
         state = yield Event.BEFORE_FORWARD, with_fields(state, microbatch=piece, outputs=None, loss=None)
         if between is not None:
             state = yield from between(state, index, last, weight)
@@ -203,6 +206,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(state.loss)
+    stages.place.clear()
     mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
         loss = state.loss
@@ -382,9 +386,14 @@ def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]
         if fit.stages.donation is not None:
             fit.stages.donation.seen = True  # a function of the user's is shown the State
         state = without_metrics(state, {evaluator.label for evaluator in fit.evaluators})
-    if event is Event.FIT_END:
-        return [evaluator for evaluator in fit.evaluators if evaluator.due_at_end(state)]
-    return [evaluator for evaluator in fit.evaluators if evaluator.due(state, event)]
+    due = []
+    for evaluator in fit.evaluators:
+        users = is_users(evaluator.interval)
+        at = with_fields(state, event=event) if users else state
+        with fit.stages.guard(at, ("interval", evaluator.label)) if users else nullcontext():
+            if evaluator.due_at_end(state) if event is Event.FIT_END else evaluator.due(state, event):
+                due.append(evaluator)
+    return due
 
 
 def current(state: State, fit: Fit, event: Event) -> State:

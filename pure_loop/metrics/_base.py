@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import attrs
@@ -12,6 +13,7 @@ import torch
 from pure_loop._internal.reprs import call
 from pure_loop._internal.weights import is_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.random.guards import is_users
 
 __all__ = ["Metric"]
 
@@ -73,8 +75,15 @@ class Metric:
             chosen = model_outputs if outputs is None else outputs(model_outputs)
             return update(accumulator, chosen, batch if targets is None else (None, targets(batch)))
 
+        if is_users((outputs, targets)):
+            on_parts.__module__ = "__main__"  # what it calls is the user's
         result = attrs.evolve(self, update=on_parts)
         return result.made_by(self._factory, self._settings) if self._factory else result
+
+    @property
+    def parts_of_code(self) -> tuple[Any, ...]:
+        """What is called when it measures: its functions, and those that its factory was passed."""
+        return (self.init, self.update, self.compute, self.merge, *self._settings.values())
 
     def made_by(self, factory: str, settings: Mapping[str, Any]) -> Metric:
         """The same metric, which says by which call it was made."""
@@ -112,7 +121,13 @@ def quotient(accumulator: tuple[Any, Any]) -> Any:
 
 
 def updated(
-    metrics: Sequence[Metric], before: Mapping[str, Any], outputs: Any, measured: tuple[Any, Any] | None, batch: Any
+    metrics: Sequence[Metric],
+    before: Mapping[str, Any],
+    outputs: Any,
+    measured: tuple[Any, Any] | None,
+    batch: Any,
+    *,
+    guard: Callable[[Metric], AbstractContextManager[None]] = lambda metric: nullcontext(),
 ) -> dict[str, Any]:
     """The accumulators after one microbatch, by name.
 
@@ -122,14 +137,16 @@ def updated(
         outputs: those of the microbatch.
         measured: its loss and weight; None where no metric is of the loss.
         batch: the microbatch.
+        guard: what a metric is called in.
     """
     # What is a mean over nothing is left out. Where only a device knows whether it is, its loss is 0.
     nothing = measured is not None and is_number(measured[1]) and measured[1] == 0
     result = {}
     for metric in metrics:
-        old = before[metric.name] if metric.name in before else metric.init()
-        value = measured if metric.of_loss else outputs
-        result[metric.name] = old if nothing and metric.of_loss else metric.update(old, value, batch)
+        with guard(metric):
+            old = before[metric.name] if metric.name in before else metric.init()
+            value = measured if metric.of_loss else outputs
+            result[metric.name] = old if nothing and metric.of_loss else metric.update(old, value, batch)
     return result
 
 

@@ -225,7 +225,7 @@ class Passes:
         last = marker(self.place)
         table = {event: (*observed.get(event, ()), last) for event in Event}
         events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
-        strict = Strict(None) if self.assembly.settings.strict else None
+        strict = None if self.place.fake else Strict()
         pairs = run_script(script, handlers, table, closers, stages=fit.stages, events=events, strict=strict)
         return stream_of(pairs, self.assembly.settings.deterministic)
 

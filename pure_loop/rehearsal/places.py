@@ -13,6 +13,7 @@ from pure_loop._internal.shapes_only import needs_numbers
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, refuse_return
+from pure_loop.errors import ImpurityError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.contract import check_returned
@@ -51,6 +52,8 @@ class Place:
         if self.fake and needs_numbers(error):
             self.skip(f"{phase or self.phase}: it needs numbers, which tensors don't have with fake=True ({error}).")
             return
+        if isinstance(error, ImpurityError):  # found after the code that it names, in whatever phase that is
+            phase = "purity"
         if all(error is not known for _, known in self.failures):
             self.failures.append(((phase or self.phase) + self.note, error))
 

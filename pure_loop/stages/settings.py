@@ -17,6 +17,7 @@ from pure_loop.donation.donation import Donation
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
+from pure_loop.random.guards import Place, guard
 from pure_loop.random.seeds import derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.host_draws import Checked, Observed, SeededHosts, may_use_rng
@@ -50,6 +51,7 @@ class StageSettings:
     engine: Engine = ONE_RANK
     donation: Donation | None = None
     strict: bool = False
+    place: Place = attrs.field(factory=Place, repr=False, eq=False)
     # By stage: whether its code draws from Python's or NumPy's global generator, as far as that is known.
     host_draws: dict[str, bool] = attrs.field(init=False, factory=dict, repr=False, eq=False)
     # Whether complete gradients are clipped or measured.
@@ -137,6 +139,10 @@ class StageSettings:
             return [task.loss.loss if isinstance(task.loss, OnTargets) else task.loss]
         functions = [task.forward] if task.validate is None or stage != "validate" else [task.validate]
         return [state.model.skeleton, *functions]
+
+    def guard(self, state: State, path: tuple[str | int, ...]) -> AbstractContextManager[None]:
+        """Seeds the global generators for code of the user's that is called at an event."""
+        return guard(state, path, self.place)
 
     def seed_of(self, state: State, stage: str, index: int) -> int:
         """The seed of a stage's random numbers, in a microbatch of this number."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
 
 from pure_loop.algorithm import Algorithm, bind
 from pure_loop.event import Event
+from pure_loop.random.guards import guard, is_users
 from pure_loop.state import State
 from pure_loop.testing.subject import Subject
 from pure_loop.testing.violation import moment
@@ -42,16 +44,22 @@ class Call:
 
     def __call__(self) -> Any:
         """Call the function as the loop would."""
-        return self.function(self.state, *self.rest)
+        return self._drawing(self.function)
+
+    def _drawing(self, function: Callable[..., Any]) -> Any:
+        """Call it with the global generators seeded, as the loop does for code of the user's."""
+        path = (self.kind, self.algorithm, self.index)
+        with guard(self.state.replace(event=self.event), path) if is_users(function) else nullcontext():
+            return function(self.state, *self.rest)
 
     def of(self, fresh: Sequence[Algorithm]) -> Any:
         """Call the same function of other instances."""
         algorithm = fresh[self.position]
         if self.kind == "handler":
-            return algorithm.handlers[self.event][self.index](self.state, *self.rest)
+            return self._drawing(algorithm.handlers[self.event][self.index])
         function = algorithm.init if self.kind == "init" else algorithm.when
         assert function is not None
-        return function(self.state)
+        return self._drawing(function)
 
     @property
     def name(self) -> str:

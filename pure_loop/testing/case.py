@@ -150,6 +150,7 @@ class Case:
             "batches_per_step": plan.batches_per_step,
             "iteration_length": plan.iteration_length,
             "order": plan.order,
+            "strict": False,  # laws compare by themselves
             # A simulated clock: each batch takes the plan's seconds_per_batch.
             "clock": itertools.count(0.0, plan.seconds_per_batch).__next__,
         }

@@ -114,21 +114,21 @@ def keeps_an_alias_and_writes_to_it_later() -> Algorithm:
     )
 
 
-def draws_from_the_global_generator() -> Algorithm:
-    @pl.algorithm(Event.BATCH_START)
+def draws_from_the_operating_system() -> Algorithm:
+    @pl.algorithm(Event.AFTER_LOSS)
     def jitter(state: State) -> State:
-        torch.rand(1)
-        return state
+        return state.replace(loss=_times(state.loss, 1.0 + os.urandom(4)[0] / 1000 + os.urandom(4)[1] / 7000))
 
     return jitter
 
 
-def looks_at_the_global_generator() -> Algorithm:
-    """It draws nothing, but what it gives depends on what others drew."""
+def draws_from_a_generator_of_its_own() -> Algorithm:
+    """Its state is nowhere in the State; the global generators would have been seeded."""
+    own = torch.Generator()
 
     @pl.algorithm(Event.AFTER_LOSS)
     def jitter(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 + torch.initial_seed() % 7 / 100))
+        return state.replace(loss=_times(state.loss, 1.0 + float(torch.rand((), generator=own)) / 10))
 
     return jitter
 
@@ -430,8 +430,8 @@ WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
     steps_with_a_fused_kernel: "purity",
     lends_its_memory_to_batchnorm: "purity",
     keeps_an_alias_and_writes_to_it_later: "purity",
-    draws_from_the_global_generator: "purity",
-    looks_at_the_global_generator: "purity",
+    draws_from_the_operating_system: "purity",
+    draws_from_a_generator_of_its_own: "memory",
     leaks_gradients: "purity",
     leaves_grad_mode_off: "purity",
     hooks_a_tensor: "purity",

@@ -198,18 +198,6 @@ def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
     assert after.outputs["logits"].grad_fn is None
 
 
-def test_strict_notices_draws_from_numpy() -> None:
-    numpy = pytest.importorskip("numpy")
-
-    @pl.algorithm(Event.BATCH_START)
-    def draw(state: pl.State) -> pl.State:
-        numpy.random.rand()
-        return state
-
-    with pytest.raises(pl.ImpurityError, match="algorithm 'draw' drew from a global random generator"):
-        pl.run(fit(algorithms=[draw], strict=True))
-
-
 def test_inference_mode_around_training_is_named() -> None:
     with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
         pl.run(fit())

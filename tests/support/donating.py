@@ -16,7 +16,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.donation import donation
-from pure_loop.loop.strict import same
+from pure_loop.loop.bits import same
 from tests.support import streams as sameness
 
 NAMESPACE = "pure_loop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -42,9 +43,9 @@ class Writes(pl.Callback):
         state.params["bias"].data.mul_(1.5)
 
 
-class Draws(pl.Callback):
+class SetsAVariable(pl.Callback):
     def batch_end(self, state: pl.State, logger: Any) -> None:
-        torch.rand(1)
+        os.environ["PURE_LOOP_BATCH"] = str(state.timestamp.batch)
 
 
 class NeedsTheStart(pl.Callback):
@@ -89,7 +90,7 @@ WRONG: dict[Callable[[], Any], str] = {
     Raises: "completion",
     Returns: "completion",
     Writes: "purity",
-    Draws: "purity",
+    SetsAVariable: "purity",
     MovesTheSeed: "purity",
     NeedsTheStart: "joining",
     LeavesAThread: "closing",
@@ -110,6 +111,7 @@ def test_exactly_the_intended_law_catches_the_callback(make: Callable[[], Any], 
         with pytest.raises(LawViolation, match=f"{law} does not hold"):
             exec(violation.code, {})
     finally:
+        os.environ.pop("PURE_LOOP_BATCH", None)
         while LeavesAFile.kept:
             LeavesAFile.kept.pop().close()
 

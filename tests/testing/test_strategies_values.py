@@ -16,7 +16,7 @@ import pure_loop as pl
 from pure_loop.algorithm import Composition
 from pure_loop.data.batch import num_samples, split
 from pure_loop.event import Event
-from pure_loop.loop.strict import same
+from pure_loop.loop.bits import same
 from pure_loop.order import BOUNDARIES, check, expected, going_on
 from pure_loop.testing._compositions import ALGORITHMS
 from pure_loop.testing._plans import plans_with

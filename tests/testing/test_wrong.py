@@ -218,13 +218,3 @@ def test_strict_names_an_optimizer_a_loss_and_a_metric() -> None:
     val = pl.Evaluator([(-torch.ones(3, 2), torch.ones(3, 1))], metrics=[worst])
     with pytest.raises(pl.ImpurityError, match=r"^a metric changed state\.outputs"):
         fit(loss=torch.nn.functional.mse_loss, evaluators=val)
-
-
-def test_strict_names_an_algorithm_that_draws_from_the_global_generator() -> None:
-    @pl.algorithm(Event.BATCH_START)
-    def jitter(state: pl.State) -> pl.State:
-        torch.rand(1)
-        return state
-
-    with pytest.raises(pl.ImpurityError, match="algorithm 'jitter' drew from a global random generator at BATCH_START"):
-        CASE.run([jitter], strict=True)

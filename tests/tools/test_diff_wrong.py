@@ -98,7 +98,8 @@ WRONG: dict[Any, Where] = {
     algorithms.writes_through_data: ("AFTER_TRAIN_BATCH", 0, "decay", "grads/0.weight"),
     algorithms.steps_with_a_fused_kernel: ("AFTER_TRAIN_BATCH", 0, "step", "params/0.weight"),
     algorithms.lends_its_memory_to_batchnorm: ("BATCH_END", 1, "statistics", "algorithm_state/statistics/0"),
-    algorithms.looks_at_the_global_generator: ("AFTER_LOSS", 0, "jitter", "loss"),
+    algorithms.draws_from_the_operating_system: ("AFTER_LOSS", 0, "jitter", "loss"),
+    algorithms.draws_from_a_generator_of_its_own: ("AFTER_LOSS", 0, "jitter", "loss"),
     # The hook is no part of the State; what it does is.
     algorithms.hooks_a_tensor: ("AFTER_BACKWARD", 0, "backward", "grads/0.weight"),
     # That of the second microbatch.
@@ -124,7 +125,6 @@ WRONG: dict[Any, Where] = {
 # Of these all States are what they are without them: where they differ, with the reason.
 UNSEEN: dict[Any, str] = {
     algorithms.keeps_an_alias_and_writes_to_it_later: "it writes to a State of the past, and to none after it",
-    algorithms.draws_from_the_global_generator: "the run draws from generators of its own",
     algorithms.leaks_gradients: "gradients in the attribute of a tensor are not part of its value",
     algorithms.leaves_grad_mode_off: "the mode is a setting of the process",
     algorithms.remembers_a_graph: "the graph of a tensor is not part of its value",

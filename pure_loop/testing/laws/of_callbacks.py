@@ -11,12 +11,14 @@ import gc
 import multiprocessing
 import os
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pure_loop as pl
 from pure_loop.callback import Callback
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, expected, expected_evaluate, expected_predict
+from pure_loop.random.guards import guard
 from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Case, Fit
@@ -40,8 +42,9 @@ def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
             last = state
         same_events(events, expected(case.plan), "the order of events")
         loss = case.problem.loss
-        evaluated = [event for event, _ in pl.evaluate(last, {"test": data}, loss=loss, **subject.arguments())]
-        predicted = [event for event, _ in pl.predict(last, data, **subject.arguments())]
+        arguments: dict[str, Any] = {"loss": loss, "strict": False}  # the law `purity` compares
+        evaluated = [event for event, _ in pl.evaluate(last, {"test": data}, **arguments, **subject.arguments())]
+        predicted = [event for event, _ in pl.predict(last, data, strict=False, **subject.arguments())]
     except LawViolation:
         raise
     except Exception as error:
@@ -61,7 +64,8 @@ def purity(subject: CallbackSubject, case: Case, fit: Fit) -> None:
         for handler in table.get(event, ()):
             subject.fired[subject.name, event] += 1
             snapshot, around = Snapshot(state), Surroundings()
-            handler.observe(event, state)
+            with nullcontext() if handler.path is None else guard(state, handler.path):
+                handler.observe(event, state)
             changed, difference = around.changed(), snapshot.changed()
             at = moment(state)
             if difference is not None:

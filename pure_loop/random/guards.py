@@ -1,0 +1,111 @@
+"""Guards of code that is neither torch's nor this library's: it draws from the global generators by its position.
+
+A handler of an algorithm, a callback or a metric may draw from any global generator: torch's, Python's, NumPy's. They
+are seeded before it is called and put back afterwards, so that what it draws depends on nothing but the seed of the
+run, the event and its name. Code of the library draws from generators of its own, so nothing is done for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from pure_loop.random.seeds import derive, seeded_all
+
+if TYPE_CHECKING:
+    from pure_loop.event import Event
+    from pure_loop.state import State
+    from pure_loop.time import Timestamp
+
+__all__ = ["Place", "guard", "is_users", "seed_at"]
+
+# Code of these draws from no global generator, or is seeded where it is called.
+_OURS = frozenset({"attr", "attrs", "builtins", "optree", "pure_loop", "torch"})
+# Stands for code of the user's.
+_LIKE_USERS = "pure_loop.testing"
+
+
+def is_users(code: Any) -> bool:
+    """Whether a function, a class or an object is neither torch's nor the library's, by the module that it comes from.
+
+    Of an object of the library's ``parts_of_code``, if it has any, are what it calls.
+
+    >>> import random, torch
+    >>> is_users(torch.nn.functional.relu), is_users(torch.nn.Linear(1, 1))
+    (False, False)
+    >>> is_users(random.shuffle), is_users(partial(random.shuffle))
+    (True, True)
+    """
+    while isinstance(code, partial):
+        code = code.func
+    if isinstance(code, tuple | list):
+        return any(map(is_users, code))
+    parts = getattr(code, "parts_of_code", None)
+    if isinstance(parts, tuple) and any(map(is_users, parts)):
+        return True
+    if isinstance(code, FunctionType | type):
+        module = code.__module__
+    elif isinstance(code, BuiltinFunctionType):
+        owner = code.__self__
+        module = getattr(owner, "__name__", None) or type(owner).__module__
+    else:
+        owner, function = getattr(code, "__self__", None), getattr(code, "__func__", None)
+        if function is not None:  # a method
+            return is_users(function) or is_users(owner if isinstance(owner, type) else type(owner))
+        module = type(code).__module__
+    root = module.partition(".")[0]
+    return root not in _OURS or module == _LIKE_USERS or module.startswith(f"{_LIKE_USERS}.")
+
+
+class Place:
+    """Which batch of an evaluation and which microbatch are under way: what a State does not say.
+
+    Attributes:
+        batch: of the evaluation or prediction; 0 in training.
+        microbatch: of the batch.
+    """
+
+    __slots__ = ("batch", "microbatch")
+
+    def __init__(self) -> None:
+        self.batch = self.microbatch = 0
+
+    def clear(self) -> None:
+        """Nothing is under way."""
+        self.batch = self.microbatch = 0
+
+
+def seed_at(
+    seed: int,
+    path: tuple[str | int, ...],
+    event: Event | None,
+    timestamp: Timestamp,
+    *,
+    evaluator: str | None = None,
+    batch: int = 0,
+    microbatch: int = 0,
+) -> int:
+    """The seed of code of the user's where a stream is; the same on all ranks.
+
+    Args:
+        seed: of the run.
+        path: what code it is: its kind, its name, its number.
+        event, timestamp, evaluator: those of the State that it is called with.
+        batch, microbatch: those of a :class:`Place`.
+    """
+    at = "" if event is None else event.value
+    return derive(seed, *path, at, timestamp.epoch, timestamp.batch, evaluator or "", batch, microbatch)
+
+
+def guard(state: State, path: tuple[str | int, ...], place: Place | None = None) -> AbstractContextManager[None]:
+    """Seeds the global generators for code of the user's, and puts them back.
+
+    Args:
+        state: the one that the code is called with.
+        path: what code it is.
+        place: the batch and microbatch; None: a script of the user's runs.
+    """
+    numbers = {} if place is None else {"batch": place.batch, "microbatch": place.microbatch}
+    return seeded_all(seed_at(state.seed, path, state.event, state.timestamp, evaluator=state.evaluator, **numbers))
