@@ -195,7 +195,8 @@ def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> Froze
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those with a number that isn't finite; waits for the device, once."""
+    """Those with a number that isn't finite; waits for the device, once. Tensors without numbers have none."""
+    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     flags = [widened(local_tensor(tensor)).isfinite().all() for tensor in tensors.values()]
     finite = torch.stack(flags).tolist() if flags else []
     return {name: tensors[name] for name, all_of_it in zip(tensors, finite, strict=True) if not all_of_it}

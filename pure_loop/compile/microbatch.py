@@ -170,7 +170,7 @@ def _segment_from(compiler: Compiler, begin: int) -> MicrobatchSegment:
             fields=_fields(compiler, steps, _CHANGED[:3]),
             program=_program(steps),
             empty=all(isinstance(step, Event) and step not in compiler.stages.handlers for step in steps),
-            begins_with_leaves="forward" in steps,
+            begins_with_leaves="forward" in [step for step in steps if not isinstance(step, Event)],
         )
     return result
 

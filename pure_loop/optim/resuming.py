@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._text import one_line
 from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.names import aligned
@@ -90,7 +91,13 @@ def keys_of(opt_state: Any) -> str:
     """What an ``opt_state`` holds, for messages."""
     if not isinstance(opt_state, dict):
         return type(opt_state).__name__
-    return ", ".join(map(str, opt_state)) or "nothing"
+    keys = [one_line(str(key)[:_LONGEST]) for key in opt_state]
+    more = f" and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
+    return f"{', '.join(keys[:_MOST])}{more}" or "nothing"
+
+
+# Of the keys in a file, which a stranger may have written: how many are listed, and characters of each.
+_MOST, _LONGEST = 10, 80
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -147,8 +147,10 @@ def test_two_callbacks_of_one_class_are_two() -> None:
 
     one, two = Counter(1), Counter(10)
     memory = pl.loggers.InMemoryLogger(), pl.loggers.InMemoryLogger()
-    pl.run(fit(callbacks=[one, two, pl.callbacks.SpeedMonitor(2), pl.callbacks.SpeedMonitor(3)], loggers=memory))
+    rates = [pl.callbacks.LRMonitor(name="one"), pl.callbacks.LRMonitor(name="two")]
+    pl.run(fit(callbacks=[one, two, *rates], loggers=memory))
     assert (one.count, two.count) == (6, 60)
+    assert memory[0].series("one") == memory[1].series("two")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5400.0), ("90s", 90.0), ("1h30m", 5400.0), ("1d2h", 93600.0)])

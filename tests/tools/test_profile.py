@@ -129,6 +129,7 @@ def test_a_row_for_everything_that_was_called() -> None:
         ("data", "train data", ""): steps + 2,
         ("data", "val data", ""): evaluated + 1 + 2,
         ("algorithm", "sam", "AFTER_TRAIN_BATCH"): steps,
+        ("algorithm", "ema", "FIT_START"): 1,
         ("algorithm", "ema", "BATCH_END"): steps,
         ("algorithm", "ema", "EVAL_START"): 3,
         ("callback", "Note", "BATCH_END"): steps,

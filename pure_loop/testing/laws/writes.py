@@ -289,6 +289,8 @@ class _Watcher:
         fields = (*_DURABLE, *(_STEP if event in _IN_BATCH and event is not Event.BATCH_START else ()))
         if event in _IN_EVALUATION:
             fields = (*fields, "batch", "microbatch", "outputs")
+        if event in _BEFORE_EVALUATION:
+            before = before.replace(metrics=_still_current(before, state))
         for field in fields:
             if field in _COMPUTED.get(event, ()):
                 continue
@@ -374,6 +376,15 @@ def _returned(left: State, before: State | None) -> State:
     if left.event is not Event.EVAL_END or before is None:
         return left
     return before.replace(metrics=left.metrics, algorithm_state=left.algorithm_state, event=left.event)
+
+
+# At which metrics that are about to be measured again have left the State. (The order of 2021 has no EVAL_BEFORE_ALL.)
+_BEFORE_EVALUATION = frozenset({Event.BATCH_END, Event.EPOCH_END, Event.EVAL_BEFORE_ALL, Event.EVAL_START})
+
+
+def _still_current(before: State, state: State) -> dict[str, Any]:
+    """The metrics that were there, without those of evaluators that are due."""
+    return {label: values for label, values in before.metrics.items() if label in state.metrics}
 
 
 def _writer() -> Algorithm:
