@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["HIDDEN", "is_secret", "one_line", "without_secrets"]
+__all__ = ["HIDDEN", "is_secret", "one_line", "without_long_words", "without_secrets"]
 
 HIDDEN = "..."
 
@@ -51,3 +51,16 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+# Longer than any path that is shown.
+_LONG_WORD = re.compile(r"(\S{100})\S{900,}")
+
+
+def without_long_words(text: str) -> str:
+    """A text, of whose words of more than 1,000 characters the first 100 are left.
+
+    >>> without_long_words("a name " + "x" * 5000) == "a name " + "x" * 100 + "..."
+    True
+    """
+    return text if len(text) <= 1000 else _LONG_WORD.sub(r"\1...", text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pure_loop._text import one_line, without_secrets
+from pure_loop._text import one_line, without_long_words, without_secrets
 
 __all__ = [
     "AlgorithmReturnError",
@@ -55,11 +55,12 @@ __all__ = [
 class PureLoopError(Exception):
     """The base of every error of this library.
 
-    Its text has no password of a URL, and no control character but line ends: names and texts of files may hold any.
+    Its text has no password of a URL, no control character but line ends, and no word of more than 1,000 characters:
+    names and texts of files may hold any.
     """
 
     def __str__(self) -> str:
-        text = without_secrets(self._message)
+        text = without_long_words(without_secrets(self._message))
         return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
 
     @property

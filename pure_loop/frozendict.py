@@ -122,6 +122,7 @@ class FrozenDict(dict[K, V]):
 
 _SHOWN = 8
 _MOST = 20
+_LONGEST = 80
 _ABOUT_METRICS = (
     "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
     'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval". At the BATCH_END or EPOCH_END '
@@ -132,7 +133,7 @@ _ABOUT_METRICS = (
 
 def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
     """What to write for a name that a mapping of a State lacks."""
-    names = [str(name) for name in mapping]
+    names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
     if not names:
         return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_METRICS}."
     from pure_loop._internal.suggestions import nearest  # only on the way to an error

@@ -211,6 +211,24 @@ def _instead(folder: str, name: str) -> str:
 _SHOWN = 5
 
 
+# A file system that compresses gives a checkpoint fewer blocks, too, but not so few.
+_LARGE, _LEAST_SHARE = 256 << 20, 0.01
+
+
+def _refuse_sparse(path: str, status: os.stat_result) -> None:
+    """Refuse a large file that is nearly nothing but a hole: a few bytes would cost the memory of all that it claims.
+
+    Raises:
+        CheckpointError: it takes less than a hundredth of its size on the disk.
+    """
+    blocks = getattr(status, "st_blocks", None)  # which not all systems count
+    if blocks is not None and status.st_size > _LARGE and blocks * 512 < _LEAST_SHARE * status.st_size:
+        raise CheckpointError(
+            f"{path} can't be read: it is sparse, of {status.st_size:,} bytes {blocks * 512:,} are on the disk, and a "
+            "checkpoint has its numbers there. If it was copied so, copy it again."
+        )
+
+
 @attrs.frozen
 class _Local:
     path: str
@@ -218,10 +236,12 @@ class _Local:
     def open(self) -> BinaryIO:
         try:
             # Opening a pipe waits for its writer, and reading from a terminal for its user.
-            mode = os.stat(self.path).st_mode
+            status = os.stat(self.path)
+            mode = status.st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
                 raise CheckpointError(f"{self.path} can't be read: it is {kind}.")
+            _refuse_sparse(self.path, status)
             return open(self.path, "rb", buffering=0)
         except FileNotFoundError as error:
             raise _not_found(self) from error
