@@ -13,6 +13,8 @@ _SECRET = re.compile(
     r"|(?:api|access|secret|private|account|session|sas|ssh)_?key|connection_string)$",
     re.IGNORECASE,
 )
+# Tokens of a vocabulary.
+_VOCABULARY = re.compile(r"(?:^|_)(?:pad|mask|bos|eos|unk|sep|cls|start|end|image|special)_token$", re.IGNORECASE)
 # The part of a URL before its host, and values of its query.
 _USER = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<user>[^/?#\s@:]*):[^/?#\s]*@")
 _QUERY = re.compile(
@@ -24,10 +26,10 @@ _QUERY = re.compile(
 def is_secret(name: str) -> bool:
     """Whether the value of an argument, or of an option, of this name is a secret.
 
-    >>> is_secret("api_key"), is_secret("aws_secret_access_key"), is_secret("tokenizer"), is_secret("key")
+    >>> is_secret("api_key"), is_secret("aws_secret_access_key"), is_secret("tokenizer"), is_secret("mask_token")
     (True, True, False, False)
     """
-    return _SECRET.search(name) is not None
+    return _SECRET.search(name) is not None and _VOCABULARY.search(name) is None
 
 
 def without_secrets(text: str) -> str:

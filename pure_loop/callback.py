@@ -253,26 +253,24 @@ class _Recorded:
     def add(self, names: Iterable[str], author: str, state: State) -> None:
         """
         Raises:
-            ArgumentError: a name has a value at this batch already.
+            ArgumentError: another callback has recorded a name at this batch.
         """
         batch = state.timestamp.batch
         if batch != self._batch:
             self._batch = batch
             self._authors.clear()
         for name in names:
-            if name in self._authors:
+            if self._authors.setdefault(name, author) is not author:
                 raise ArgumentError(
                     f"{author} records {name!r} at batch {batch}, where {self._authors[name]} has recorded it: a name "
-                    "has one value at a step. Record it once, such as the mean at BATCH_END or EVAL_END, or under a "
-                    "name for each value."
+                    "has one value at a step. Record it under another name, or leave one of the two callbacks out."
                 )
-            self._authors[name] = author
 
 
 class LoggerGroup:
     """The logger that callbacks are handed: passes everything on to each logger of the run.
 
-    A name has one value at a step: recording it twice at one batch is an error.
+    A name has one value at a step: that two callbacks record it at one batch is an error.
     """
 
     def __init__(self, loggers: Sequence[Logger] = ()) -> None:
@@ -283,7 +281,7 @@ class LoggerGroup:
         """The group as a callback of this name is handed it."""
         group = LoggerGroup(self.loggers)
         group._recorded = self._recorded
-        group._author = f"callback {name}"
+        group._author = f"callback {name}"  # a text of its own: two callbacks of one class are two
         return group
 
     log_hyperparameters = _to_each(Logger.log_hyperparameters)
@@ -312,7 +310,7 @@ class LoggerGroup:
         """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table.
 
         Raises:
-            ArgumentError: one of the names has a value at this batch already.
+            ArgumentError: another callback has recorded one of the names at this batch.
         """
         from pure_loop._internal.recordable import recordable_metrics  # only where a callback records
 

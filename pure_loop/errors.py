@@ -28,6 +28,7 @@ __all__ = [
     "ExportError",
     "FileInUseError",
     "FileWriteError",
+    "ForkedError",
     "FrozenDictError",
     "FrozenStateError",
     "GradientsNotReadyError",
@@ -198,15 +199,17 @@ class CheckpointWriteError(PureLoopError, OSError):
 class FileWriteError(PureLoopError, OSError):
     """A file of a logger or a callback could not be written: the disk is full, or it is not allowed; names the file."""
 
-    def __str__(self) -> str:
-        return self.strerror or super().__str__()  # OSError adds the path, which the message has
+    @property
+    def _message(self) -> str:
+        return self.strerror or super()._message  # OSError adds the path, which the message has
 
 
 class FileInUseError(PureLoopError, BlockingIOError):
     """Another process writes to the file, and goes on; names both."""
 
-    def __str__(self) -> str:
-        return self.strerror or super().__str__()
+    @property
+    def _message(self) -> str:
+        return self.strerror or super()._message
 
 
 class ExportError(PureLoopError, RuntimeError):

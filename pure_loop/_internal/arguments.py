@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
-from pure_loop._text import HIDDEN, is_secret, without_secrets
+from pure_loop._text import without_secrets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -232,7 +232,7 @@ def refusal(
         typed: whether it is the type that is wrong.
         verb: what to do with what is wanted.
     """
-    written = repr(HIDDEN) if is_secret(name) else without_secrets(repr(value))
+    written = without_secrets(repr(value))
     shown = f"{written} of type {type(value).__name__}" if typed else written
     if where:
         text = f"{where}: {name} must be {wanted}, got {shown}{f'; write {example}' if example else ''}."

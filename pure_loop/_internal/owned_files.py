@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import socket
 import time
@@ -20,11 +19,12 @@ from typing import Any
 
 import attrs
 
+from pure_loop._internal.logs import get_logger
 from pure_loop.errors import FileInUseError, FileWriteError
 
 __all__ = ["naming", "release", "reserve"]
 
-_log = logging.getLogger("pure_loop.files")
+_log = get_logger("pure_loop.files")
 
 # Seconds for which a run waits for another process, such as the job in whose place it was queued again, to end.
 _PATIENCE = 10.0

@@ -67,7 +67,7 @@ def _items(value: Any) -> str:
 
 
 def _unless_secret(name: str, value: Any) -> str:
-    return repr(HIDDEN) if value is not None and is_secret(name) else shown(value)
+    return repr(HIDDEN) if isinstance(value, str) and is_secret(name) else shown(value)
 
 
 def _first(items: Iterable[Any]) -> list[Any]:

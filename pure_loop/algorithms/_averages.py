@@ -143,7 +143,7 @@ def averaged(state: State, name: str = "ema") -> State:
     they were infinite.
 
     Raises:
-        ArgumentError: the State has no average of this name.
+        ArgumentError: the State has no average of this name, or one of no weights yet.
         ResumeError: the average of a parameter has another shape than the parameter.
 
     >>> import torch, pure_loop as pl
@@ -154,6 +154,12 @@ def averaged(state: State, name: str = "ema") -> State:
     >>> averaged(state).module()
     Linear(in_features=2, out_features=1, bias=True)
     """
+    memory = state.algorithm_state.get(name)
+    if isinstance(memory, Mapping) and "count" in memory and not int(memory["count"]):
+        raise ArgumentError(
+            f"the average {name!r} of this State is of no weights yet, at batch {state.timestamp.batch}: it begins "
+            "later, as its start= says. The State's own weights are state.params."
+        )
     return with_average(state, name, None)
 
 

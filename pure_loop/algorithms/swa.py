@@ -174,7 +174,7 @@ def swa(
     ...                       max_duration="4ep", algorithms=[swa("0.5dur")]))
     >>> int(state.algorithm_state["swa"]["count"])
     3
-    >>> averaged(state, "swa").module()
+    >>> pl.algorithms.averaged(state, "swa").module()
     Linear(in_features=2, out_features=1, bias=True)
     """
     first = as_span(start, "start", "swa")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from pure_loop._internal.closing import Closing
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.owned_files import naming, release, reserve
 from pure_loop.cadence import CadenceLike
@@ -45,7 +45,7 @@ from pure_loop.time import Timestamp
 
 __all__ = ["FlightRecorder"]
 
-_log = logging.getLogger("pure_loop.checkpoint")
+_log = get_logger("pure_loop.checkpoint")
 
 EXPECTED_FAILURES = {"completion": "evaluate and predict have no checkpoint events, and refuse it"}
 

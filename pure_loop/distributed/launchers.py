@@ -160,6 +160,8 @@ def _named(environ: Mapping[str, str], launcher: str, names: tuple[str, str]) ->
     absent = [name for name in names if not environ.get(name)]
     if len(absent) == 2:
         return None
+    if absent == [names[0]] and environ[names[1]] == "1":
+        return None  # a template that says so of each job: this process
     if absent:
         other = names[1 - names.index(absent[0])]
         raise DistributedError(

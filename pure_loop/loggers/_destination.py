@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name, check_flag
 from pure_loop._internal.closing import Closing, call_all
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
 from pure_loop._internal.recordable import recordable_metrics
@@ -30,7 +30,7 @@ __all__ = ["Destination", "Names", "read_globs"]
 Names = str | Iterable[str] | None
 
 
-_log = logging.getLogger("pure_loop.loggers")
+_log = get_logger("pure_loop.loggers")
 _UNKNOWN = Moment()
 
 

@@ -503,7 +503,8 @@ def _observe(event: Event, state: State, seen: tuple[Observer, ...], stages: Any
                 if observer.path is None:
                     returned = observer.observe(event, state)
                 else:
-                    with guard(state, observer.path) if stages is None else stages.guard(state, observer.path):
+                    seeding = guard if stages is None else stages.guard
+                    with seeding(state, observer.path, apart=True):
                         returned = observer.observe(event, state)
             except Exception as error:
                 error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")

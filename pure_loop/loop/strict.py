@@ -12,7 +12,7 @@ So the update of a checked batch writes in place as any other does, and takes no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import attrs
@@ -22,7 +22,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
 from pure_loop.loop.bits import Digest, digest
-from pure_loop.state import State
+from pure_loop.state import State, with_fields
 
 if TYPE_CHECKING:
     from pure_loop.algorithm import Handler
@@ -243,19 +243,28 @@ def _no_state() -> None:
     """A reference to a State, before there is one."""
 
 
+def _stored(state: State) -> Any:
+    """A State with the parameters that it stores, without what is made of them where a forward or a loss reads one.
+
+    Of shards those are gathered, by all ranks together, and every one that is made is part of the gradient's exchange.
+    """
+    origin = getattr(state.params, "origin", None)
+    return state if origin is None else with_fields(state, params=origin)
+
+
 def _value_of(state: State) -> Value:
-    leaves, spec = optree.tree_flatten(cast(Any, state), namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(_stored(state), namespace=NAMESPACE)
     return Value([child.num_leaves for child in spec.children()], list(map(digest, leaves)))
 
 
 def _difference(state: State, before: Value, now: Value, where: str) -> str:
     """The first leaf that differs, or the field that has another number of them."""
     if before.sizes != now.sizes:
-        names = optree.tree_structure(cast(Any, state), namespace=NAMESPACE).entries()
+        names = optree.tree_structure(_stored(state), namespace=NAMESPACE).entries()
         fields = zip(names, before.sizes, now.sizes, strict=True)
         name, size_before, size_now = next(item for item in fields if item[1] != item[2])
         return f"state.{name} {where}: it had {size_before} values and has {size_now}"
     pairs = enumerate(zip(before.leaves, now.leaves, strict=True))
     index, one, other = next((index, one, other) for index, (one, other) in pairs if one != other)
-    path = optree.tree_accessors(cast(Any, state), namespace=NAMESPACE)[index].codify("state")
+    path = optree.tree_accessors(_stored(state), namespace=NAMESPACE)[index].codify("state")
     return f"{path} {where}: it was {one or 'no tensor'} and is {other or 'no tensor'}"

@@ -12,7 +12,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pure_loop.random.seeds import derive, seeded_all
+from pure_loop.random.seeds import derive, seeded_all, seeded_apart
 
 if TYPE_CHECKING:
     from pure_loop.event import Event
@@ -99,13 +99,17 @@ def seed_at(
     return derive(seed, *path, at, timestamp.epoch, timestamp.batch, evaluator or "", batch, microbatch)
 
 
-def guard(state: State, path: tuple[str | int, ...], place: Place | None = None) -> AbstractContextManager[None]:
+def guard(
+    state: State, path: tuple[str | int, ...], place: Place | None = None, *, apart: bool = False
+) -> AbstractContextManager[None]:
     """Seeds the global generators for code of the user's, and puts them back.
 
     Args:
         state: the one that the code is called with.
         path: what code it is.
         place: the batch and microbatch; None: a script of the user's runs.
+        apart: the code changes nothing, and may wait for another thread, for which it holds no lock.
     """
     numbers = {} if place is None else {"batch": place.batch, "microbatch": place.microbatch}
-    return seeded_all(seed_at(state.seed, path, state.event, state.timestamp, evaluator=state.evaluator, **numbers))
+    seeding = seeded_apart if apart else seeded_all
+    return seeding(seed_at(state.seed, path, state.event, state.timestamp, evaluator=state.evaluator, **numbers))

@@ -289,6 +289,28 @@ class seeded_all(seeded_torch):  # noqa: N801 - as above
         rng_lock.release()
 
 
+class seeded_apart(seeded_all):  # noqa: N801 - as above
+    """:class:`seeded_all` for code that may wait for another thread, which draws meanwhile: it doesn't take turns.
+
+    What the other thread computes with the library is seeded by itself. Draws of both outside of it mix.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        # As often as it was acquired: by this class's base, and for torch's generator.
+        rng_lock.release()
+        rng_lock.release()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        rng_lock.acquire()
+        rng_lock.acquire()
+        super().__exit__(kind, error, trace)
+
+
 def _reseed_hosts(seed: int, numpy_random: Any) -> None:
     _python.seed(seed)
     if numpy_random is not None:

@@ -140,9 +140,9 @@ class StageSettings:
         functions = [task.forward] if task.validate is None or stage != "validate" else [task.validate]
         return [state.model.skeleton, *functions]
 
-    def guard(self, state: State, path: tuple[str | int, ...]) -> AbstractContextManager[None]:
-        """Seeds the global generators for code of the user's that is called at an event."""
-        return guard(state, path, self.place)
+    def guard(self, state: State, path: tuple[str | int, ...], *, apart: bool = False) -> AbstractContextManager[None]:
+        """Seeds the global generators for code of the user's that is called at an event; see :func:`guard`."""
+        return guard(state, path, self.place, apart=apart)
 
     def seed_of(self, state: State, stage: str, index: int) -> int:
         """The seed of a stage's random numbers, in a microbatch of this number."""

@@ -348,7 +348,8 @@ def test_what_each_rank_puts_in_at_init_is_made_equal(in_place):
                 tensor.add_(0)
             return state
 
-        stream = fit("replicate", algorithms=[noise])
+        # By default a write in place is an error at INIT: without the check, what was written is made equal, too.
+        stream = fit("replicate", algorithms=[noise], strict=False if in_place else None)
         next(stream)
         event, state = next(stream)
         assert event is Event.BEFORE_LOAD

@@ -111,7 +111,7 @@ ADAM = {
     "amsgrad": "flag",
     "maximize": "flag",
 }
-FLAGS = {"strict": "flag"}
+FLAGS = {"strict": "flag or None"}
 
 # Of each function: what its numeric and boolean arguments take. What comes after a blank is another call of the same.
 DOORS: Mapping[str, tuple[Callable[..., Any], Mapping[str, str]]] = {

@@ -1,8 +1,8 @@
 """One name has one value at one step, whatever is attached.
 
 Tried: all callbacks of the library at once, over plans with microbatches, evaluations and resumption, with every local
-logger; a monitor under the name that ``fit`` records; two monitors of one kind; a callback that records at every
-microbatch, or under a name of the library.
+logger; a monitor under the name that ``fit`` records; two monitors of one kind; a callback that records under a name of
+the library. What one callback records several times in a batch is its own series.
 """
 
 from __future__ import annotations
@@ -101,11 +101,6 @@ def test_another_optimizer_under_the_name_of_the_run_is_refused() -> None:
         fit(mlp(), [InMemoryLogger()], callbacks=[other])
 
 
-class AtEachMicrobatch(pl.Callback):
-    def after_loss(self, state: pl.State, logger: Any) -> None:
-        logger.log_metrics({"loss": state.loss}, state)
-
-
 class OfTheLibrary(pl.Callback):
     def batch_end(self, state: pl.State, logger: Any) -> None:
         logger.log_metrics({"train/loss": 0.0}, state)
@@ -117,10 +112,6 @@ class OfTheLibrary(pl.Callback):
         (
             [SpeedMonitor(window=1), SpeedMonitor(window=2)],
             r"callback SpeedMonitor records .* at batch \d, where callback Sp",
-        ),
-        (
-            [AtEachMicrobatch()],
-            "callback AtEachMicrobatch records 'loss' at batch 0, where callback AtEachMicrobatch has",
         ),
         ([OfTheLibrary()], "callback Recorder records 'train/loss' at batch 1, where callback OfTheLibrary has"),
     ],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +27,7 @@ from pure_loop import Event
 from pure_loop.algorithm import bind
 from pure_loop.random.guards import is_users
 from pure_loop.stages.settings import StageSettings
+from tests.support.runs import cross_entropy, mlp, points
 
 numpy: Any = pytest.importorskip("numpy")
 
@@ -335,3 +337,27 @@ def test_code_of_the_library_is_not_guarded() -> None:
     assert is_users(bootstrap())
     for algorithm in (pl.algorithms.ema(smoothing=0.9), pl.algorithms.label_smoothing()):
         assert all(handler.path is None for some in bind([algorithm]).values() for handler in some)
+
+
+@pytest.mark.timeout(60)
+def test_a_callback_may_wait_for_a_thread_that_evaluates() -> None:
+    """The thread draws by the generators that were seeded for the callback, and waited for them."""
+    with ThreadPoolExecutor(1) as executor:
+
+        def evaluate_there(event: Event, state: pl.State) -> None:
+            if event == "epoch_checkpoint":
+                stream = pl.evaluate(state, {"val": points(1)}, loss=cross_entropy)
+                found.append(executor.submit(pl.run, stream).result(timeout=30))
+
+        found: list[pl.State] = []
+        pl.run(
+            pl.fit(
+                mlp(),
+                points(),
+                loss=cross_entropy,
+                optimizer=pl.optim.sgd(lr=0.1),
+                max_duration="2ep",
+                callbacks=[evaluate_there],
+            )
+        )
+    assert [len(state.metrics) for state in found] == [1, 1]

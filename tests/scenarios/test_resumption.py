@@ -128,8 +128,8 @@ def test_a_longer_duration_resumes_where_a_shorter_one_ended() -> None:
 
 
 def test_a_duration_that_is_over_yields_start_and_end() -> None:
-    last = go(model(), max_duration="1ep")[-1][1]
-    for duration in ("1ep", "1ba", "0ba"):
+    last = go(model(), max_duration="2ep")[-1][1]
+    for duration in ("2ep", "1ep", "1ba", "0ba"):
         assert [event for event, _ in go(last, max_duration=duration)] == [Event.FIT_START, Event.FIT_END]
 
 

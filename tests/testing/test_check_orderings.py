@@ -65,14 +65,15 @@ PATHOLOGICAL: dict[str, Callable[[], Any]] = {
     "grad mode": at(Event.BATCH_END, lambda state: torch.set_grad_enabled(False)),
     "threads": at(Event.BATCH_END, lambda state: torch.set_num_threads(3)),
     "deterministic": at(Event.BATCH_END, lambda state: torch.use_deterministic_algorithms(True)),
-    "torch's numbers": at(Event.BATCH_END, lambda state: torch.rand(1)),
-    "python's numbers": at(Event.BATCH_END, lambda state: random.random()),
-    "numpy's numbers": at(Event.BATCH_END, lambda state: np.random.rand()),
     "folder": at(Event.BATCH_END, lambda state: os.chdir(tempfile.gettempdir())),
 }
 GOOD: dict[str, Callable[[], Any]] = {
     "label smoothing": lambda: pl.algorithms.label_smoothing(0.1),
     "clipping": lambda: pl.algorithms.gradient_clipping("norm", 0.1),
+    # A handler may draw from the global generators: they are seeded by its position, and put back.
+    "torch's numbers": at(Event.BATCH_END, lambda state: torch.rand(1)),
+    "python's numbers": at(Event.BATCH_END, lambda state: random.random()),
+    "numpy's numbers": at(Event.BATCH_END, lambda state: np.random.rand()),
 }
 ALL = PATHOLOGICAL | GOOD
 

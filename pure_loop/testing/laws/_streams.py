@@ -139,7 +139,7 @@ class _BusyObserver(pl.Callback):
         random.random()
         self.kept.append(state)
         sum(float(tensor.detach().sum()) for tensor in state.params.values())
-        logger.log_metrics({f"observer/{len(self.kept)}": 1.0}, state)
+        logger.log_metrics({"observer": 1.0}, state)
 
 
 def observed_run(stream: Callable[..., Any]) -> Pairs:
