@@ -41,7 +41,8 @@ class _Seconds(Duration):
 
 @checked
 class SystemMonitor(Callback):
-    """Records a sample of the machine at an interval of seconds, at the BATCH_END that follows it, and at FIT_END.
+    """Records a sample of the machine at an interval of seconds, at the BATCH_END that follows it. FIT_END records the
+    last one, where that batch has none yet.
 
     =================================================== ================================================================
     ``system/cpu_percent``                              of all cores, since the sample before
@@ -79,6 +80,8 @@ class SystemMonitor(Callback):
         self._thread: threading.Thread | None = None
         # The newest sample that is not recorded yet, or the error that ended the thread.
         self._sample: Mapping[str, float] | Exception | None = None
+        # The batch at which one was recorded last.
+        self._recorded: int | None = None
         in_child(self._forget)
 
     def _forget(self) -> None:
@@ -91,7 +94,7 @@ class SystemMonitor(Callback):
         if on_gpu:
             require("pynvml", "system", "SystemMonitor")
         self._stopped.clear()
-        self._sample = None
+        self._sample, self._recorded = None, None
         take = _Sampler(self._psutil, gpus=torch.cuda.device_count() if on_gpu else 0)
         self._thread = threading.Thread(target=self._run, args=(take,), name="pure_loop-system", daemon=True)
         self._thread.start()
@@ -122,7 +125,9 @@ class SystemMonitor(Callback):
         sample, self._sample = self._sample, None
         if isinstance(sample, Exception):
             raise sample
-        if sample is not None:
+        batch = state.timestamp.batch
+        if sample is not None and batch != self._recorded:
+            self._recorded = batch
             logger.log_metrics(sample, state)
 
 

@@ -143,6 +143,7 @@ class RunFolder:
         from_disk = run is not None and (run.autoresume is not None or run.resumed_from is not None)
         mine: list[Found] = []
         later: list[Found] = []
+        unsure: list[str] = []
         others: list[str] = []
         for name in storage_of(self.path).names():
             path = self.path_of(name)
@@ -169,8 +170,20 @@ class RunFolder:
                 continue
             if found is not None and is_of_run(found, state, from_disk=from_disk):
                 (mine if found.batch <= now else later).append(found)
-            elif found is None or found.batch <= now or _is_whole(path):
+            elif found is None or (found.seed != state.seed if found.batch <= now else _is_whole(path)):
                 others.append(name)
+            elif found.batch <= now:
+                # Nothing that this run saves takes its place, so the clock alone is no reason to refuse.
+                unsure.append(name)
+        if unsure:
+            _log.warning(
+                "%s: %s took another time than the State at batch %d, at which this run resumes, so it may be of "
+                "another run: none of the checkpoints that are there is removed.",
+                self.path,
+                unsure[0],
+                now,
+            )
+            mine = []
         if later:
             _log.warning(
                 "%s holds checkpoints of this run that are further on than batch %d, at which it resumes, up to %s: "

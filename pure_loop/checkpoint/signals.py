@@ -214,6 +214,8 @@ def _defer_child_errors() -> None:
 
 def _raise_child_errors_again() -> None:
     global _child_handler
+    if threading.current_thread() is not threading.main_thread():
+        return  # handlers can't be changed here; :func:`_on_child` passes all on, and the next stream puts it back
     handler, _child_handler = _child_handler, None
     if handler is not None and signal.getsignal(signal.SIGCHLD) is _on_child:
         signal.signal(signal.SIGCHLD, handler)
@@ -226,7 +228,7 @@ def _on_child(number: int, frame: FrameType | None) -> None:
     try:
         handler(number, frame)
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or is_loading(frame) or _is_in_loader(frame):
+        if not _DEFERRING or "DataLoader worker" not in str(error) or is_loading(frame) or _is_in_loader(frame):
             raise
 
 

@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name, check_flag
-from pure_loop._internal.closing import Closing
+from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.occupied import refuse_other_run
 from pure_loop._internal.patterns import Fields, Pattern
@@ -243,9 +243,8 @@ class Destination(Logger):
             if names:
                 self.discard()
             self.begin(start)
-        except BaseException:
-            self.end()
-            self.release()
+        except BaseException as error:
+            call_all([self.end, self.release], error, "while closing: ")
             raise
         self._is_open = True
         if is_continued and start is not None:

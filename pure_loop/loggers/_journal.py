@@ -40,13 +40,18 @@ class Journal:
             self._lines.append(lines)
 
     def close(self, *, finished: bool) -> None:
-        """Close it, and remove it where the service has everything."""
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-            release(self._path)
+        """Close it, and remove it where the service has everything; nothing where it could not be opened."""
+        if self._lines is None:
+            return
+        self._lines.close()
+        self._lines = None
+        release(self._path)
         if finished:
-            self._path.unlink(missing_ok=True)
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what another run has left."""
+        self._path.unlink(missing_ok=True)
 
 
 def _value(entry: Entry) -> Any:

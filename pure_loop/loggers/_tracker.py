@@ -87,7 +87,7 @@ class Tracker(Destination, ABC):
         content = self._run_file.read()
         is_new = content.get("run_name") != self.run_name or "id" not in content
         if is_new:
-            self._journal.close(finished=True)
+            self._journal.discard()
             content = {}
         run_id = self.connect(content.get("id"))
         self._is_connected = True

@@ -105,7 +105,7 @@ class WandBLogger(Destination):
         content = self._run_file.read()
         if content.get("run_name") != self.run_name or "id" not in content:
             content = {"run_name": self.run_name, "id": secrets.token_hex(4)}
-            self._journal.close(finished=True)
+            self._journal.discard()
             self._run_file.write(content)
         self._sent = {}
         for file in self._files(content["id"]):
