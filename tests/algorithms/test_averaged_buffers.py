@@ -434,3 +434,15 @@ def test_on_two_ranks(kind: str) -> None:
 
 def test_moving_averages_leave_out_what_they_lack() -> None:
     assert list(moving_average({"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}, 0.5)) == ["a"]
+
+
+def test_an_average_of_no_weights_is_an_error() -> None:
+    """Before ``start=`` it gave the weights that training began with."""
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    settings = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "4ep"}
+    pairs = pl.fit(nn.Linear(2, 1), data, algorithms=[pl.algorithms.swa("0.5dur")], **settings)
+    states = [state for event, state in pairs if event == "epoch_checkpoint"]
+    with pytest.raises(pl.ArgumentError, match="is of no weights yet, at batch 3"):
+        pl.algorithms.averaged(states[0], "swa")
+    last = states[-1]
+    assert not torch.equal(pl.algorithms.averaged(last, "swa").params["weight"], last.params["weight"])

@@ -102,6 +102,16 @@ def test_errors_have_no_control_sequences(text: str) -> None:
         assert lines == [text]
 
 
+@pytest.mark.parametrize("name", pl.errors.__all__)
+def test_each_class_of_errors_hides_them(name: str) -> None:
+    kind = getattr(pl.errors, name)
+    text = f"at {URL}\x1b[31m {'x' * 5000}"
+    error = kind(2, text, "path") if issubclass(kind, OSError) else kind(text)
+    assert SECRET not in str(error)
+    assert "\x1b" not in str(error)
+    assert len(str(error)) < 1000
+
+
 def test_slack_shows_what_was_recorded_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     posted: list[str] = []
 
