@@ -97,7 +97,7 @@ READ = {
         step(1, 2) | open_mpi(3, 4, local=1, local_size=2),
         World(launcher="mpirun", rank=3, size=4, local_rank=1),
     ),
-    "a template's WORLD_SIZE": ({"WORLD_SIZE": "1"}, None),
+    "a template's WORLD_SIZE": ({"WORLD_SIZE": "1"}, World(launcher="")),
     "RANK alone of one": ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher="RANK and WORLD_SIZE")),
 }
 
