@@ -165,7 +165,9 @@ def test_callbacks_and_loggers_keep_every_law(
         pytest.skip(lacks)
 
     def make() -> Any:
-        return method(**required(method, tmp_path))
+        # Runs of one case follow one another in one folder.
+        overwrites = {"overwrite": True} if "overwrite" in inspect.signature(method).parameters else {}
+        return method(**required(method, tmp_path), **overwrites)
 
     module = module_of(method)
     options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
