@@ -343,10 +343,6 @@ def from_one_that_it_seeds_again(state: pl.State) -> Tensor:
     return torch.rand(3, generator=generator(state.seed, "x").manual_seed(3))
 
 
-def from_the_global_one(state: pl.State) -> Tensor:
-    return torch.rand(3)
-
-
 def from_data(state: pl.State) -> Tensor:
     return torch.bernoulli(state.params["0.bias"].sigmoid(), generator=generator(state.seed, "x"))
 
@@ -403,7 +399,6 @@ A_GENERATOR = r"Draw from pl\.random\.generator\(seed, \"name\", state\.timestam
     [
         (from_a_generator_of_its_own, rf"generator=OWN.* a generator of its own.* {A_GENERATOR}"),
         (from_one_that_it_seeds_again, rf"manual_seed\(3\).* a generator of its own.* {A_GENERATOR}"),
-        (from_the_global_one, rf"draws from torch's global generator.* {A_GENERATOR}"),
         (
             from_data,
             r"test_draws.* by what the graph is given.* \(aten\.bernoulli\.default\).* torch\.rand_like\(p\) <",

@@ -133,7 +133,7 @@ APART: dict[str, Callable[[], Any]] = {
 def test_memory_that_stays_is_not_waited_for(kind: str) -> None:
     found = []
     try:
-        for event, state in fit(APART[kind]()):
+        for event, state in fit(APART[kind](), strict=False):  # else the first steps are compared by value
             if event is Event.BATCH_END:
                 found.append(state.batch)
                 # The first step may set things up, and the last one is followed by a look at the losses.
