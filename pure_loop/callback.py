@@ -21,7 +21,6 @@ from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.dtensor import alone_on_rank
 from pure_loop._internal.names import check_name
-from pure_loop._internal.patterns import Fields
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
@@ -35,6 +34,7 @@ from pure_loop.task import Task
 from pure_loop.time import Time
 
 if TYPE_CHECKING:
+    from pure_loop._internal.patterns import Fields
     from pure_loop.data.source import Source
     from pure_loop.loop.training import LastBoundary
     from pure_loop.optim import Optimizer

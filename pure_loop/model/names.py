@@ -11,7 +11,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from pure_loop._internal.registry import registered
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["Places", "aligned", "places", "reordered", "sorted_by"]
@@ -70,6 +69,8 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
         if all(new is old for new, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
+    from pure_loop._internal.registry import registered  # records are rare
+
     record = registered(kind) if kind.__module__ != "builtins" else None
     if record is None or not record.fields:
         return value
