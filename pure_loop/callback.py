@@ -20,7 +20,6 @@ import torch
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.dtensor import alone_on_rank
-from pure_loop._internal.names import check_name
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, Composition
@@ -284,17 +283,22 @@ class LoggerGroup:
         group._author = f"callback {name}"  # a text of its own: two callbacks of one class are two
         return group
 
+    def _checked(self, name: Any) -> str:
+        from pure_loop._internal.names import check_name  # only where a callback records
+
+        return check_name(name, self._author)
+
     log_hyperparameters = _to_each(Logger.log_hyperparameters)
     flush = _to_each(Logger.flush)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
         """A table, as :meth:`Logger.log_table` says."""
-        name = check_name(name, self._author)
+        name = self._checked(name)
         call_all(functools.partial(logger.log_table, name, columns, rows, state) for logger in self.loggers)
 
     def log_text(self, name: str, text: str, state: State) -> None:
         """A text, as :meth:`Logger.log_text` says."""
-        name = check_name(name, self._author)
+        name = self._checked(name)
         call_all(functools.partial(logger.log_text, name, text, state) for logger in self.loggers)
 
     def log_file(self, name: str, path: str) -> None:
@@ -314,7 +318,7 @@ class LoggerGroup:
         """
         from pure_loop._internal.recordable import recordable_metrics  # only where a callback records
 
-        metrics = {check_name(name, self._author): value for name, value in metrics.items()}
+        metrics = {self._checked(name): value for name, value in metrics.items()}
         numbers, tables = recordable_metrics(metrics)
         self._recorded.add([*numbers, *tables], self._author, state)
 
@@ -338,7 +342,7 @@ class LoggerGroup:
                 f"log_images({name!r}): images are a tensor or array of shape (n, height, width, channels), or of one "
                 f"image (height, width, channels); got {f'shape {shape}' if shape else type(images).__name__}."
             )
-        name = check_name(name, self._author)
+        name = self._checked(name)
         call_all(functools.partial(logger.log_images, name, images, state, masks=masks) for logger in self.loggers)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -12,11 +12,19 @@ May import ``stages`` and what is below. Begin with ``parallel.py`` (what ``para
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pure_loop._internal.dtensor import shard_like
+from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop.distributed.parallel import Parallel, rank, world_size
-from pure_loop.distributed.scripts import mean
+
+if TYPE_CHECKING:
+    from pure_loop.distributed.scripts import mean
 
 __all__ = ["Parallel", "mean", "rank", "shard_like", "world_size"]
+
+
+__getattr__ = _lazily(__name__, {"mean": "pure_loop.distributed.scripts"})
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,6 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
-from pure_loop.distributed.launchers import launched, world
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
@@ -34,6 +33,8 @@ def rank() -> int:
     >>> rank()
     0
     """
+    from pure_loop.distributed.launchers import world  # a plain import needs none
+
     dist = _grouped()
     return world().rank if dist is None else int(dist.get_rank())
 
@@ -47,6 +48,8 @@ def world_size() -> int:
     >>> world_size()
     1
     """
+    from pure_loop.distributed.launchers import world
+
     dist = _grouped()
     return world().size if dist is None else int(dist.get_world_size())
 
@@ -65,6 +68,8 @@ def refuse_lone(parallel: Parallel | None) -> None:
             know of each other.
         DistributedError: what the launcher says can't be read, or not where rank 0 is.
     """
+    from pure_loop.distributed.launchers import launched, world
+
     grouped, size, other = _grouped() is not None, world_size(), launched()
     if size > 1 and parallel is None:
         source = "its process group" if grouped else world().launcher
