@@ -150,8 +150,10 @@ def test_tensorboard_takes_each_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs("mlflow")
-def test_mlflow_has_a_series_for_each_name(tmp_path: Path) -> None:
+def test_mlflow_has_a_series_for_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts of a database
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     run([MLFlowLogger("names", tracking_uri=uri, folder=tmp_path)], names=[*AWKWARD, "val", "val/loss"])
