@@ -403,7 +403,7 @@ def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(sett
 
 
 def draws_where(place: str) -> pl.Algorithm:
-    """Noise on the inputs: of a generator of the host or there, of the global ones under a seed, or as the loop seeds."""
+    """Noise on the inputs, of a generator of the host or the device, or of the global ones under a seed or without."""
 
     def noise(state: pl.State) -> pl.State:
         inputs, targets = state.batch
