@@ -23,7 +23,10 @@ from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = ["AveragedBuffers", "averageable", "averaged", "begun", "finite_or", "widened", "with_average"]
+__all__ = [
+    *("AveragedBuffers", "averageable", "averaged", "averaged_if_begun", "begun", "finite_or", "widened"),
+    "with_average",
+]
 
 # A module that has both normalizes with them: BatchNorm and InstanceNorm of torch, subclasses, and classes of others.
 _STATISTICS = ("running_mean", "running_var")
@@ -154,13 +157,28 @@ def averaged(state: State, name: str = "ema") -> State:
     >>> averaged(state).module()
     Linear(in_features=2, out_features=1, bias=True)
     """
-    memory = state.algorithm_state.get(name)
-    if isinstance(memory, Mapping) and "count" in memory and not int(memory["count"]):
+    if _is_empty(state, name):
         raise ArgumentError(
             f"the average {name!r} of this State is of no weights yet, at batch {state.timestamp.batch}: it begins "
             "later, as its start= says. The State's own weights are state.params."
         )
     return with_average(state, name, None)
+
+
+def averaged_if_begun(state: State, name: str) -> State:
+    """:func:`averaged`, for code that looks at a run before the average begins, too: until then it is the State itself.
+
+    Raises:
+        ArgumentError, ResumeError: as :func:`averaged` does.
+    """
+    average = with_average(state, name, None)
+    return state if _is_empty(state, name) else average
+
+
+def _is_empty(state: State, name: str) -> bool:
+    """Whether it is the memory of an average that counts its weights, and has none."""
+    memory = state.algorithm_state.get(name)
+    return isinstance(memory, Mapping) and "count" in memory and not int(memory["count"])
 
 
 def with_average(state: State, name: str, chosen: AveragedBuffers | None) -> State:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from pure_loop._internal.dtensor import is_sharded
+from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._place import Place
 from pure_loop.checkpoint.storage import PathLike, storage_of
@@ -103,7 +104,8 @@ class ExportForInferenceCallback(Callback):
         self._began = state.timestamp.batch
         if self._takes_part(state):
             self._place.settle(state)
-        module = self._module(state)
+        # Before training the average may be of no weights yet; its module is the same.
+        module = self._module(state if self._average is None else averaged_if_begun(state, self._average), None)
         if module is not None:
             try_to_write(self._place.of(state))
             self._place.refuse_others(state)
@@ -123,7 +125,7 @@ class ExportForInferenceCallback(Callback):
         path = self._place.of(state)
         if over and self._average is None and storage_of(path).exists():
             return
-        module = self._module(measured[-1] if measured and self._average is None else state)
+        module = self._module(measured[-1] if measured and self._average is None else state, self._average)
         if module is not None:
             options = {"sample": self._sample, "dynamic_batch": self._dynamic_batch, "verify": self._verify}
             export_module(module, path, self._format, **options)
@@ -133,9 +135,9 @@ class ExportForInferenceCallback(Callback):
         """Whether this rank writes the file, or has a shard of what is written."""
         return not self.rank or any(map(is_sharded, state.params.values()))
 
-    def _module(self, state: State) -> nn.Module | None:
+    def _module(self, state: State, average: str | None) -> nn.Module | None:
         """What is exported; None on other ranks than the first."""
         if not self._takes_part(state):
             return None
-        module = module_of(state, self._average)
+        module = module_of(state, average)
         return None if self.rank else module

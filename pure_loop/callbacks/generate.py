@@ -10,7 +10,7 @@ from torch import nn
 
 from pure_loop._internal.arguments import check_callable, check_integer
 from pure_loop._internal.dtensor import is_sharded
-from pure_loop.algorithms.ema import averaged
+from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -94,7 +94,7 @@ class Generate(Callback):
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         if self._average is not None:
-            averaged(state, self._average)  # refuses a name that there isn't
+            averaged_if_begun(state, self._average)  # refuses a name that there isn't
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         if self._due.at(state, Event.BATCH_END) if isinstance(self._due, Cadence) else self._due(state):
@@ -116,7 +116,7 @@ class Generate(Callback):
         sharded = any(map(is_sharded, state.params.values()))
         if not sharded and (self.rank or not logger.loggers):
             return
-        module = (state if self._average is None else averaged(state, self._average)).module(training=False)
+        module = (state if self._average is None else averaged_if_begun(state, self._average)).module(training=False)
         if self.rank:
             return
         batch = state.timestamp.batch

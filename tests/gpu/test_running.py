@@ -241,6 +241,6 @@ def test_nothing_has_run_as_long_as_there_are_no_results() -> None:
 def test_the_page_and_the_readme_say_what_ran() -> None:
     path = ROOT / "docs" / "gpu.json"
     found = json.loads(path.read_text()) if path.exists() else None
-    assert f"<!-- generated: gpu -->\n{page.render(found)}\n<!-- end -->" in (ROOT / "docs" / "gpu.md").read_text()
+    assert f"<!-- generated: gpu -->\n\n{page.render(found)}\n\n<!-- end -->" in (ROOT / "docs" / "gpu.md").read_text()
     install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
     assert page.sentence(found) in " ".join(install.split())
