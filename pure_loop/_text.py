@@ -15,8 +15,12 @@ _SECRET = re.compile(
 )
 # Tokens of a vocabulary.
 _VOCABULARY = re.compile(r"(?:^|_)(?:pad|mask|bos|eos|unk|sep|cls|start|end|image|special)_token$", re.IGNORECASE)
-# The part of a URL before its host, and values of its query.
+# The part of a URL before its host, the path of a webhook, and values of its query.
 _USER = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<user>[^/?#\s@:]*):[^/?#\s]*@")
+_TOKEN = re.compile(r"(?P<scheme>https?://)[^/?#\s@:]+@", re.IGNORECASE)
+_WEBHOOK = re.compile(
+    r"(?P<place>://(?:[\w.-]{0,100}hooks?\.[\w.:-]*|[^\s?#]{0,300}/webhooks?)/)[^\s?#'\"]+", re.IGNORECASE
+)
 _QUERY = re.compile(
     r"(?P<key>[?&;][^=&;\s]*(?:token|secret|password|passwd|sig|signature|key|credential)[^=&;\s]*=)[^&;#\s]+",
     re.IGNORECASE,
@@ -33,14 +37,19 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text, in whose URLs a password, and the tokens of a query, are hidden.
+    """A text, in whose URLs a password, a token in place of a user, the path of a webhook, and the tokens of a query
+    are hidden.
 
     >>> without_secrets("ftp://ann:s3cret@host/runs and https://host/a?sig=abc&part=1")
     'ftp://ann:...@host/runs and https://host/a?sig=...&part=1'
+    >>> without_secrets("https://hooks.slack.com/services/T0/B0/abc and https://ghp_abc@host/a")
+    'https://hooks.slack.com/... and https://...@host/a'
     """
     if "://" not in text:
         return text
     text = _USER.sub(rf"\g<scheme>\g<user>:{HIDDEN}@", text)
+    text = _TOKEN.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = _WEBHOOK.sub(rf"\g<place>{HIDDEN}", text)
     return _QUERY.sub(rf"\g<key>{HIDDEN}", text)
 
 

@@ -443,7 +443,12 @@ def _refuse_near_misses(callback: Callback) -> None:
         method = None if near is None else getattr(callback, name)
         if near is None or not callable(method):
             continue
-        if name.startswith("on_") or accepts(method, 2) or _takes_state(method):
+        names_of_arguments = _arguments(method)
+        if any(name.startswith(f"{event}_") for event in names):  # a word more, as a helper has: epoch_end_path
+            is_meant = {"state", "logger"} <= names_of_arguments
+        else:
+            is_meant = name.startswith("on_") or accepts(method, 2) or "state" in names_of_arguments
+        if is_meant:
             raise ArgumentError(
                 f"callback {type(callback).__name__} has a method {name!r}, which is no event and would never be "
                 f"called: did you mean {near.value}(self, state, logger)? (A helper's name may start with an "
@@ -451,11 +456,12 @@ def _refuse_near_misses(callback: Callback) -> None:
             )
 
 
-def _takes_state(method: Callable[..., Any]) -> bool:
+def _arguments(method: Callable[..., Any]) -> frozenset[str]:
+    """Their names; none where a method has no signature."""
     try:
-        return "state" in inspect.signature(method).parameters
+        return frozenset(inspect.signature(method).parameters)
     except ValueError:
-        return False
+        return frozenset()
 
 
 def observers(

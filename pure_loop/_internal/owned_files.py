@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ class _Lock:
 
 # By the path of the hidden file: where one descriptor of a file is closed, the process's lock is gone.
 _held: dict[str, _Lock] = {}
+# Of the threads of this process, which share its locks: one at a time takes or drops one.
+_turn = threading.Lock()
 
 
 def reserve(path: Path, writer: str) -> None:
@@ -65,36 +68,39 @@ def reserve(path: Path, writer: str) -> None:
         FileWriteError: no file can be made beside it.
     """
     beside = _beside(path)
-    lock = _held.get(beside)
-    if lock is not None and lock.process == os.getpid():
-        lock.holders += 1
-        return
-    with naming(path, writer):
-        descriptor = _locked(beside)
-    if descriptor is None:
-        raise FileInUseError(
-            errno.EAGAIN,
-            f"{writer}: {path} is written by {_holder(beside)}, and two would tear its lines and record every step "
-            f"twice. It was waited for {_PATIENCE:g} seconds; end it, or give this run a file of its own",
-            os.fspath(path),
-        )
-    _held[beside] = _Lock(descriptor, os.getpid(), 1)
+    with _turn:
+        lock = _held.get(beside)
+        if lock is not None and lock.process == os.getpid():
+            lock.holders += 1
+            return
+        with naming(path, writer):
+            descriptor = _locked(beside)
+        if descriptor is not None:
+            _held[beside] = _Lock(descriptor, os.getpid(), 1)
+            return
+    raise FileInUseError(
+        errno.EAGAIN,
+        f"{writer}: {path} is written by {_holder(beside)}, and two would tear its lines and record every step "
+        f"twice. It was waited for {_PATIENCE:g} seconds; end it, or give this run a file of its own",
+        os.fspath(path),
+    )
 
 
 def release(path: Path) -> None:
     """Let others write to a file."""
     beside = _beside(path)
-    lock = _held.get(beside)
-    if lock is None or lock.process != os.getpid():
-        return
-    lock.holders -= 1
-    if not lock.holders:
-        del _held[beside]
-        if lock.descriptor >= 0:
-            # Before it is let go: who waits for it sees that it is gone, and makes a new one.
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            os.close(lock.descriptor)
+    with _turn:
+        lock = _held.get(beside)
+        if lock is None or lock.process != os.getpid():
+            return
+        lock.holders -= 1
+        if not lock.holders:
+            del _held[beside]
+            if lock.descriptor >= 0:
+                # Before it is let go: who waits for it sees that it is gone, and makes a new one.
+                with contextlib.suppress(OSError):
+                    os.unlink(beside)
+                os.close(lock.descriptor)
 
 
 def _beside(path: Path) -> str:
@@ -180,7 +186,9 @@ def not_written(path: str | os.PathLike[str], writer: str, error: OSError) -> Fi
 
 
 def _forget(_: Any = None) -> None:
-    """In a fork: the locks are the parent's."""
+    """In a fork: the locks are the parent's, and so is the thread that may have had its turn."""
+    global _turn
+    _turn = threading.Lock()
     _held.clear()
 
 

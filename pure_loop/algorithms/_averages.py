@@ -24,7 +24,13 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
 __all__ = [
-    *("AveragedBuffers", "averageable", "averaged", "averaged_if_begun", "begun", "finite_or", "widened"),
+    "AveragedBuffers",
+    "averageable",
+    "averaged",
+    "averaged_if_begun",
+    "begun",
+    "finite_or",
+    "widened",
     "with_average",
 ]
 

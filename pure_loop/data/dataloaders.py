@@ -136,7 +136,7 @@ class _Indexed(Source):
         refusal = partial(self._refuse_other_sizes, epoch, made, samples, now)
         if not certain and not self._counts_indices(epoch, sizes[0], count):
             if changed:
-                raise refusal("They can't be skipped by number, as a batch has not as many samples as indices.")
+                raise refusal("Samples can't be skipped by number, because a batch has not as many samples as indices.")
             return start
         if now == samples:
             return start

@@ -265,9 +265,10 @@ class Source(ABC):
         return start
 
     def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, now: int, why: str) -> ResumeError:
+        made = "the first batch" if batches == 1 else f"the first {batches} batches"
         return ResumeError(
-            f"the {self._stream} dataloader has {now} samples in the first {batches} batches of epoch {epoch}, and the "
-            f"State has seen {samples} in as many: the batches have another size now, so that samples would be left "
+            f"the {self._stream} dataloader has {now} samples in {made} of epoch {epoch}, and "
+            f"the State has seen {samples} in as many: batches have another size now, so that samples would be left "
             f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
         )
 
@@ -349,7 +350,7 @@ class Iterated(Source):
         with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
             now = sum(map(count, islice(batches, start)))
             if now != samples:
-                why = "It has no indices by which they could be skipped."
+                why = "The loader has no indices by which samples could be skipped."
                 raise self._refuse_other_sizes(epoch, start, samples, now, why)
             yield from batches
 
@@ -481,7 +482,7 @@ class OneShot(Source):
         while True:
             if made is not None and self._taken == seen:
                 if made[:2] == (epoch, start) and now != made[2]:
-                    why = "An iterator has no indices by which they could be skipped."
+                    why = "An iterator has no indices by which samples could be skipped."
                     raise self._refuse_other_sizes(epoch, start, made[2], now, why)
                 made = None
             with guard(derive(self._seed, "item", self._taken)):

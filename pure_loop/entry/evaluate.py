@@ -71,8 +71,9 @@ def evaluate(
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: algorithms that act in evaluation, such as EMA.
         loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
-        task, precision, seed, callbacks, loggers, device, watch, compile, strict, deterministic, parallel: as in
-            :func:`fit`.
+        strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True: at
+            all, and that events come in their order; False: never.
+        task, precision, seed, callbacks, loggers, device, watch, compile, deterministic, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -134,7 +135,10 @@ def predict(
         model_or_state: a module, or a State of any event.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
         gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, strict, deterministic, parallel:
+        strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True: at
+            all, and that events come in their order; False: never, which a service that predicts many single batches
+            saves milliseconds by.
+        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, deterministic, parallel:
             as in :func:`fit`; each rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl

@@ -66,6 +66,11 @@ def plain(path: Any) -> nn.Module:
     return module
 
 
+def differ(module: nn.Module, state: State) -> bool:
+    """Whether a module has other weights than those in training."""
+    return any(not torch.equal(tensor, state.params[name]) for name, tensor in module.named_parameters())
+
+
 @pl.algorithm(Event.EVAL_START, Event.EVAL_END, name="swapped")
 def swapped(state: State) -> State:
     """Halves the weights for an evaluation, and puts them back."""
@@ -97,7 +102,7 @@ def assert_scores(folder: Path, data: list[tuple[Tensor, Tensor]] = VAL, label: 
     scores = {}
     for path in folder.glob("*.safetensors"):
         notes = pl.checkpoint.describe(path)["notes"]
-        if notes:
+        if "score" in notes:
             assert loss_of(plain(path), data) == pytest.approx(notes["score"], rel=1e-5), path.name
             scores[path.name] = notes["score"]
     best = pl.best(folder, metric=f"{label}/loss")
@@ -155,7 +160,7 @@ def test_whole_states_have_both(tmp_path: Path) -> None:
     state = pl.load(best, model=model())
     score = pl.checkpoint.describe(best)["notes"]["score"]
     assert loss_of(averaged(state).module()) == pytest.approx(score, rel=1e-5)
-    assert loss_of(state.module()) != pytest.approx(score, rel=1e-3)
+    assert differ(averaged(state).module(), state)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -211,7 +216,7 @@ def test_schedule_free_weights(tmp_path: Path) -> None:
     assert_scores(tmp_path / "w")
     loss = float(state.metrics["val"]["loss"])
     assert loss_of(plain(tmp_path / "end.safetensors")) == pytest.approx(loss, rel=1e-5)
-    assert loss_of(state.module()) != pytest.approx(loss, rel=1e-3)
+    assert differ(plain(tmp_path / "end.safetensors"), state)
 
 
 @pytest.mark.parametrize("eval_interval", ["1ep", "4ba", "5ba"])

@@ -66,6 +66,15 @@ def test_helpers_of_a_callback_may_have_any_other_name() -> None:
     pl.run(fit(callbacks=[callback(batch_end=observe, summary=observe, epochs=lambda self: 3, _epoch_ends=observe)]))
 
 
+def test_helpers_may_be_called_after_the_event_that_they_serve() -> None:
+    helpers: dict[str, Any] = {
+        "epoch_checkpoint_path": lambda self, state: f"ep{state.timestamp.epoch}",
+        "eval_start_time": lambda self, state, unit: 0.0,
+    }
+    pl.run(fit(callbacks=[callback(batch_end=observe, **helpers)]))
+    refused(lambda: fit(callbacks=[callback(batch_end=observe, eval_start_all=observe)]), *VALUE, "'eval_start_all'")
+
+
 def test_exceptions_of_callbacks_say_whose_they_are() -> None:
     def broken(self: Any, state: Any, logger: Any) -> None:
         raise KeyError("broken")

@@ -1,6 +1,7 @@
 """No password or token of an argument is in a record, a repr, an error or a log.
 
-Tried: URLs with a user and a password, and with tokens in their query, as arguments of ``fit``, callbacks and loggers;
+Tried: URLs with a user and a password, with a token in place of a user, of webhooks, and with tokens in their query, as
+arguments of ``fit``, callbacks and loggers;
 arguments named as secrets; options in a dict; errors of files that are not there, refusals, and warnings.
 """
 
@@ -25,6 +26,12 @@ from tests.support.runs import cross_entropy, mlp, points
 SECRET = "s3cret-9f"
 URL = f"memory://ann:{SECRET}@bucket/runs"
 SIGNED = f"memory://bucket/runs?sv=1&sig={SECRET}&part=2"
+WEBHOOKS = [
+    "https://hooks.slack.com/services/{}",
+    "https://discord.com/api/webhooks/17/{}",
+    "https://team.webhook.office.com/webhookb2/{}/b?part=1",
+    "https://{}@host/a",
+]
 WORDS = st.text("abcXYZ0123456789-_.!$*", min_size=1)
 
 
@@ -32,6 +39,14 @@ WORDS = st.text("abcXYZ0123456789-_.!$*", min_size=1)
 def test_a_password_in_a_url_is_hidden_and_the_rest_stays(user: str, password: str, scheme: str) -> None:
     text = without_secrets(f"at {scheme}://{user}:{password}@host/a and {scheme}://host/{user}")
     assert text == f"at {scheme}://{user}:...@host/a and {scheme}://host/{user}"
+
+
+@pytest.mark.parametrize("url", WEBHOOKS)
+def test_a_url_that_is_the_secret_itself(url: str) -> None:
+    text = without_secrets(f"at {url.format(SECRET)} and ssh://git@host/hooks/a")
+    assert SECRET not in text
+    assert text.startswith("at https://")
+    assert text.endswith(" and ssh://git@host/hooks/a")
 
 
 @pytest.mark.parametrize("name", ["token", "api_token", "api_key", "password", "secret", "aws_secret_access_key"])
