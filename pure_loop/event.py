@@ -7,7 +7,7 @@ bound to them, and :mod:`pure_loop.order` says in which order they come.
 from __future__ import annotations
 
 from enum import EnumType, StrEnum
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from pure_loop.errors import ArgumentError, EventNameError, MissingNameError
 
@@ -62,8 +62,10 @@ EventName: TypeAlias = Literal[
 class _EventType(EnumType):
     """The class of :class:`Event`: a name that no event has is an error that gives the nearest one."""
 
-    def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(f"Event.{name} is not an event{_suggestion(name)}")
+    if not TYPE_CHECKING:  # a type checker finds such a name, unless it is told that any name may be there
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            raise AttributeError(f"Event.{name} is not an event{_suggestion(name)}")
 
     def __getitem__(cls, name: str) -> Any:
         if name not in cls.__members__:

@@ -31,13 +31,20 @@ def call_all(functions: Iterable[Callable[[], Any]], error: BaseException | None
         except BaseException as another:
             if first is None or (isinstance(first, Exception) and not isinstance(another, Exception)):
                 first = raised = another
-            else:
+            elif not _repeats(another, first):
                 first.add_note(f"{doing}{type(another).__name__}: {another}")
     try:
         if raised is not None:
             raise raised
     finally:
         del first, raised  # else the traceback refers to this frame, and the frame to the error
+
+
+def _repeats(error: BaseException, first: BaseException) -> bool:
+    """Whether it is the first interrupt or exit once more, which a signal's handler raises where all is closed."""
+    return error is first or (
+        type(error) is type(first) and error.args == first.args and not isinstance(first, Exception)
+    )
 
 
 class Closing:

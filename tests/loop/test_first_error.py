@@ -259,3 +259,14 @@ def test_an_interrupt_is_no_note() -> None:
     assert called == [1]
     assert isinstance(caught.value.__context__, FirstError)
     assert caught.value.__notes__ == ["while closing: OSError: disk"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, OSError])
+def test_an_exit_that_is_raised_again_is_no_note_and_another_error_is(kind: type[BaseException]) -> None:
+    def again() -> None:
+        raise kind(143)
+
+    with pytest.raises(kind) as caught, Closing(again):
+        raise kind(143)
+    expected = ["while closing: OSError: 143"] if kind is OSError else []
+    assert getattr(caught.value, "__notes__", []) == expected
