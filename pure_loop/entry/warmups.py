@@ -78,7 +78,8 @@ def refuse_endless_warmups(
         if time is not None:
             raise ArgumentError(
                 f"{name} is {schedule!r}: it rises over {str(time)!r}, which is not over before {of_run}. Write a "
-                'warmup that is a part of the run, such as warmup="0.1dur", or train longer.'
+                'warmup that is a part of the run, such as warmup="0.1dur", or train longer; pl.rehearse tries a long '
+                "run without training it."
             )
     for name, time in _times_of(algorithms):
         if end.comes_before(time, or_with=False):

@@ -7,9 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, TypeAlias
 
+import optree
+import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -138,9 +141,10 @@ def _guard_of_metrics(state: State, stages: Stages) -> Callable[[Metric], Abstra
 
 
 def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
-    """The first microbatch of an evaluation, to see whether the metrics that were passed fit it.
+    """The first microbatch of an evaluation, to see whether the metrics that were passed fit it, and keep nothing.
 
     Raises:
+        ArgumentError: a metric gives two values for one batch.
         DataError: a metric does not, or the error that it raised; names the evaluator and the metric.
     """
     label = evaluator.label
@@ -164,14 +168,47 @@ def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) ->
                 continue
             try:
                 with _guard_of_metrics(state, stages)(metric):
-                    metric.update(metric.init(), detached(state.outputs), state.microbatch)
+                    numbers = _numbers(metric.update(metric.init(), detached(state.outputs), state.microbatch))
+                with _guard_of_metrics(state, stages)(metric):
+                    again = _numbers(metric.update(metric.init(), detached(state.outputs), state.microbatch))
             except Exception as error:
                 kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
                 reason = str(error) or type(error).__name__
                 raise kind(
                     f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
                 ) from error
+            if not _are_close(numbers, again):
+                raise ArgumentError(
+                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measures one batch twice, each time "
+                    f"from init(), and its accumulator has {_shown(numbers)}, then {_shown(again)}. It keeps something "
+                    "elsewhere, which would go from one evaluation to the next and be lost where training resumes: let "
+                    "init() return a new accumulator, and update() keep all in what it returns."
+                )
     return state
+
+
+def _numbers(accumulator: Any) -> list[Tensor]:
+    """Copies of the numbers of an accumulator, which its metric may write to."""
+    leaves = optree.tree_leaves(accumulator, namespace=NAMESPACE)
+    tensors = [torch.tensor(float(leaf)) if isinstance(leaf, int | float) else leaf for leaf in leaves]
+    return [tensor.detach().clone() for tensor in tensors if isinstance(tensor, Tensor) and _has_numbers(tensor)]
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+
+
+def _are_close(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether they are equal, but for the order in which a device adds."""
+    return len(some) == len(others) and all(
+        one.shape == other.shape
+        and torch.allclose(one.to(torch.complex128), other.to(torch.complex128), rtol=1e-3, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _shown(numbers: list[Tensor]) -> str:
+    return ", ".join(str(tensor.flatten()[:3].tolist()) for tensor in numbers[:3]) or "no numbers"
 
 
 def _settings(stages: Stages, algorithms: Sequence[str]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_the_error_says_what_to_write() -> None:
     assert str(caught.value) == (
         "the learning rate of sgd is cosine(time='1dur', peak=0.1, warmup='1ep'): it rises over '1ep', which is not "
         "over before the end of the run, max_duration='1ep', of epochs of 10 batches. Write a warmup that is a part of "
-        'the run, such as warmup="0.1dur", or train longer.'
+        'the run, such as warmup="0.1dur", or train longer; pl.rehearse tries a long run without training it.'
     )
 
 
