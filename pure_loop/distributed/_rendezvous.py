@@ -1,8 +1,8 @@
 """The store through which ranks meet before they have a process group, and report failures; every call is bounded.
 
-A process keeps one store for all of its streams. Each stream takes the next number, which is a prefix of its keys, so
-a stream never reads the keys of an earlier one: not its addresses, and not its failures. Under ``torchrun`` the store
-is the agent's; where the default process group is the user's, it is that group's; otherwise rank 0 hosts it.
+A process keeps one store for all of its streams. Each stream takes the store's next number, which is a prefix of its
+keys, so a stream never reads the keys of an earlier one: not its addresses, and not its failures. Under ``torchrun``
+the store is the agent's; where the default process group is the user's, it is that group's; otherwise rank 0 hosts it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, whatever the stub says
@@ -42,12 +43,14 @@ _GRACE = 2.0
 # Seconds between two looks at what the others report.
 _POLL = 0.05
 
-_numbers = count()
 _left: list[Thread] = []
 # Whether the last stream of this process ended with an error.
 _fell = False
-# The store that this process opened itself, and for which environment.
-_opened: tuple[tuple[Any, ...], Any] | None = None
+# The store that this process opened itself, for which environment, and the numbers of its streams.
+_opened: tuple[tuple[Any, ...], Any, Iterator[int]] | None = None
+# The default process group whose store was used last, and the numbers of its streams. A new group has a new store, in
+# which ranks count alike even if one of them failed in a call that the others did not come to.
+_group: tuple[ref[Any], Iterator[int]] | None = None
 # Streams that failed where this process hosts the store: the store, the number of ranks, and until when it stays.
 _unread: list[tuple[Any, int, float]] = []
 
@@ -99,7 +102,6 @@ class Rendezvous:
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
-        self._number = next(_numbers)
         self._patience = seconds
         self._store: Any = None
         self._is_lost = False
@@ -146,8 +148,8 @@ class Rendezvous:
     def _open(self, seconds: float) -> Any:
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            base = _base(self.rank, self.size, seconds)
-            self._store = c10d.PrefixStore(f"pure_loop/{attempt}/{self._number}", base)
+            base, numbers = _base(self.rank, self.size, seconds)
+            self._store = c10d.PrefixStore(f"pure_loop/{attempt}/{next(numbers)}", base)
         return self._store
 
     def _arrive(self, seconds: float) -> None:
@@ -270,8 +272,8 @@ class Rendezvous:
 
 def _forget() -> None:
     """In a forked child: the connections are the parent's, who would read what is written to them."""
-    global _opened
-    _opened = None
+    global _opened, _group
+    _opened = _group = None
     _left.clear()
     _unread.clear()
 
@@ -284,20 +286,23 @@ def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _base(rank: int, size: int, seconds: float) -> Any:
-    """The store of this process.
+def _base(rank: int, size: int, seconds: float) -> tuple[Any, Iterator[int]]:
+    """The store of this process, and the numbers of its streams.
 
     Raises:
         DistributedError: the environment doesn't say where it is.
         RuntimeError: it can't be opened.
     """
-    global _opened
+    global _opened, _group
     here = world()
     where = (here.host, here.port, rank, size, os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     if _opened is not None and _opened[0] == where:
-        return _opened[1]
+        return _opened[1:]
     if dist.is_initialized():
-        return default_store()
+        group = dist.group.WORLD
+        if _group is None or _group[0]() is not group:
+            _group = ref(group), count()
+        return default_store(), _group[1]
     host, port = here.address
     store = TCPStore(
         host,
@@ -308,8 +313,8 @@ def _base(rank: int, size: int, seconds: float) -> Any:
         wait_for_workers=False,
         multi_tenant=True,  # a process group of the user's in this process shares the server
     )
-    _opened = where, store
-    return store
+    _opened = where, store, count()
+    return _opened[1:]
 
 
 def _stay() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch.distributed as dist
@@ -16,13 +19,15 @@ import torch.distributed as dist
 import pure_loop as pl
 from pure_loop.distributed import _rendezvous
 from pure_loop.distributed._rendezvous import Rendezvous, within
+from pure_loop.testing.ranks import Pool
+from tests.support.runs import cross_entropy, mlp, points
 
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store that all ranks of this process share."""
-    store = dist.HashStore()
-    monkeypatch.setattr(_rendezvous, "_base", lambda rank, size, seconds: store)
+    """A store that all ranks of this process share, each with numbers of its own."""
+    store, numbers = dist.HashStore(), defaultdict(count)
+    monkeypatch.setattr(_rendezvous, "_base", lambda rank, size, seconds: (store, numbers[rank]))
     monkeypatch.setattr(_rendezvous, "_unread", [])
     monkeypatch.setattr(_rendezvous, "_fell", False)
     return store
@@ -46,12 +51,9 @@ def port(monkeypatch):
 LOADED = 10.0
 
 
-def ranks(size, number, seconds=5.0):
-    """The ranks of one stream; in one process each of them would take a number of its own."""
-    found = [Rendezvous(rank, size, seconds) for rank in range(size)]
-    for each in found:
-        each._number = number
-    return found
+def ranks(size, seconds=5.0):
+    """The ranks of one stream."""
+    return [Rendezvous(rank, size, seconds) for rank in range(size)]
 
 
 def together(*calls):
@@ -71,13 +73,13 @@ def together(*calls):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_ranks_meet_again_and_again(store, size):
-    for number in range(3):
-        assert [found for found, _ in together(*(each.meet for each in ranks(size, number)))] == [False] * size
+    for _ in range(3):
+        assert [found for found, _ in together(*(each.meet for each in ranks(size)))] == [False] * size
 
 
 @pytest.mark.parametrize(("size", "missing"), [(2, [0]), (2, [1]), (4, [1, 3]), (12, list(range(11)))])
 def test_ranks_that_never_start_are_named(store, size, missing):
-    here = [each for each in ranks(size, 0, seconds=0.3) if each.rank not in missing]
+    here = [each for each in ranks(size, seconds=0.3) if each.rank not in missing]
     names = {(0,): "rank 0", (1,): "rank 1", (1, 3): "ranks 1, 3"}.get(tuple(missing), "ranks 0, 1, .* and 3 more")
     for text, seconds in together(*(each.meet for each in here)):
         assert seconds < 0.6 + LOADED
@@ -87,7 +89,7 @@ def test_ranks_that_never_start_are_named(store, size, missing):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_rank_that_fails_before_they_meet_is_named_at_once(store, first):
-    one, two, failing = ranks(3, 0, seconds=60.0)
+    one, two, failing = ranks(3, seconds=60.0)
     meeting = [one.meet, two.meet]
 
     def announce():
@@ -101,13 +103,13 @@ def test_a_rank_that_fails_before_they_meet_is_named_at_once(store, first):
 
 
 def test_the_stream_after_a_failed_one_meets(store):
-    one, failing = ranks(2, 0)
+    one, failing = ranks(2)
     together(one.meet, lambda: failing.announce("raised ValueError"))
-    assert [found for found, _ in together(*(each.meet for each in ranks(2, 1)))] == [False, False]
+    assert [found for found, _ in together(*(each.meet for each in ranks(2)))] == [False, False]
 
 
 def test_what_a_rank_reports_is_read_by_the_others(store):
-    one, two, three = ranks(3, 0)
+    one, two, three = ranks(3)
     together(one.meet, two.meet, three.meet)
     three.report("fell", "left the loop")
     assert one.roll_call() == ({2: "fell|left the loop"}, True)
@@ -122,8 +124,8 @@ def test_rank_0_hosts_the_store_and_names_the_others(port):
 
 
 def test_one_store_serves_all_streams(port):
-    for number in range(3):
-        (one,) = ranks(1, number)
+    for _ in range(3):
+        (one,) = ranks(1)
         assert one.meet() is False
         store = _rendezvous._opened
     one.meet()
@@ -189,3 +191,21 @@ def test_what_takes_too_long_is_left():
     assert within(5, lambda: 3) == 3
     with pytest.raises(KeyError, match="inside"):
         within(5, lambda: {}["inside"])
+
+
+@pytest.mark.slow
+def test_in_a_new_group_ranks_meet_after_a_call_to_which_one_came_alone():
+    """Streams are counted anew: the rank that failed alone would wait in another stream than the others."""
+
+    def fit(duration):
+        options = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": duration}
+        return pl.run(pl.fit(mlp(), points(2), parallel="replicate", **options)).timestamp.batch
+
+    def alone(rank):
+        if rank == 0:
+            with suppress(pl.ArgumentError):
+                fit("no duration")
+
+    with Pool(2, checked=False, timeout=30) as pool:
+        pool.run(alone)
+        assert pool.run(lambda rank: fit("2ba")) == [2, 2]
