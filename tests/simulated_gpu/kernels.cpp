@@ -206,7 +206,7 @@ static void draw() {
   TORCH_CHECK(!drawing_is_an_error, "Offset increment outside graph capture encountered unexpectedly.");
 }
 
-static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.operator_name().name;
   if (looking.count(name)) wait_for(name);
@@ -216,6 +216,23 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* s
   Arguments arguments;
   bool to_host = false;
   size_t begin = stack->size() - schema.arguments().size();
+  if ((name == "aten::_softmax" || name == "aten::_log_softmax") && (*stack)[begin + 2].toBool()) {
+    // Under autocast a GPU computes that of half precision in float32 in one kernel, and a CPU has none for it.
+    (*stack)[begin] = (*stack)[begin].toTensor().to(at::kFloat);
+    (*stack)[begin + 2] = false;
+  }
+  if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") {
+    at::ScalarType given = (*stack)[begin].toTensor().scalar_type(), wanted = (*stack)[begin + 3].toScalarType();
+    if (given != wanted) {  // torch calls the form that writes to a tensor
+      Tensor out = (*stack)[begin + 4].toTensor();
+      (*stack)[begin + 3] = given;
+      (*stack)[begin + 4] = at::empty_like(out, out.options().dtype(given));
+      compute(op, keys, stack);
+      out.copy_(stack->back().toTensor());
+      stack->back() = out;
+      return;
+    }
+  }
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     IValue& value = (*stack)[begin + i];
     if (value.isDevice()) {
