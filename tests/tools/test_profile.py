@@ -125,7 +125,7 @@ def test_a_row_for_everything_that_was_called() -> None:
         ("stage", "split into microbatches", ""): 2 * steps,
         ("stage", "optimizer", ""): steps,
         ("stage", "val forward", ""): evaluated + 1,  # one before training, to see whether the metrics fit
-        ("stage", "val metrics", ""): evaluated + 1 + 2,
+        ("stage", "val metrics", ""): evaluated + 2 + 2,  # two before training, which have to be equal
         ("data", "train data", ""): steps + 2,
         ("data", "val data", ""): evaluated + 1 + 2,
         ("algorithm", "sam", "AFTER_TRAIN_BATCH"): steps,
