@@ -195,7 +195,7 @@ def test_what_takes_too_long_is_left():
 
 @pytest.mark.slow
 def test_in_a_new_group_ranks_meet_after_a_call_to_which_one_came_alone():
-    """Streams are counted anew: the rank that failed alone would wait in another stream than the others."""
+    """Streams of a new group are counted from 0, or the rank that had one alone would wait in another than the rest."""
 
     def fit(duration):
         options = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": duration}

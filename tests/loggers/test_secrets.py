@@ -1,8 +1,8 @@
 """No password or token of an argument is in a record, a repr, an error or a log.
 
 Tried: URLs with a user and a password, with a token in place of a user, of webhooks, and with tokens in their query, as
-arguments of ``fit``, callbacks and loggers;
-arguments named as secrets; options in a dict; errors of files that are not there, refusals, and warnings.
+arguments of ``fit``, callbacks and loggers; arguments named as secrets; options in a dict; errors of files that are not
+there, refusals, and warnings.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,22 @@ def test_a_run_that_was_left_does_not_keep_others_of_its_process_from_its_file(t
     pl.run(fit(WRITERS["json lines"](tmp_path), run_name="one", autoresume=tmp_path / "c", max_duration="8ba"))
     assert list(tmp_path.glob(".*.lock")), "which another process would wait for"
     begun.close()
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_threads_that_begin_at_once_share_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, locked = tmp_path / "m.jsonl", owned_files._locked
+
+    def slowly(beside: str) -> int | None:
+        time.sleep(0.1)
+        return locked(beside)
+
+    monkeypatch.setattr(owned_files, "_locked", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(owned_files.reserve, [path, path], ["JSONLinesLogger"] * 2))
+    owned_files.release(path)
+    assert list(tmp_path.glob(".*.lock")), "the other thread writes"
+    owned_files.release(path)
     assert not list(tmp_path.glob(".*.lock"))
 
 

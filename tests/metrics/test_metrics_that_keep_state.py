@@ -32,7 +32,7 @@ def metric(update: Callable[..., Any], init: Callable[[], Any] = lambda: torch.z
 
 
 class Largest:
-    """The largest output of all that it was ever given: of a batch the same each time, and yet more after another."""
+    """The largest output, to which it adds how many batches it was ever given."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -87,6 +87,7 @@ GOOD = {
     "NaN": lambda: metric(lambda accumulator, outputs, batch: accumulator * float("nan")),
     "texts": lambda: metric(lambda accumulator, outputs, batch: "a text", lambda: ""),
     "lists": lambda: metric(lambda accumulator, outputs, batch: [*accumulator, outputs], list),
+    "half": lambda: metric(lambda accumulator, outputs, batch: accumulator + outputs.to(torch.bfloat16).sum()),
     "complex": lambda: metric(lambda accumulator, outputs, batch: accumulator + 1j),
 }
 
