@@ -183,10 +183,10 @@ def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) ->
             # A metric that writes to what it is given measures two batches; the checks of an evaluation name it.
             if not _are_close(numbers, again) and _bits((outputs, state.microbatch)) == bits:
                 raise ArgumentError(
-                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measures one batch twice, each time "
-                    f"from init(), and its accumulator has {_shown(numbers)}, then {_shown(again)}. It keeps something "
-                    "elsewhere, which would go from one evaluation to the next and be lost where training resumes: let "
-                    "init() return a new accumulator, and update() keep all in what it returns."
+                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measured one batch twice, each time "
+                    f"from init(), and gave {_shown(numbers)}, then {_shown(again)}. It keeps something outside of its "
+                    "accumulator, which would go from one evaluation to the next and be lost where training resumes: "
+                    "let init() return a new accumulator, and update() keep all in what it returns."
                 )
     return state
 

@@ -95,7 +95,7 @@ GOOD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_metric_that_keeps_state_is_refused_before_training(kind: str) -> None:
     with pytest.raises(
-        pl.ArgumentError, match=r"evaluator 'val': the metric 'own' .* measures one batch twice"
+        pl.ArgumentError, match=r"evaluator 'val': the metric 'own' .* measured one batch twice"
     ) as caught:
         fit(BAD[kind]())
     assert "let init() return a new accumulator" in str(caught.value)
