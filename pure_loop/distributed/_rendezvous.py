@@ -34,7 +34,8 @@ T = TypeVar("T")
 _UNREACHABLE = (RuntimeError, ValueError, OSError)
 # Seconds that a rank tries to report a failure, and that the process of the host stays for the others to read it.
 _REPORT = 10.0
-# Seconds in which a rank that is alive notices that a connection broke, and reports it.
+# Seconds in which a rank that is alive notices that a connection broke, and reports it. It may be at work: in a forward
+# pass, or waiting for its turn on a machine with more processes than cores.
 _ROLL_CALL = 5.0
 # How much longer a thread is given than what it calls waits.
 _MORE = 1.25
@@ -222,11 +223,16 @@ class Rendezvous:
         except _UNREACHABLE:
             self._is_lost = True  # the process that hosts the store is gone, and no other rank can read it
 
-    def roll_call(self) -> tuple[dict[int, str], bool]:
-        """What the other ranks report of themselves, and whether the store can be reached."""
+    def roll_call(self, waited: float) -> tuple[dict[int, str], bool]:
+        """What the other ranks report of themselves, and whether the store can be reached.
+
+        Args:
+            waited: seconds since they were last heard of. Ranks that had the whole timeout get half of it again, those
+                of a connection that broke at once get what is left of it.
+        """
         if self._is_lost:
             return {}, False
-        seconds = min(_ROLL_CALL, self.seconds / 3)
+        seconds = min(_ROLL_CALL, max(self.seconds - waited, self.seconds / 2))
         store = self._store
         answers: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]

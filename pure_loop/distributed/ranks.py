@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -51,6 +52,7 @@ class Ranks:
         self._control: Any = None
         self._rendezvous: Rendezvous | None = None
         self._owns = False
+        self._heard = time.monotonic()  # when all others were last heard of
         self.fake = False
         # Whether this stream has left the others, while a thread may still be making its process groups.
         self._left = False
@@ -135,6 +137,7 @@ class Ranks:
 
         def answer() -> list[tuple[float, ...]]:
             work.wait()
+            self._heard = time.monotonic()
             rows = [row.tolist() for row in answers]
             if any(row[:2] != rows[0][:2] for row in rows):
                 self._refuse_other_places(rows)
@@ -231,7 +234,8 @@ class Ranks:
 
     def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
         """Which ranks fell, and which don't answer."""
-        answers, reachable = rendezvous.roll_call()
+        answers, reachable = rendezvous.roll_call(time.monotonic() - self._heard)
+        waited = time.monotonic() - self._heard
         fell = {rank: text.partition("|")[2] for rank, text in answers.items() if text.startswith("fell")}
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in answers]
         head = f"rank {self.rank} of {self.size} waited after {place}, and training can't continue: "
@@ -242,8 +246,8 @@ class Ranks:
         if silent:
             return (
                 f"{head}{named(silent)} did not come to what follows {place} and "
-                f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than the "
-                f"timeout of {self.timeout:g} s. "
+                f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than "
+                f"{f'the timeout of {self.timeout:g}' if waited >= self.timeout else f'{waited:.1f}'} s. "
                 f"{'' if reachable else 'The store through which ranks meet does not answer either. '}"
                 "Look at the output of that process."
             )

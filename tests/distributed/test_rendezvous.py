@@ -112,10 +112,10 @@ def test_what_a_rank_reports_is_read_by_the_others(store):
     one, two, three = ranks(3)
     together(one.meet, two.meet, three.meet)
     three.report("fell", "left the loop")
-    assert one.roll_call() == ({2: "fell|left the loop"}, True)
+    assert one.roll_call(0.0) == ({2: "fell|left the loop"}, True)
     two.seconds = 0.2
     store.delete_key("pure_loop/0/0/2")
-    assert two.roll_call() == ({}, True)
+    assert two.roll_call(0.0) == ({}, True)
 
 
 def test_rank_0_hosts_the_store_and_names_the_others(port):
