@@ -235,7 +235,6 @@ class Ranks:
     def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
         """Which ranks fell, and which don't answer."""
         answers, reachable = rendezvous.roll_call(time.monotonic() - self._heard)
-        waited = time.monotonic() - self._heard
         fell = {rank: text.partition("|")[2] for rank, text in answers.items() if text.startswith("fell")}
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in answers]
         head = f"rank {self.rank} of {self.size} waited after {place}, and training can't continue: "
@@ -246,8 +245,8 @@ class Ranks:
         if silent:
             return (
                 f"{head}{named(silent)} did not come to what follows {place} and "
-                f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging for longer than "
-                f"{f'the timeout of {self.timeout:g}' if waited >= self.timeout else f'{waited:.1f}'} s. "
+                f"{'give' if len(silent) > 1 else 'gives'} no sign of life: killed, or hanging; last heard of "
+                f"{time.monotonic() - self._heard:.1f} s ago, where the timeout is {self.timeout:g} s. "
                 f"{'' if reachable else 'The store through which ranks meet does not answer either. '}"
                 "Look at the output of that process."
             )

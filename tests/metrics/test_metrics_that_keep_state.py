@@ -3,7 +3,8 @@
 Its numbers would go from one evaluation to the next, and be lost where training resumes. Tried: a variable of a
 closure, an attribute of an object, one accumulator for all calls of ``init``, a list, a generator of its own; functions
 that are passed to ``pl.metrics.mean``; as good ones accumulators that are written in place, numbers of Python, draws
-from the global generators, NaN, and accumulators without numbers.
+from the global generators, NaN, accumulators without numbers, and sums that differ by their rounding alone, as those
+of a device that adds in any order.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ def with_a_mean() -> pl.Metric:
     return pl.metrics.mean(lambda outputs, batch: torch.full((len(outputs),), float(next(numbers))), "own")
 
 
+def with_rounding(dtype: torch.dtype) -> pl.Metric:
+    """Twice the same sum, but for the last bit that the dtype has."""
+    last_bits = count()
+
+    def update(accumulator: Tensor, outputs: Tensor, batch: Any) -> Tensor:
+        return torch.tensor(1 + next(last_bits) % 2 * torch.finfo(dtype).eps, dtype=dtype)
+
+    return metric(update)
+
+
 BAD = {
     "closure": with_a_closure,
     "object": lambda: metric(Largest().update),
@@ -87,7 +98,8 @@ GOOD = {
     "NaN": lambda: metric(lambda accumulator, outputs, batch: accumulator * float("nan")),
     "texts": lambda: metric(lambda accumulator, outputs, batch: "a text", lambda: ""),
     "lists": lambda: metric(lambda accumulator, outputs, batch: [*accumulator, outputs], list),
-    "half": lambda: metric(lambda accumulator, outputs, batch: accumulator + outputs.to(torch.bfloat16).sum()),
+    "half precision": lambda: with_rounding(torch.bfloat16),
+    "single precision": lambda: with_rounding(torch.float32),
     "complex": lambda: metric(lambda accumulator, outputs, batch: accumulator + 1j),
 }
 
@@ -104,3 +116,16 @@ def test_a_metric_that_keeps_state_is_refused_before_training(kind: str) -> None
 @pytest.mark.parametrize("kind", GOOD)
 def test_a_metric_that_keeps_nothing_is_not(kind: str) -> None:
     assert "own" in fit(GOOD[kind]()).metrics["val"]
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "state.outputs": lambda accumulator, outputs, batch: accumulator + outputs.add_(1).sum(),
+    "state.batch": lambda accumulator, outputs, batch: accumulator + batch[0].add_(1).sum(),
+}
+
+
+@pytest.mark.parametrize("field", WRITES)
+def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that(field: str) -> None:
+    """It measures another batch the second time, and keeps nothing."""
+    with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
+        fit(metric(WRITES[field]))
