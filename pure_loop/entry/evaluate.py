@@ -136,8 +136,8 @@ def predict(
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
         gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
         strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True: at
-            all, and that events come in their order; False: never. A service that predicts one batch a call saves
-            some milliseconds by False.
+            all, and that events come in their order; False: never, which saves a service that predicts one batch a
+            call some milliseconds.
         task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, deterministic, parallel:
             as in :func:`fit`; each rank predicts its part of every batch.
 
