@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [
@@ -63,7 +63,7 @@ def told(stream):
 
 
 class Job:
-    """The processes of one script, which are killed in the end."""
+    """The processes of one script, which are killed in the end, and those that they started."""
 
     def __init__(self, folder: Path, body: str) -> None:
         self.folder = folder
@@ -109,8 +109,12 @@ class Job:
 
     def end(self) -> None:
         for each in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(each.pid)
+                # torchrun's ranks are groups of their own, and one that is stopped outlives it.
+                for process in (started, *started.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
             each.wait()
 
 
