@@ -198,8 +198,8 @@ class _Own:
             names = [_key(place, name) for name in changed if name not in same]
             if names:
                 raise self.refusal(
-                    f"{', '.join(names)} changes in compute(), to be kept from one value to the next, and each "
-                    "evaluation begins anew, so it would be lost. Measure the metric in it, and compare values at "
+                    f"compute() changes {', '.join(names)}, to be kept from one value to the next, and each "
+                    "evaluation begins anew, so that would be lost. Measure the metric in it, and compare values at "
                     'EVAL_END: CheckpointSaver(keep_best=1, metric="val/accuracy") keeps the best one.'
                 )
         return value
