@@ -138,7 +138,7 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
         try:
             for event, state in fit(kind):
                 if event is Event.BATCH_START and state.timestamp.batch == 0:
-                    time.sleep(TIMEOUT + 3)
+                    time.sleep(3 * TIMEOUT)  # longer than all that follows: what counts is the last exchange
                 if event is where and state.timestamp.batch == 1:
                     if rank == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,15 +149,15 @@ def test_a_rank_that_is_killed(kind, where, tmp_path, monkeypatch):
             raise
         time.sleep(20)  # it must not come to its end
 
-    with Pool(3, timeout=30, checked=False) as pool:
+    with Pool(3, timeout=60, checked=False) as pool:
         pool.run(abs)  # three processes that import torch take their time, which is not what is measured
         started = time.monotonic()
         with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL"):
             pool.run(program)
     for rank in (0, 2):
         text = (tmp_path / f"{rank}").read_text()
-        says(text, ": rank 1 did not come to what follows", r"killed, or hanging; last heard of [0-6]\.\d s ago")
-    assert time.monotonic() - started < 30
+        says(text, ": rank 1 did not come to what follows", r"killed, or hanging; last heard of (\d|1[01])\.\d s ago")
+    assert time.monotonic() - started < 45
 
 
 @pytest.mark.slow
