@@ -177,6 +177,12 @@ def run(stream: Iterable[tuple[Event, State]]) -> State:
             _, state = next(pairs)
     except StopIteration as stop:
         ended = stop.value
+    except BaseException as error:
+        # Ctrl-C between two pairs ends the stream as it does within it. Otherwise the stream would be left open for as
+        # long as the traceback refers to this frame.
+        if getgeneratorstate(pairs) == GEN_SUSPENDED:
+            pairs.throw(error)
+        raise
     if state is not None:
         return state
     if not isinstance(ended, State):

@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from pure_loop.progress import words as _words
+from pure_loop.progress.drawing import drawing
 from pure_loop.progress.estimate import Inside
 from pure_loop.progress.snapshot import Part, Snapshot, batch_of, percent, side_by_side, that_fit, time_left, width_of
 from pure_loop.progress.table import Column, Row, Table
@@ -48,10 +49,12 @@ class Bar:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=bool(sys.stdout.isatty()))
         self._started = False
 
+    @drawing()
     def show(self, snapshot: Snapshot, values: Mapping[str, float]) -> None:
         self._start()
         self._live.update(self._draw(snapshot, values), refresh=True)
 
+    @drawing()
     def add(self, row: Row, values: Mapping[str, float]) -> None:
         self._start()
         self._table.add(row, values)
@@ -69,6 +72,7 @@ class Bar:
         for item in [*lines, text]:
             self._console.print(item, no_wrap=True, overflow="crop")
 
+    @drawing()
     def close(self) -> None:
         self._live.stop()
 

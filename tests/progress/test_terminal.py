@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import re
 import signal
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.progress.display import progress
+from pure_loop.progress.drawing import drawing
 from pure_loop.progress.words import number
 from tests.progress.conftest import Terminal
 from tests.progress.emulator import Emulator
@@ -229,6 +232,81 @@ def test_ctrl_c_leaves_one_bar(columns, at, terminal, monkeypatch):
     assert sum("%" in line and "val" not in line for line in lines) == (columns > 20)
     assert sum("interrupted" in line for line in lines) == 1
     assert not any("^C" in line for line in lines)
+
+
+def interrupted_inside(monkeypatch, functions, point=0):
+    """The terminal, where Ctrl-C falls on a call of a drawing or its return; and how many of those there are.
+
+    Args:
+        functions: the pattern of those that count.
+    """
+    terminal, points = Terminal(), itertools.count(1)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    drawn = re.compile(r"\b(rich|progress)\b.*\.py$")
+
+    def trace(frame, event, _):
+        if not drawn.search(frame.f_code.co_filename):
+            return None
+        # An exception where a generator yields would pass its handlers by, as no signal does.
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        counts = event in ("call", "return") and not yields and re.search(functions, frame.f_code.co_name)
+        if counts and next(points) == point:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def switched(stream):
+        for event, state in stream:
+            yield event, state
+            if event is E.BATCH_END:
+                sys.settrace(trace if state.timestamp.batch == 2 else before)
+
+    before = sys.gettrace()
+    try:
+        pl.run(progress(switched(fit(max_duration="1ep")), file=terminal, refresh_seconds=0))
+        print("the end")
+    except KeyboardInterrupt:
+        sys.settrace(before)
+        print("after")
+    finally:
+        sys.settrace(before)
+    return terminal, next(points) - 1
+
+
+@pytest.mark.parametrize(("functions", "step"), [("_buffer$|^loop_", 3), pytest.param("", 7, marks=pytest.mark.slow)])
+def test_ctrl_c_in_the_middle_of_a_drawing(functions, step, monkeypatch):
+    """Rich would be left in the middle of a buffer, or the exception be ignored in a generator that is closed."""
+    terminal, points = interrupted_inside(monkeypatch, functions)
+    assert terminal.getvalue().endswith("the end\n")
+    assert points > 50
+    for point in range(1, points, step):
+        terminal, reached = interrupted_inside(monkeypatch, functions, point)
+        if reached < point:
+            break  # a rate of fewer digits, say, takes fewer calls
+        lines = Emulator(80).feed(terminal.getvalue()).lines
+        assert lines[-1] == "after", point
+        assert sum("interrupted" in line for line in lines) == 1, point
+        assert not any(line.endswith("left") for line in lines), point
+        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, point
+
+
+def test_a_second_ctrl_c_ends_a_drawing_that_does_not_end():
+    """A terminal that was stopped by Ctrl-S takes no more text."""
+
+    def held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one acts at once")
+
+    with pytest.raises(KeyboardInterrupt):
+        drawing()(held)()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_drawing_in_another_thread(terminal):
+    """Where Python has no signals."""
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: pl.run(progress(fit(), file=terminal, refresh_seconds=0))).result()
+    assert "done" in terminal.getvalue()
 
 
 def test_an_error_in_an_evaluation_shows_where_and_the_row_of_the_epoch():

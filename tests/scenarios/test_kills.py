@@ -9,11 +9,13 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -57,9 +59,15 @@ def test_kill_9_at_any_moment(kills: int, killer: Killer, uninterrupted: dict[st
     run, reached, found = 0, 0, Counter[str]()
     folder = tmp_path / "0"
     while found["killed"] < kills:
-        # By the clock, most often while it starts and reads; or somewhere around the batches and saves that follow.
-        if draw.random() < 0.3:
+        # By the clock, most often while it starts and reads; where a saver tries its folder; in a save; or somewhere
+        # around the batches that follow.
+        kind = draw.random()
+        if kind < 0.3:
             when = {"after": draw.uniform(0.0, 0.15)}
+        elif kind < 0.4:
+            when = {"batch": 0, "rename": draw.randint(1, 2)}
+        elif kind < 0.6:
+            when = {"batch": reached + draw.randint(0, 3), "rename": draw.randint(1, 4)}
         else:
             when = {"batch": reached + draw.randint(1, 4), "after": draw.uniform(0.0, 0.01)}
         saver = {"folder": str(folder), "interval": "1ba", "keep_last": 2, "background": draw.random() < 0.8}
@@ -278,6 +286,46 @@ def test_several_savers_hold_one_signal_back(tmp_path: Path) -> None:
         pl.run(pl.fit(torch.nn.Linear(2, 1), data, **arguments))
     assert all(batches_in(Path(saver.folder)) for saver in savers)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@in_main_thread
+def test_ctrl_c_between_two_pairs_of_pl_run_ends_the_stream_as_within_it() -> None:
+    """And doesn't leave it open for as long as the traceback refers to it."""
+    ends: list[str] = []
+
+    def stream() -> Iterator[Any]:
+        try:
+            yield from pl.fit(
+                torch.nn.Linear(2, 1),
+                [(torch.ones(4, 2), torch.zeros(4, 1))] * 4,
+                loss=torch.nn.functional.mse_loss,
+                optimizer=pl.optim.sgd(lr=0.1),
+                max_duration="1ep",
+            )
+        except BaseException as error:
+            ends.append(type(error).__name__)
+            raise
+
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code is not pl.run.__code__:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == 20:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pl.run(stream())
+    except KeyboardInterrupt:
+        assert ends == ["KeyboardInterrupt"]
+    finally:
+        sys.settrace(before)
+    assert lines >= 20
 
 
 @in_main_thread

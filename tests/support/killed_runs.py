@@ -132,6 +132,7 @@ class Killer:
         kill: int | None = None,
         after: float = 0.0,
         batch: int = 0,
+        rename: int = 0,
         evaluation: bool = False,
         twice: bool = False,
         to: str = "process",
@@ -144,6 +145,7 @@ class Killer:
             kill: the signal that it is sent; None: it runs to its end.
             after: seconds from its start, or from the end of that batch, to the signal.
             batch: the signal is sent when it has finished this batch.
+            rename: and then, not 0, as it is about to rename its so-many-th file: in the middle of a save.
             evaluation: and when it evaluates after that.
             twice: send the signal again at once.
             to: who gets it: the "process" alone; its "group", workers included; each "member" of the group, the workers
@@ -160,6 +162,7 @@ class Killer:
             "kill": kill,
             "after": after,
             "batch": batch,
+            "rename": rename,
             "evaluation": evaluation,
             "twice": twice,
             "to": to,
@@ -183,6 +186,17 @@ def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
     def count(batch: int, evaluates: bool) -> None:
         seen[:5] = batch.to_bytes(4, "little") + bytes([evaluates])
 
+    left = order["rename"]
+
+    def rename(event: str, _: object) -> None:
+        nonlocal left
+        if event == "os.rename" and int.from_bytes(seen[:4], "little") >= order["batch"]:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), order["kill"])
+
+    if left:
+        sys.addaudithook(rename)
     try:
         told = {"how": "end", "state": digest(run(count, **options))}
     except BaseException as error:
@@ -209,7 +223,7 @@ def _obey(order: dict[str, Any], seen: mmap.mmap) -> dict[str, Any]:
             finally:
                 os._exit(0)
         os.close(to)
-        status = None if order["kill"] is None else _send(order, seen, child, terminal)
+        status = None if order["kill"] is None or order["rename"] else _send(order, seen, child, terminal)
         with open(answer, "rb") as file:
             text = file.read()  # to its end: workers have it open as well
         status = os.waitpid(child, 0)[1] if status is None else status
