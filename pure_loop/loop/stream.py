@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import suppress
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
 from types import GeneratorType
@@ -180,8 +181,10 @@ def run(stream: Iterable[tuple[Event, State]]) -> State:
     except BaseException as error:
         # Ctrl-C between two pairs ends the stream as it does within it. Otherwise the stream would be left open for as
         # long as the traceback refers to this frame.
-        if getgeneratorstate(pairs) == GEN_SUSPENDED:
-            pairs.throw(error)
+        iterator = iter(stream) if isinstance(stream, Generator) else None
+        if isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_SUSPENDED:
+            with suppress(StopIteration):  # of a generator that catches it and ends
+                iterator.throw(error)
         raise
     if state is not None:
         return state

@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from pure_loop.progress.drawing import drawing
+from pure_loop.progress.deferred_signals import deferred_signals
 from pure_loop.progress.snapshot import Snapshot, batch_of, percent, time_left
 from pure_loop.progress.table import Row, Table
 
@@ -41,7 +41,7 @@ class Notebook:
         # The whole table is sent each time.
         return 0.2 + len(self._table.rows) / 500
 
-    @drawing()
+    @deferred_signals()
     def show(self, snapshot: Snapshot, values: Mapping[str, float]) -> None:
         if snapshot.ending == "done" and self._table.rows:
             values = {}  # the last row has them

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from pure_loop.progress import words as _words
-from pure_loop.progress.drawing import drawing
+from pure_loop.progress.deferred_signals import deferred_signals
 from pure_loop.progress.estimate import Inside
 from pure_loop.progress.snapshot import Part, Snapshot, batch_of, percent, side_by_side, that_fit, time_left, width_of
 from pure_loop.progress.table import Column, Row, Table
@@ -49,12 +49,12 @@ class Bar:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=bool(sys.stdout.isatty()))
         self._started = False
 
-    @drawing()
+    @deferred_signals()
     def show(self, snapshot: Snapshot, values: Mapping[str, float]) -> None:
         self._start()
         self._live.update(self._draw(snapshot, values), refresh=True)
 
-    @drawing()
+    @deferred_signals()
     def add(self, row: Row, values: Mapping[str, float]) -> None:
         self._start()
         self._table.add(row, values)
@@ -72,7 +72,7 @@ class Bar:
         for item in [*lines, text]:
             self._console.print(item, no_wrap=True, overflow="crop")
 
-    @drawing()
+    @deferred_signals()
     def close(self) -> None:
         self._live.stop()
 

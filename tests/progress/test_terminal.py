@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
+from pure_loop.progress.deferred_signals import deferred_signals
 from pure_loop.progress.display import progress
-from pure_loop.progress.drawing import drawing
 from pure_loop.progress.words import number
 from tests.progress.conftest import Terminal
 from tests.progress.emulator import Emulator
@@ -254,7 +254,7 @@ def interrupted_inside(monkeypatch, functions, point=0):
             signal.raise_signal(signal.SIGINT)
         return trace
 
-    def switched(stream):
+    def traced(stream):
         for event, state in stream:
             yield event, state
             if event is E.BATCH_END:
@@ -262,7 +262,7 @@ def interrupted_inside(monkeypatch, functions, point=0):
 
     before = sys.gettrace()
     try:
-        pl.run(progress(switched(fit(max_duration="1ep")), file=terminal, refresh_seconds=0))
+        pl.run(progress(traced(fit(max_duration="1ep")), file=terminal, refresh_seconds=0))
         print("the end")
     except KeyboardInterrupt:
         sys.settrace(before)
@@ -292,14 +292,26 @@ def test_ctrl_c_in_the_middle_of_a_drawing(functions, step, monkeypatch):
 def test_a_second_ctrl_c_ends_a_drawing_that_does_not_end():
     """A terminal that was stopped by Ctrl-S takes no more text."""
 
-    def held():
+    def interrupt_twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the second one acts at once")
 
     with pytest.raises(KeyboardInterrupt):
-        drawing()(held)()
+        deferred_signals()(interrupt_twice)()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda number, frame: None])
+def test_handlers_are_as_before_after_a_drawing(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        with deferred_signals():
+            assert (signal.getsignal(number) is handler) is not callable(handler)
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_drawing_in_another_thread(terminal):

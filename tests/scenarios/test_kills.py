@@ -6,6 +6,7 @@ The processes are real: see :mod:`tests.support.killed_runs`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -289,43 +290,44 @@ def test_several_savers_hold_one_signal_back(tmp_path: Path) -> None:
 
 
 @in_main_thread
-def test_ctrl_c_between_two_pairs_of_pl_run_ends_the_stream_as_within_it() -> None:
-    """And doesn't leave it open for as long as the traceback refers to it."""
-    ends: list[str] = []
+@pytest.mark.parametrize("catches", [False, True])
+def test_ctrl_c_between_two_pairs_of_pl_run_ends_the_stream(catches: bool) -> None:
+    """It doesn't stay open for as long as the traceback is there, and a generator that catches hides nothing."""
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
 
     def stream() -> Iterator[Any]:
+        ends.append("begun")
         try:
             yield from pl.fit(
                 torch.nn.Linear(2, 1),
-                [(torch.ones(4, 2), torch.zeros(4, 1))] * 4,
+                data,
                 loss=torch.nn.functional.mse_loss,
                 optimizer=pl.optim.sgd(lr=0.1),
                 max_duration="1ep",
             )
-        except BaseException as error:
-            ends.append(type(error).__name__)
-            raise
-
-    lines = 0
+        except KeyboardInterrupt:
+            ends.append("interrupted")
+            if not catches:
+                raise
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        if frame.f_code is not pl.run.__code__:
-            return None
-        lines += event == "line"
-        if event == "line" and lines == 20:
+        if frame.f_code is pl.run.__code__ and event == "line" and next(lines) == line:
             signal.raise_signal(signal.SIGINT)
-        return trace
+        return trace if frame.f_code is pl.run.__code__ else None
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        pl.run(stream())
-    except KeyboardInterrupt:
-        assert ends == ["KeyboardInterrupt"]
-    finally:
-        sys.settrace(before)
-    assert lines >= 20
+    for line in range(1, 20):
+        ends: list[str] = []
+        lines = itertools.count(1)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pl.run(stream())
+        except KeyboardInterrupt:
+            assert ends in ([], ["begun", "interrupted"]), line
+        else:
+            pytest.fail("the interrupt was lost")
+        finally:
+            sys.settrace(before)
 
 
 @in_main_thread

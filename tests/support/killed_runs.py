@@ -145,7 +145,7 @@ class Killer:
             kill: the signal that it is sent; None: it runs to its end.
             after: seconds from its start, or from the end of that batch, to the signal.
             batch: the signal is sent when it has finished this batch.
-            rename: and then, not 0, as it is about to rename its so-many-th file: in the middle of a save.
+            rename: after that batch the process kills itself just before its n-th rename, inside a save; 0: it doesn't.
             evaluation: and when it evaluates after that.
             twice: send the signal again at once.
             to: who gets it: the "process" alone; its "group", workers included; each "member" of the group, the workers
@@ -186,17 +186,17 @@ def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
     def count(batch: int, evaluates: bool) -> None:
         seen[:5] = batch.to_bytes(4, "little") + bytes([evaluates])
 
-    left = order["rename"]
+    renames = 0
 
-    def rename(event: str, _: object) -> None:
-        nonlocal left
+    def kill_at_rename(event: str, _: object) -> None:
+        nonlocal renames
         if event == "os.rename" and int.from_bytes(seen[:4], "little") >= order["batch"]:
-            left -= 1
-            if left == 0:
+            renames += 1
+            if renames == order["rename"]:
                 os.kill(os.getpid(), order["kill"])
 
-    if left:
-        sys.addaudithook(rename)
+    if order["rename"]:
+        sys.addaudithook(kill_at_rename)
     try:
         told = {"how": "end", "state": digest(run(count, **options))}
     except BaseException as error:
