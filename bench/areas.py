@@ -1,0 +1,68 @@
+"""Which tests guard which files, the cheapest first: what :mod:`bench.mutants` runs for a mutant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+__all__ = ["AREAS", "GOLDEN", "LEFT_OUT", "Area", "guards_of"]
+
+GOLDEN = "::11"
+"""The numbers of golden streams that are checked before all tests; those of one kind, ``eager``."""
+
+LEFT_OUT = ("compile", "graph", "ranks", "replicate", "shard", "any_door", "trains_as_if")
+"""Tests with these words in their names are not run for a mutant: they take seconds each."""
+
+
+@attrs.frozen
+class Area:
+    """Files, as a pattern, and their tests.
+
+    Attributes:
+        files: relative to the root of the repository.
+        tests: the same; those of the fast tier are run.
+    """
+
+    files: str
+    tests: tuple[str, ...]
+
+
+def _in(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+AREAS = {
+    "loop": Area(
+        "pure_loop/loop/*.py",
+        _in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics", "traps"),
+    ),
+    "stages": Area(
+        "pure_loop/stages/*.py",
+        _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up"),
+    ),
+    "ownership": Area(
+        "pure_loop/stages/[ow]*[pe].py",
+        _in("ownership", "references", "gradients", "errors", "foreign", "donated", "kept", "machine"),
+    ),
+    "optim": Area(
+        "pure_loop/optim/*.py",
+        _in("optim", "rules", "optim", "errors", "lr_scale", "counts"),
+    ),
+    "state": Area(
+        "pure_loop/state.py",
+        _in("state", "state", "memory", "visibility"),
+    ),
+    "data": Area(
+        "pure_loop/data/*.py",
+        _in("data", "data", "sources", "sources_sizes"),
+    ),
+}
+"""The areas by their names."""
+
+
+def guards_of(area: str, file: str, root: Path) -> list[str]:
+    """The examples in a file, the test that is named like it, and the tests of its area."""
+    named = f"tests/{area}/test_{Path(file).stem}.py"
+    tests = [named, *(test for test in AREAS[area].tests if test != named)]
+    return [file, *(test for test in tests if (root / test).exists())]

@@ -1,0 +1,70 @@
+"""Golden streams: the events and the States of hundreds of runs are those that are recorded, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from bench.golden import check, compare, golden, recorded, summary
+from bench.plans import KINDS, NUMBERS, plan_of
+
+FAST = KINDS["eager"][::11]
+# So many in one test that one that fails is found soon.
+EAGER = [KINDS["eager"][first : first + 42] for first in range(0, len(KINDS["eager"]), 42)]
+
+
+def name(numbers: range) -> str:
+    return f"{numbers[0]}-{numbers[-1]}"
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_streams_are_as_they_were(first: int) -> None:
+    assert check(FAST[first::4]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", EAGER, ids=name)
+def test_further_streams_are_as_they_were(numbers: range) -> None:
+    assert check(number for number in numbers if number not in FAST) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ranks", "compiled"])
+def test_streams_of_ranks_and_of_graphs_are_as_they_were(kind: str) -> None:
+    assert check(KINDS[kind]) == []
+
+
+def test_a_plan_depends_on_its_number_alone() -> None:
+    plans = {number: plan_of(number) for number in (300, 7, 41)}
+    assert plans == {number: plan_of(number) for number in (41, 300, 7)}
+    assert len({str(plan_of(number)) for number in NUMBERS}) == len(NUMBERS) == len(golden()["streams"])
+
+
+def test_a_difference_is_found_and_named() -> None:
+    number = next(each for each in NUMBERS if plan_of(each)["consumer"] == "reads" and plan_of(each)["watch"] is None)
+    plan = plan_of(number)
+    wanted: dict[str, Any] = summary(plan, recorded(plan))
+
+    def difference(where: str) -> str | None:
+        recorder = copy.deepcopy(recorded(plan))
+        at = len(recorder.records) // 2
+        record = recorder.records[at]
+        index = next(i for i, path in enumerate(record.paths) if path.startswith("params."))
+        if where == "value":
+            record.values[index] = bytes([record.values[index][0] ^ 1]) + record.values[index][1:]
+        elif where == "form":
+            record.forms[index] += " leaf"
+        elif where == "event":
+            recorder.records.pop()
+        elif where == "kept":
+            recorder.changed.append("a State kept from INIT changed")
+        return compare(wanted, plan, recorder, values=where != "structure")
+
+    assert difference("nothing") is None
+    assert difference("structure") is None
+    assert "params." in str(difference("value"))
+    assert "shapes" in str(difference("form"))
+    assert "States" in str(difference("event"))
+    assert "kept" in str(difference("kept"))
