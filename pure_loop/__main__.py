@@ -165,16 +165,16 @@ def _devices() -> list[str]:
 
 def _donation() -> dict[str, Any]:
     """Whether references can be counted here, on which donation by ``donate="auto"`` rests."""
-    from pure_loop.donation import references
+    from pure_loop.stages.ownership import can_count, counting_doubt
 
-    if references.can_count():
+    if can_count():
         return {
             "counts_references": True,
             "effect": "references are counted: a step reuses the memory of States let go",
         }
     return {
         "counts_references": False,
-        "effect": f"references are not counted here ({references.MEASURED.doubt}): every step copies parameters and "
+        "effect": f"references are not counted here ({counting_doubt()}): every step copies parameters and "
         "optimizer state, which takes longer, and memory for both",
     }
 

@@ -12,6 +12,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias
 
 import attrs
@@ -28,6 +29,7 @@ from pure_loop.event import Event, nearest_event
 from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
 from pure_loop.random.guards import is_users
+from pure_loop.random.seeds import derive, seeded_apart
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import Time
@@ -535,7 +537,10 @@ def bind_callbacks(run: Run) -> None:
                 f"callback {type(callback).__name__} has a method bind{inspect.signature(callback.bind)}; it is called "
                 "with the run before the stream begins: def bind(self, run). Give another method another name."
             )
-        callback.bind(run)
+        # Before there is a State: by its name alone.
+        users = is_users(type(callback))
+        with seeded_apart(derive(0, "bind", name_of(callback))) if users else nullcontext():
+            callback.bind(run)
 
 
 def _listed(value: Any, argument: str) -> list[Any]:

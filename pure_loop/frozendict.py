@@ -14,7 +14,7 @@ from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.reprs import cell, shown, table
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
-__all__ = ["OVERWRITTEN", "OVERWRITTEN_VALUE", "FrozenDict", "overwritten"]
+__all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -40,29 +40,17 @@ class FrozenDict(dict[K, V]):
     pure_loop.errors.FrozenDictError: this mapping belongs to a State and is read-only; ...
     """
 
-    # `frozen`: of parameters made into autograd leaves, the names of those that need no gradient.
-    # `origin`: of parameters made into autograd leaves, the mapping they were detached from.
-    # `layout`: of tensors that an optimizer has laid out in memory, their sizes (see optim/optimizer.py); of those of a
-    #     partition, by label.
-    # `holder`: of leaves between a forward and its backward, the module instance that the graph goes through.
-    # `_tensors`: of a mapping with a layout, its values as a list.
-    # `prepared`: of an optimizer state that was not read, the arguments of its kernel.
-    # `protected`: of parameters that are being saved: by which savers.
-    __slots__ = ("__weakref__", "_tensors", "frozen", "holder", "layout", "origin", "prepared", "protected")
+    # `lent`: not set, or None: only the loop has read the mapping since it made it. True: code outside of the loop has,
+    # and may keep a tensor. A set: besides, these are reading it now (see pure_loop/stages/workspace.py).
+    # Of parameters that are leaves of autograd, which are a mapping as any other to code that goes through both:
+    # `origin`: the parameters whose memory they share. `frozen`: the names of those that need no gradient. `holder`:
+    # between a forward and its backward, the module instance that the graph goes through (pure_loop/model/model.py).
+    __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin")
 
     frozen: frozenset[str]
-
     holder: Any
-
-    layout: Any
-
-    _tensors: list[Any]
-
+    lent: Any
     origin: FrozenDict[K, V]
-
-    prepared: Any
-
-    protected: set[object]
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise FrozenDictError(
@@ -157,78 +145,78 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[st
 _pytree.register(FrozenDict, _flatten, _unflatten, attributes=False)
 
 
-# What stands in a State for that which the next step has written to: to read it is an error that says so.
-def refuse_reading(*_: Any, **__: Any) -> NoReturn:
-    """
-    Raises:
-        DonatedStateError: always.
-    """
-    raise DonatedStateError(
-        "this value of the State (parameters, gradients, optimizer state, counts) was overwritten by the step that "
-        "followed it. With donate=True every State loses its parameters and optimizer state: write "
-        'donate="auto", which overwrites no State that is kept, or donate=False. With "auto" only the State in the '
-        "loop variable loses them, if the step after it failed half-way or the variable is read while the step runs: "
-        "keep it in another variable (kept = state)."
-    )
-
-
-class _OverwrittenValue:
-    """In the place of a tensor, or of what holds some."""
+class _Refusing:
+    """Every way to read a value is an error that says which step has written to it."""
 
     __slots__ = ()
+
+    lent: Any  # the name of the field, and the number of the batch whose step it was
+
+    def _refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
+        """
+        Raises:
+            DonatedStateError: always.
+        """
+        field, batch = self.lent
+        raise DonatedStateError(
+            f"state.{field} of this State was overwritten by the step of batch {batch}. With donate=True every State "
+            'loses its parameters and optimizer state to the next step: write donate="auto", which overwrites no State '
+            "that is kept, or donate=False; or keep a clone of the tensor. With "
+            '"auto" only the State in the loop variable loses them, if the step after it failed half-way or the '
+            "variable is read while the step runs: keep it in another variable (kept = state)."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.lent[0]}, overwritten by the step of batch {self.lent[1]}>"
+
+
+class OverwrittenValue(_Refusing):
+    """In the place of a tensor, or of what holds some, to which a step has written."""
+
+    __slots__ = ("lent",)
+
+    def __init__(self, field: str, batch: int) -> None:
+        self.lent = field, batch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python asks for what it may do without
-        refuse_reading()
+        self._refuse_reading()
 
-    __torch_function__ = classmethod(refuse_reading)
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __len__ = __iter__ = __getitem__ = refuse_reading
-    __eq__ = __ne__ = __reduce_ex__ = __array__ = __round__ = __trunc__ = __pos__ = refuse_reading
-    __hash__ = None  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        values = (*args, *(kwargs or {}).values())
+        overwritten = next((value for value in values if isinstance(value, cls)), cls("loss", 0))
+        overwritten._refuse_reading()
 
     def __format__(self, spec: str) -> str:
-        return refuse_reading() if spec else repr(self)
+        return self._refuse_reading() if spec else repr(self)
 
-    def __repr__(self) -> str:
-        return "<overwritten by the next step>"
+    __hash__ = None  # type: ignore[assignment]
 
 
-_COMPARISONS = ("lt", "le", "gt", "ge")
-_OF_ONE = ("neg", "abs", "invert")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_CONVERSIONS = ("bool", "int", "float", "complex", "index", "len", "iter", "getitem", "reduce_ex", "array")
+_OF_ONE = ("neg", "abs", "invert", "round", "trunc", "pos")
 _OF_TWO = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
 _OF_BITS = ("and", "or", "xor", "lshift", "rshift")
-for _name in (*_COMPARISONS, *_OF_ONE, *(f"{side}{name}" for side in ("", "r") for name in _OF_TWO + _OF_BITS)):
-    setattr(_OverwrittenValue, f"__{_name}__", refuse_reading)
+_BINARY = tuple(f"{side}{name}" for side in ("", "r") for name in _OF_TWO + _OF_BITS)
+for _name in (*_COMPARISONS, *_CONVERSIONS, *_OF_ONE, *_BINARY):
+    setattr(OverwrittenValue, f"__{_name}__", _Refusing._refuse_reading)
 
-OVERWRITTEN_VALUE: Any = _OverwrittenValue()
 
-
-class _Overwritten(FrozenDict[Any, Any]):
-    """What stands in a State for a mapping whose tensors the next step has written to."""
+class Overwritten(_Refusing, FrozenDict[Any, Any]):
+    """In the place of a mapping to whose tensors a step has written."""
 
     __slots__ = ()
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = refuse_reading
-    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = refuse_reading
-    origin = property(refuse_reading)
+    @classmethod
+    def by(cls, field: str, batch: int) -> Overwritten:
+        """In the place of this field of a State, by the step of this batch."""
+        result = cls()
+        result.lent = field, batch
+        return result
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = _Refusing._refuse_reading
+    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _Refusing._refuse_reading
     __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return "FrozenDict(overwritten by the next step)"
-
-
-OVERWRITTEN: FrozenDict[Any, Any] = _Overwritten()
-
-
-def overwritten(mapping: FrozenDict[K, V]) -> FrozenDict[K, V]:
-    """Another mapping with the same contents; to read this one is an error from now on, through any reference."""
-    other = FrozenDict(mapping)
-    for name in ("layout", "_tensors"):
-        if hasattr(mapping, name):
-            setattr(other, name, getattr(mapping, name))
-            delattr(mapping, name)
-    mapping.prepared = None
-    dict.clear(mapping)
-    mapping.__class__ = _Overwritten
-    return other

@@ -38,8 +38,6 @@ def map_present(
     tensors = list(present.values())
     new = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else map_local(function, tensors)
     changed: FrozenDict[str, Tensor | None] = FrozenDict(zip(present, new, strict=True))
-    if hasattr(grads, "layout"):
-        changed.layout = grads.layout
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from operator import getitem
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import attrs
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
-from pure_loop._internal.records import Record, copier, draft_class, drafter
+from pure_loop._internal.records import Record, changed, copier
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.state_hints import Elsewhere, hint, places
 from pure_loop.errors import (
@@ -32,7 +31,7 @@ from pure_loop.errors import (
     ResumeError,
 )
 from pure_loop.event import Event
-from pure_loop.frozendict import OVERWRITTEN, OVERWRITTEN_VALUE, FrozenDict
+from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import places as places_of
 from pure_loop.model.names import reordered, sorted_by
@@ -213,7 +212,7 @@ class State(Record):
 
     def __attrs_post_init__(self) -> None:
         for field, names in _names_by_field(self.model):
-            mapping = getattr(self, field)
+            mapping = _raw.get(field, attrgetter(field))(self)
             if type(mapping) is FrozenDict:
                 object.__setattr__(self, field, sorted_by(names, mapping))
 
@@ -232,7 +231,9 @@ class State(Record):
             GradientsNotReadyError: read by an algorithm at an event at which there are none yet.
         """
         grads = self._grads
-        if grads is NOT_READY:
+        if type(grads) is FrozenDict:
+            lend(grads)
+        elif grads is NOT_READY:
             where = ", ".join(event.name for event in GRADIENT_EVENTS)
             raise GradientsNotReadyError(
                 f"state.grads was read at {self.event.name if self.event else 'no event'}, where this batch has no "
@@ -318,24 +319,22 @@ class State(Record):
                 ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state,
                     or than a set of names for frozen.
             """
-            draft = draft_of(self)
+            values: dict[str, Any] = {}
             for name, value in changes.items():
                 if name in _MAPPINGS:
-                    if type(value) is not FrozenDict:
-                        value = _as_mapping(name, value)
-                    if name == "grads":
-                        name = "_grads"
+                    values["_grads" if name == "grads" else name] = _as_mapping(name, value)
                 elif name == "frozen":
-                    value = _names_of(value)
-                elif name not in _names(self.__class__):
+                    values[name] = _names_of(value)
+                elif name in _names(self.__class__):
+                    values[name] = value
+                else:
                     raise ArgumentError(_no_field(type(self), name))
-                setattr(draft, name, value)
-            if "model" in changes and draft.model is not self.model:
-                _follow_model(draft, self.model)
+            state = changed(self, values)
+            if "model" in changes and state.model is not self.model:
+                state = _following(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
-                _put_in_order(draft, changes)
-            draft.__class__ = self.__class__
-            return draft  # type: ignore[no-any-return]
+                state = _in_order(state, changes)
+            return state  # type: ignore[no-any-return]
 
     __replace__ = replace
 
@@ -464,8 +463,8 @@ class State(Record):
         return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
 
     def __repr__(self) -> str:
-        params: Any = self.params
-        if type(params) is type(OVERWRITTEN):
+        params = raw_params(self)
+        if isinstance(params, Overwritten):
             size = "parameters overwritten by the next step"
         else:
             size = f"{len(params)} parameters ({sum(tensor.numel() for tensor in params.values()):,} numbers)"
@@ -482,8 +481,8 @@ class State(Record):
         """A table of the fields for notebooks; waits for no device."""
         rows = []
         for attribute, public in _fields(type(self)):
-            value = raw_opt_state(self) if attribute == "opt_state" else getattr(self, attribute)
-            overwritten = type(value) is type(OVERWRITTEN) or value is OVERWRITTEN_VALUE
+            value = _raw.get(attribute, attrgetter(attribute))(self)
+            overwritten = isinstance(value, Overwritten | OverwrittenValue)
             if not overwritten and (value is NOT_READY or value is None or (type(value) is FrozenDict and not value)):
                 continue
             if overwritten:
@@ -500,28 +499,45 @@ class State(Record):
         return table(rows, caption=type(self).__name__)
 
 
-# Optimizer-state tensors can only be aliased through `state.opt_state`. So while no `opt_state` was read, none of them
-# needs a reference check.
-class _Reading:
-    """A read of ``opt_state``; another one each time."""
+def lend(value: Any) -> None:
+    """Note on a mapping of a State that code outside of the loop has read it, and may keep what is in it."""
+    if isinstance(value, FrozenDict) and getattr(value, "lent", None) is None:
+        value.lent = True
 
 
-_readings = [_Reading()]
-# Returns another object after each read of the ``opt_state`` of any State.
-opt_state_read_marker: Callable[[], object] = partial(getitem, _readings, 0)
+# What a step may write to, where nothing but the loop has read it: to read it is noted on its mapping, and what has a
+# graph that goes through the parameters is noted on theirs. Code of the loop, which keeps nothing of them, reads past
+# the note by these functions.
+raw_params: Callable[[State], FrozenDict[str, Tensor]] = vars(State)["params"].__get__
+raw_opt_state: Callable[[State], Any] = vars(State)["opt_state"].__get__
+raw_outputs: Callable[[State], Any] = vars(State)["outputs"].__get__
+raw_loss: Callable[[State], Any] = vars(State)["loss"].__get__
+_raw = {"params": raw_params, "opt_state": raw_opt_state, "outputs": raw_outputs, "loss": raw_loss}
+_WITH_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
 
 
-def _read_memory(state: State) -> Any:
-    _readings[0] = _Reading()
-    return raw_opt_state(state)
+def _noted(name: str) -> property:
+    """A property in front of the slot of this name, which notes that it was read."""
+    slot: Any = vars(State)[name]
+    read = slot.__get__
+
+    def read_mapping(state: State) -> Any:
+        value = read(state)
+        lend(value)
+        return value
+
+    def read_graph(state: State) -> Any:
+        if state.event in _WITH_GRAPH:
+            lend(raw_params(state))
+        return read(state)
+
+    return property(read_mapping if name in ("params", "opt_state") else read_graph, slot.__set__, slot.__delete__)
 
 
-_memory_slot: Any = vars(State)["opt_state"]
-# The optimizer state, for code that stores nothing of it: this read is not counted.
-raw_opt_state: Callable[[State], Any] = _memory_slot.__get__
-State._slots_behind = {"opt_state": "_opt_state"}
-State._opt_state = _memory_slot  # type: ignore[attr-defined]
-setattr(State, "opt_state", property(_read_memory, _memory_slot.__set__, _memory_slot.__delete__))  # noqa: B010
+State._slots_behind = {name: f"_{name}" for name in _raw}
+for _name in _raw:
+    setattr(State, f"_{_name}", vars(State)[_name])
+    setattr(State, _name, _noted(_name))
 
 
 NON_FINITE_ADVICE = (
@@ -556,6 +572,8 @@ _teach(State)
 
 
 def _as_mapping(name: str, value: Any) -> Any:
+    if type(value) is FrozenDict:
+        return value
     if isinstance(value, Mapping):
         return FrozenDict(value)
     if value is None and name == "grads":
@@ -576,25 +594,31 @@ def _names_by_field(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return ("params", model.parameter_names), ("buffers", model.buffer_names), ("_grads", model.trainable)
 
 
-def _put_in_order(draft: Any, fields: Iterable[str] = _KNOWN_BY_NAME) -> None:
-    """Bring parameters, buffers and gradients into the order of the model's names."""
-    for field, names in _names_by_field(draft.model):
-        if field.removeprefix("_") in fields:
-            mapping = getattr(draft, field)
-            if type(mapping) is FrozenDict:
-                setattr(draft, field, sorted_by(names, mapping))
+def _in_order(state: Any, fields: Iterable[str] = _KNOWN_BY_NAME) -> Any:
+    """The State with parameters, buffers and gradients in the order of the model's names."""
+    values = {}
+    for field, names in _names_by_field(state.model):
+        mapping = _raw.get(field, attrgetter(field))(state)
+        if field.removeprefix("_") in fields and type(mapping) is FrozenDict:
+            ordered = sorted_by(names, mapping)
+            if ordered is not mapping:
+                values[field] = ordered
+    return changed(state, values) if values else state
 
 
-def _follow_model(draft: Any, before: Any) -> None:
-    """Bring all that is known by names into the order of a new model."""
-    _put_in_order(draft)
-    model = draft.model
+def _following(state: Any, before: Any) -> Any:
+    """The State with all that is known by names in the order of its model, which is a new one."""
+    state = _in_order(state)
+    model = state.model
     if not isinstance(model, ModelDef) or not isinstance(before, ModelDef):
-        return
-    if (model.parameter_names, model.buffer_names) != (before.parameter_names, before.buffer_names):
-        wanted, were = order_of(model), places_of(before.parameter_names, before.buffer_names)
-        draft.opt_state = reordered(draft.opt_state, wanted, were)
-        draft.algorithm_state = reordered(draft.algorithm_state, wanted, were)
+        return state
+    if (model.parameter_names, model.buffer_names) == (before.parameter_names, before.buffer_names):
+        return state
+    wanted, were = order_of(model), places_of(before.parameter_names, before.buffer_names)
+    memory, kept = raw_opt_state(state), state.algorithm_state
+    return changed(
+        state, {"opt_state": reordered(memory, wanted, were), "algorithm_state": reordered(kept, wanted, were)}
+    )
 
 
 def order_of(model: ModelDef) -> dict[str, int]:
@@ -604,11 +628,8 @@ def order_of(model: ModelDef) -> dict[str, int]:
 
 def sort_by_model(state: S) -> S:
     """The State with parameters, buffers, gradients and the optimizer state in the order of its model's names."""
-    draft = draft_of(state)
-    _put_in_order(draft)
-    draft.opt_state = reordered(draft.opt_state, order_of(state.model))
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+    memory = reordered(raw_opt_state(state), order_of(state.model))
+    return changed(_in_order(state), {"opt_state": memory})  # type: ignore[no-any-return]
 
 
 # The events from which a kept State resumes. FIT_START is left out: a resumed call yields it, and the State it yields
@@ -644,64 +665,46 @@ class _OfClass(dict[type, Callable[..., Any]]):
         return self[cls]
 
 
-_drafts = _OfClass(drafter)
-_fresh_drafts = _OfClass(lambda cls: drafter(cls, without=("event",)))
 _outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
 # By class: ``(state, event, event) -> State`` of a position outside a batch.
 outside_batch_at = _OfClass(lambda cls: copier(cls, "event", "position", without=_OF_A_BATCH))
-# By class of States: that of their drafts.
-draft_class_of = _OfClass(draft_class)
-# By class: ``(state, event) -> State`` of this event, and ``(state, event, event)`` of one that is a position.
-at_event = _OfClass(lambda cls: copier(cls, "event"))
-at_position = _OfClass(lambda cls: copier(cls, "event", "position"))
+# By class: ``(state, event, position) -> State`` of an event: a copy, to which nothing refers but the caller.
+at_event = _OfClass(lambda cls: copier(cls, "event", "position"))
 
 
-set_event = vars(State)["event"].__set__
-set_position = vars(State)["position"].__set__
+def seal(state: S, event: Event) -> S:
+    """The State of an event."""
+    return at_event[type(state)](state, event, position_at(event, state))  # type: ignore[no-any-return]
 
 
-def seal(state: State, event: Event) -> State:
-    """The State of an event. A State that had no event yet is referred to by the script alone, and is written to."""
+def position_at(event: Event, state: State) -> Event | None:
+    """The boundary from which training resumes, at this event."""
     # A State that was loaded from a checkpoint resumes from the boundary at which that was saved.
     passed = event in POSITIONS and (event is not Event.AFTER_LOAD or state.position is None)
-    if state.event is None:
-        set_event(state, event)
-        if passed:
-            set_position(state, event)
-        return state
-    if passed:
-        return at_position[type(state)](state, event, event)  # type: ignore[no-any-return]
-    return at_event[type(state)](state, event)  # type: ignore[no-any-return]
+    return event if passed else state.position
+
+
+def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callable[..., Any]]:
+    """By class: a function ``(state, *values) -> State`` with new values of these fields, by the names of slots.
+
+    ``without`` are fields that it leaves out: they are None.
+    """
+    return _OfClass(lambda cls: copier(cls, *fields, without=without))
 
 
 def device_of(state: Any) -> torch.device:
-    """Where the parameters of a State, or of a draft of one, are."""
-    params = state.params
-    if type(params) is not FrozenDict:
-        params = params.origin  # leaves are made at the first access, and this is none
-    return next(iter(params.values())).device  # type: ignore[no-any-return]
-
-
-def draft_of(state: State) -> Any:
-    """A copy that takes assignments until its class is set back: ``draft.__class__ = state.__class__``."""
-    return _drafts[type(state)](state)
-
-
-# A draft without an event: the driver gives it the one at which it is yielded, and needs no further copy. There are
-# several a step, nearly all of State itself, so that this is one call.
-fresh_draft_of = drafter(State, without=("event",), otherwise=lambda state: _fresh_drafts[type(state)](state))
+    """Where the parameters of a State are."""
+    params: Any = raw_params(state)
+    # Leaves are made at the first access, and this is none.
+    return next(iter(getattr(params, "origin", params).values())).device  # type: ignore[no-any-return]
 
 
 def with_fields(state: S, **fields: Any) -> S:
-    """A State with these fields, by the names of attributes, and without an event."""
-    draft = fresh_draft_of(state)
-    for name, value in fields.items():
-        setattr(draft, name, value)
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+    """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
+    return changed(state, fields)  # type: ignore[no-any-return]
 
 
-def outside_batch(state: State) -> State:
+def outside_batch(state: S) -> S:
     """The State without an event and without what belongs to a batch."""
     return _outside[type(state)](state)  # type: ignore[no-any-return]
 

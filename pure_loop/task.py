@@ -19,6 +19,7 @@ from pure_loop._internal.torch_losses import Implied, implied_by
 from pure_loop.data.batch import describe, num_samples, num_tokens, split
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.random.guards import is_users
 
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
 
@@ -134,7 +135,7 @@ class Task:
 
     @loss_may_use_rng.default
     def _loss_may_use_rng(self) -> bool:
-        return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs)
+        return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs) or is_users(self.loss)
 
     @property
     def loss_in_words(self) -> str:
@@ -258,6 +259,10 @@ class OnTargets:
     @implied.default
     def _implied(self) -> Implied | None:
         return implied_by(self.loss)
+
+    @property
+    def parts_of_code(self) -> tuple[Any, ...]:
+        return (self.loss,)
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
         return self.loss(outputs, _inputs_and_targets(batch)[1])

@@ -63,14 +63,15 @@ def interruptible() -> None:
 @pytest.fixture
 def every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of small models are added up as those of large ones, where they are not observed."""
-    monkeypatch.setattr("pure_loop.stages.engine._LARGE", 0)
+    for user in ("engine", "nonfinite", "ownership"):
+        monkeypatch.setattr(f"pure_loop.stages.{user}.LARGE", 0)
 
 
 @pytest.fixture(params=["small", "large"])
-def gradients_of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of small models, whose batches script and driver go through in one, and those of large ones."""
+def gradients_of_each_size(request: pytest.FixtureRequest) -> None:
+    """Those of small models, and those of large ones."""
     if request.param == "large":
-        monkeypatch.setattr("pure_loop.stages.engine._LARGE", 0)
+        request.getfixturevalue("every_gradient_is_large")
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import addressof
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.scalars import KINDS, cell_of, is_plain, is_transformed
+from pure_loop._internal.scalars import is_plain
 from pure_loop._internal.torch_private import backward_runs_in_threads, graph_task, run_backward, set_grad_enabled
 from pure_loop.errors import ModelError
 
@@ -53,44 +52,10 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
         # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
         with torch.autograd.set_multithreading_enabled(False):
             return gradient_of(loss, inputs, seed)
-    kept = None
-    if type(seed) is float and type(loss) is Tensor and loss.is_cpu and not is_transformed(loss):
-        kept = _seeds.pop(seed, None)
-        # A hook is given it, too, and may have written to it.
-        if (
-            kept is None
-            or kept[0].dtype is not loss.dtype
-            or addressof(kept[1]) != kept[0].data_ptr()
-            or kept[1].value != kept[2]
-        ):
-            kept = _make_seed(loss, seed) if loss.dtype in KINDS else None
-    tensor = scalar_like(loss, seed) if kept is None else kept[0]
     result: tuple[Any, ...] = run_backward(
-        (loss,), (tensor,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        (loss,), (scalar_like(loss, seed),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
-    if kept is not None:
-        _seeds[seed] = kept  # type: ignore[index]
     return result
-
-
-# A tensor, what reads its number, and what that was.
-Seed: TypeAlias = tuple[Tensor, Any, float]
-
-# To make a tensor takes longer than much of a small model's backward. Those that no backward has now, by number; of one
-# that does another thread, or a backward inside of it, makes its own.
-_seeds: dict[float, Seed] = {}
-_MOST_SEEDS = 64
-
-
-def _make_seed(loss: Tensor, number: float) -> Seed | None:
-    """A seed to be put back afterwards; None where none are kept."""
-    result = torch.full_like(loss, number)
-    if type(result) is not Tensor:
-        return None
-    if len(_seeds) >= _MOST_SEEDS:
-        _seeds.clear()
-    cell = cell_of(result)
-    return result, cell, cell.value
 
 
 def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:

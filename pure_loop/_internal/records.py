@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-__all__ = ["Record", "copier", "draft_class", "drafter"]
+__all__ = ["Record", "changed", "copier"]
 
 
 class Record:
@@ -31,31 +31,31 @@ class Record:
     _slots_behind: ClassVar[Mapping[str, str]] = {}
 
 
-def drafter(
-    cls: Any, *, without: tuple[str, ...] = (), otherwise: Callable[[Any], Any] | None = None
-) -> Callable[[Any], Any]:
-    """A function that copies a ``cls`` into a draft: assign to its fields, then set ``draft.__class__ = cls``.
-
-    Args:
-        cls: a frozen attrs class that derives from :class:`Record`, with ``weakref_slot=False``.
-        without: fields that are None in the draft, whatever they are in the record.
-        otherwise: what drafts a record of another class; None: there are none.
+def changed(record: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a record with these values, by the names of its slots.
 
     >>> @attrs.frozen(weakref_slot=False)
     ... class Point(Record):
     ...     x: int
     ...     y: int
-    >>> draft = drafter(Point)(Point(1, 2))
-    >>> draft.y = 5
-    >>> draft.__class__ = Point
-    >>> draft
+    >>> changed(Point(1, 2), {"y": 5})
     Point(x=1, y=5)
     """
-    return _written(cls, without, (), otherwise=otherwise)
+    cls = type(record)
+    draft = _drafter(cls)(record)  # type: ignore[arg-type]
+    for name, value in values.items():
+        setattr(draft, name, value)
+    draft.__class__ = cls
+    return draft
 
 
-def copier(cls: Any, *changed: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """The same with the class set: a function that copies a ``cls``, and takes new values of the fields ``changed``.
+def copier(cls: Any, *fields: str, without: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """A function that copies a ``cls``, and takes new values of these fields: :func:`changed` in half the time.
+
+    Args:
+        cls: a frozen attrs class that derives from :class:`Record`, with ``weakref_slot=False``.
+        *fields: those that the function takes values of, in this order.
+        without: fields that are None in the copy, whatever they are in the record.
 
     >>> @attrs.frozen(weakref_slot=False)
     ... class Point(Record):
@@ -64,27 +64,23 @@ def copier(cls: Any, *changed: str, without: tuple[str, ...] = ()) -> Callable[.
     >>> copier(Point, "y")(Point(1, 2), 5)
     Point(x=1, y=5)
     """
-    return _written(cls, without, changed, "    draft.__class__ = cls")
+    return _written(cls, fields, without, "    draft.__class__ = cls")
 
 
-def _written(
-    cls: Any,
-    without: tuple[str, ...],
-    changed: tuple[str, ...],
-    *last: str,
-    otherwise: Callable[[Any], Any] | None = None,
-) -> Callable[..., Any]:
-    slots = cls._slots_behind
-    lines = [f"def copy({', '.join(('record', *changed))}):"]
-    if otherwise is not None:
-        lines.append("    if record.__class__ is not cls: return otherwise(record)")
-    lines.append("    draft = new()")
+@cache
+def _drafter(cls: type) -> Callable[[Any], Any]:
+    """A function that copies a ``cls`` into a draft."""
+    return _written(cls, (), ())
+
+
+def _written(cls: Any, fields: tuple[str, ...], without: tuple[str, ...], *last: str) -> Callable[..., Any]:
+    lines = [f"def copy({', '.join(('record', *fields))}):", "    draft = new()"]
     for field in attrs.fields(cls):
         name = field.name
-        value = name if name in changed else "None" if name in without else f"record.{slots.get(name, name)}"
+        value = name if name in fields else "None" if name in without else f"record.{cls._slots_behind.get(name, name)}"
         lines.append(f"    draft.{name} = {value}")
     # Calling the class takes less than object.__new__ of it, which looks at what it is given.
-    scope: dict[str, Any] = {"new": draft_class(cls), "cls": cls, "otherwise": otherwise}
+    scope: dict[str, Any] = {"new": draft_class(cls), "cls": cls}
     exec("\n".join([*lines, *last, "    return draft"]), scope)
     copy: Callable[..., Any] = scope["copy"]
     return copy
@@ -92,12 +88,11 @@ def _written(
 
 @cache
 def draft_class(cls: type) -> type:
-    """A class of the same layout whose instances take assignments; its ``record_class`` is ``cls``."""
+    """A class of the same layout whose instances take assignments."""
     namespace: dict[str, Any] = {
         "__setattr__": object.__setattr__,
         "__init__": object.__init__,
         "__doc__": None,
-        "record_class": cls,
     }
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]

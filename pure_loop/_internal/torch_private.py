@@ -272,9 +272,8 @@ map_pytree: Callable[[Callable[[Any], Any], Any], Any] = (
     _find(torch, "utils._pytree.tree_map", "exports of any batch size, of samples in classes that only torch knows")
     or optree.tree_map
 )
-_register_pytree: Callable[..., None] | None = _find(
-    torch, "utils._pytree.register_pytree_node", "States as arguments of functions that torch.func transforms"
-)
+_STATES_AS_ARGUMENTS = "States as arguments of functions that torch.func transforms"
+_register_pytree: Callable[..., None] | None = _find(torch, "utils._pytree.register_pytree_node", _STATES_AS_ARGUMENTS)
 # How classes are taken apart that were registered with torch, by class: flatten_fn and unflatten_fn.
 registered_pytrees: Mapping[type, Any] = (
     _find(torch, "utils._pytree.SUPPORTED_NODES", "splitting batches of classes that are registered with torch only")
@@ -308,13 +307,16 @@ def register_pytree(
             return [(make_key(name), child) for name, child in zip(names, children, strict=True)], metadata
 
         keys["flatten_with_keys_fn"] = torch_flatten_with_keys
-    _register_pytree(
-        cls,
-        torch_flatten,
-        lambda children, metadata: unflatten(metadata, children),
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        **keys,
-    )
+    try:
+        _register_pytree(
+            cls,
+            torch_flatten,
+            lambda children, metadata: unflatten(metadata, children),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            **keys,
+        )
+    except (AttributeError, NameError, TypeError):  # a function that takes other arguments
+        missing["torch.utils._pytree.register_pytree_node"] = _STATES_AS_ARGUMENTS
 
 
 # DTensors: tensors of which every rank holds a part. Importing torch.distributed is left to programs that have them.

@@ -25,10 +25,10 @@ from pure_loop.checkpoint.snapshot import snapshot, streams_of
 from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
 from pure_loop.checkpoint.terminal import warn_on_terminal
 from pure_loop.checkpoint.time_limit import REQUEUE, TimeLimit, read_limit
-from pure_loop.donation.donation import protect
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
+from pure_loop.stages.workspace import protect
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 

@@ -14,17 +14,16 @@ from pure_loop.compile.microbatch import INSIDE, MicrobatchSegment, microbatch
 from pure_loop.compile.numbers import Env
 from pure_loop.compile.program import Ended, PerBatch, at, put_in
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.segment import Own, Program, Run, Segment, Traced
+from pure_loop.compile.segment import Program, Run, Segment, Traced
 from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.data.source import END
-from pure_loop.donation.owned import Owned
-from pure_loop.donation.request import Request
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
-from pure_loop.loop.driver import run_silently
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import Fit, LoopStages, Script, current, gradients
-from pure_loop.state import NON_FINITE_ADVICE, State, fresh_draft_of, with_fields
+from pure_loop.stages.ownership import Ownership, Request
+from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
@@ -89,9 +88,8 @@ class Compiler:
         where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
         steps: how many batches are loaded at a time; 1: the loop takes each.
         with_loss: whether evaluators measure the loss.
-        own: gives memory that a graph may write to, for tensors that are those of a State of this loop's making: the
-            same list, where they are not aliased, or copies. None: copies, always.
-        shown: whether ``own`` would copy.
+        ownership: gives memory that a graph may write to, for tensors that are those of a State of this loop's making:
+            the same list, where they are not aliased, or copies. None: copies, always.
     """
 
     def __init__(
@@ -102,8 +100,7 @@ class Compiler:
         where_possible: bool = False,
         steps: int = 1,
         with_loss: bool = True,
-        own: Own | None = None,
-        shown: Callable[[], bool] | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self.stages = stages
         # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
@@ -118,8 +115,7 @@ class Compiler:
             self.observed |= frozenset(stages.handlers)
         self.where_possible = where_possible
         self.steps = steps
-        self.own = own
-        self.shown = shown
+        self.ownership = ownership
         self.recorders = Recorders()
         self.evaluating = CompiledEvaluation.of(
             stages, self.recorders, with_loss=with_loss, where_possible=where_possible
@@ -134,14 +130,13 @@ class Compiler:
         if result is None:
             brief = name not in _UPDATING
             # References to a State are counted once an update; other graphs write to little of it.
-            own = None if brief else self.own
+            ownership = None if brief else self.ownership
             result = self._segments[key] = Segment(
                 name,
                 program,
                 self.alone,
                 self.recorders,
-                own=own,
-                shown=self.shown,
+                ownership=ownership,
                 left_out=self.stages.engine.in_parts,
                 brief=brief,
                 connected=connected,
@@ -184,16 +179,15 @@ class Compiler:
             return None
 
     def batch(
-        self, owned: Owned[State], fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
+        self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
     ) -> Generator[tuple[Event | Request, State], State, State]:
         """One batch, as :func:`pure_loop.loop.training.fit` does it."""
-        state = owned.take()
         engine, before = self.stages.engine, state.timestamp
         # An input of the graphs, so that it is known before them; a batch's seconds are counted with the next batch.
         # Several ranks know what they have when they have exchanged it.
         now = before.next_batch(*engine.counts(samples, tokens, seconds)) if engine.ranks == 1 else before
         timestamps = (state.previous_timestamp, before, now)
-        asks = self.own is not None and Event.BATCH_END in self.observed
+        asks = self.ownership is not None and Event.BATCH_END in self.observed
         while not (self.observed & _OF_A_BATCH or self.eager):
             if asks:
                 state = yield Request.COUNT_REFERENCES, state
@@ -316,14 +310,9 @@ class Compiler:
         """The State after a batch whose end is not observed, outside of it."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report), state.batch)
-        draft = fresh_draft_of(state)
-        for name, value in zip(run.names, run.durable, strict=True):
-            setattr(draft, name, value)
-        draft.timestamp, draft.previous_timestamp = now, state.timestamp
-        draft.batch = draft.microbatch = draft.outputs = draft.loss = draft._grads = draft.grad_norm = None
-        draft.position = Event.BATCH_END
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+        fields = dict(zip(run.names, run.durable, strict=True))
+        fields |= {"timestamp": now, "previous_timestamp": state.timestamp, "position": Event.BATCH_END}
+        return with_fields(outside_batch(state), **fields)
 
     def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
         """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
@@ -343,13 +332,13 @@ class Compiler:
 
     def _rest(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_silently(
+        state = run_to_end(
             gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
         )
         return self._finish(state, buffers, traced)
 
     def _gradients_alone(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
-        state = run_silently(
+        state = run_to_end(
             gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
         )
         return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
@@ -382,10 +371,7 @@ def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
     """The State with these timestamps."""
     if state.timestamp is now:
         return state
-    draft = fresh_draft_of(state)
-    draft.timestamp, draft.previous_timestamp = now, before
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+    return with_fields(state, timestamp=now, previous_timestamp=before)
 
 
 def _nonfinite(state: State, report: int, batch: Any) -> NonFiniteError:

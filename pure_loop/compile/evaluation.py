@@ -13,7 +13,7 @@ from pure_loop.compile.segment import Segment, Traced
 from pure_loop.compile.stages import Untraceable
 from pure_loop.loop.training import LoopStages
 from pure_loop.stages.loss import detached
-from pure_loop.state import State, fresh_draft_of
+from pure_loop.state import State, raw_params, with_fields
 from pure_loop.task import Task
 
 __all__ = ["CompiledEvaluation"]
@@ -58,10 +58,8 @@ class CompiledEvaluation(LoopStages):
         def program(
             gradients: bool, state: State, per_batch: tuple[Any, ...], traced: Traced
         ) -> tuple[State, None, tuple[Any, ...]]:
-            draft = fresh_draft_of(state)
-            (draft.microbatch,) = per_batch
-            draft.__class__ = state.__class__
-            state = traced.stages.validate(draft, label="", batch=0, gradients=gradients)
+            state = with_fields(state, microbatch=per_batch[0])
+            state = traced.stages.validate(state, label="", batch=0, gradients=gradients)
             loss = traced.stages.validation_loss(state, gradients=gradients) if with_loss else None
             return state, None, (detached(state.outputs) if gradients else state.outputs, loss)
 
@@ -98,7 +96,6 @@ class CompiledEvaluation(LoopStages):
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         last = self.last
         whole = self.engine.unsharded(state)
-        draft = fresh_draft_of(state)
         if not last.eager:
             try:
                 timestamps = state.previous_timestamp, state.timestamp
@@ -110,17 +107,12 @@ class CompiledEvaluation(LoopStages):
                 last.eager = True
         if last.eager:
             result = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
-            draft.outputs, draft.buffers, draft.model = result.outputs, result.buffers, result.model
-        else:
-            for name, value in zip(run.names, run.durable, strict=True):
-                setattr(draft, name, value)
-            draft.params = state.params
-            draft.outputs, last.loss = run.per_batch
-            last.outputs = draft.outputs
-            if self.donation is not None:
-                self.donation.seen = True
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+            return with_fields(state, outputs=result.outputs, buffers=result.buffers, model=result.model)
+        last.outputs, last.loss = run.per_batch
+        if self.workspace.ownership is not None:
+            self.workspace.ownership.observed = True
+        fields = dict(zip(run.names, run.durable, strict=True))
+        return with_fields(state, **{**fields, "params": raw_params(state), "outputs": last.outputs})
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.

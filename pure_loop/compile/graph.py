@@ -32,7 +32,7 @@ from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
 from pure_loop.loop.training import LoopStages
 from pure_loop.random.guards import Place
-from pure_loop.state import State, fresh_draft_of, outside_batch
+from pure_loop.state import State, outside_batch, with_fields
 
 __all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
 
@@ -150,16 +150,19 @@ def make_graph(
             begin = end
         rest = iter(fakes[len(places) :])
         argument = tuple(rebuild(item, rest) for item in per_batch)
-        start = fresh_draft_of(outside_batch(state))
         unread = {field: LazyField() for field in durable_fields(type(state)) if field not in names}
-        for field, value in [*zip(names, fields, strict=True), *unread.items()]:
-            setattr(start, field, value)
-        start.timestamp, start.previous_timestamp = timestamps[1], timestamps[0]
+        start = with_fields(
+            outside_batch(state),
+            **dict(zip(names, fields, strict=True)),
+            **unread,
+            timestamp=timestamps[1],
+            previous_timestamp=timestamps[0],
+        )
         if connected:
             for fake, real in zip(fakes[len(places) :], per_batch_tensors, strict=False):
                 fake.requires_grad_(real.requires_grad)
-            start.params = leaves = traced.stages.engine.leaves(start, index=0, last=True)
-        start.__class__ = state.__class__
+            leaves: Any = traced.stages.engine.leaves(start, index=0, last=True)
+            start = with_fields(start, params=leaves)
         end_state, report, per_batch_then = program(start, argument, traced)
         for field, stand_in in unread.items():
             if getattr(end_state, field) is not stand_in:

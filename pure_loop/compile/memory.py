@@ -1,6 +1,6 @@
 """The memory that a segment writes to: which of it the segment has made, and whether other references to it exist.
 
-It is what :mod:`pure_loop.donation.references` does for eager steps. A segment writes to whatever lasts, algorithms'
+It is what :mod:`pure_loop.stages.ownership` does for eager steps. A segment writes to whatever lasts, algorithms'
 memory included, and refers to it itself, from one call to the next.
 """
 
@@ -13,10 +13,10 @@ import optree
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.compile.trees import DurableFields
-from pure_loop.donation.references import address_of, can_count, count_in, storages_are_unshared, were_sent
+from pure_loop.compile.trees import DurableFields, field_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
+from pure_loop.stages.ownership import can_count, count_in, storages_are_unshared
 from pure_loop.state import State
 
 __all__ = ["Memory"]
@@ -33,7 +33,7 @@ class Memory:
     """
 
     __slots__ = (
-        *("_addresses", "_containers", "_ends", "_fields", "_inner", "_pointers", "_storages", "_tensors", "_there"),
+        *("_containers", "_ends", "_fields", "_inner", "_tensors"),
         "positions",
     )
 
@@ -41,10 +41,6 @@ class Memory:
         self.positions = frozenset(positions)
         self._ends = durable.ends
         self._tensors: list[Tensor] = [durable.leaves[i] for i in positions]
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
-        self._pointers = [storage._cdata for storage in self._storages]
-        self._addresses = list(map(address_of, self._storages))
-        self._there = [at for at, tensor in zip(self._pointers, self._tensors, strict=True) if not tensor.is_cpu]
         # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
         self._fields: list[int] | None = []
         self._containers: list[tuple[int, tuple[Any, ...] | None]] = []
@@ -85,7 +81,7 @@ class Memory:
             return False
         of_fields = {}
         for field in self._fields:
-            has = shown is not None and getattr(shown, names[field]) is values[field]
+            has = shown is not None and field_of(shown, names[field]) is values[field]
             of_fields[field] = holders + has + 1  # the State has it, too
         mappings = [field for field in self._fields if not isinstance(values[field], Tensor)]
         if count_in([values[field] for field in mappings]) != [of_fields[field] for field in mappings]:
@@ -93,18 +89,9 @@ class Memory:
         inner = [_at(values, *key) for key in self._inner]
         if count_in(inner) != [1] * len(inner):  # in the mapping around it
             return False
-        in_mappings: dict[Any, int] = {
-            (field, path): 1 + hasattr(_at(values, field, path), "_tensors")
-            for field, path in set(self._containers)
-            if path is not None
-        }
+        in_mappings: dict[Any, int] = {(field, path): 1 for field, path in set(self._containers) if path is not None}
         references = [_OURS + in_mappings.get(key, of_fields[key[0]]) for key in self._containers]
-        return (
-            count_in(self._tensors) == references
-            and storages_are_unshared(self._tensors, self._storages, self._pointers)
-            and list(map(address_of, self._storages)) == self._addresses
-            and not (self._there and were_sent(self._there))
-        )
+        return count_in(self._tensors) == references and storages_are_unshared(self._tensors)
 
 
 def _at(values: Sequence[Any], field: int, path: tuple[Any, ...]) -> Any:

@@ -6,7 +6,6 @@ Where no event is observed it is one graph, which differentiates. Else autograd 
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
@@ -16,11 +15,10 @@ from torch import Tensor
 from pure_loop._internal.weights import is_number
 from pure_loop.compile.program import Ended, PerBatch, at, put_in
 from pure_loop.compile.segment import Program, Traced
-from pure_loop.donation.owned import Owned
 from pure_loop.event import Event
-from pure_loop.loop.driver import run_silently
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import LoopStages, Script
-from pure_loop.state import State, with_fields
+from pure_loop.state import State, raw_params, with_fields
 from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
@@ -71,28 +69,28 @@ def microbatch(
     if is_number(weight) and not compiler.stages.task.by_shape:
         # A graph takes a number for a constant, and a count of tokens is another one in most batches.
         weight = torch.tensor(weight, dtype=torch.float64)
-    owned = yield from _computed(compiler, timestamps, Owned(engine.unsharded(state)), index, last, weight)
-    return engine.accumulate(owned, state, last=last)
+    # In no variable, which would keep its gradients alive while ranks exchange them.
+    script = _computed(compiler, timestamps, engine.unsharded(state), index, last, weight)
+    return engine.accumulate((yield from script), state, last=last)
 
 
 def _computed(
     compiler: Compiler,
     timestamps: tuple[Timestamp, ...],
-    owned: Owned[State],
+    state: State,
     index: int,
     last: bool,
     weight: float | Tensor,
-) -> Generator[tuple[Event, State], State, Owned[State]]:
+) -> Script:
     """The State of AFTER_BACKWARD, with the gradients of this rank."""
-    state = owned.take()
     while not (compiler.observed & INSIDE or "forward" in compiler.eager):
         batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None
         per_batch = (state.microbatch, state._grads, weight, batch)
         run = compiler.attempt("microbatch", _whole, state, timestamps, per_batch, index)
         if run is not None:
-            return Owned(put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4])))
+            return put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))
     state = yield from _by_segments(compiler, timestamps, state, index, last)
-    return Owned(compiler.alone.backward(state, weight=weight))
+    return compiler.alone.backward(state, weight=weight)
 
 
 def _eager(compiler: Compiler) -> bool:
@@ -138,7 +136,7 @@ def _advanced(
     if _eager(compiler) and position:
         # What follows may differentiate one output by another, and those of a graph lie side by side.
         stages = compiler.alone
-        state = run_silently(_eagerly(stages, begun, STEPS[:position], index, last), stages.handlers, stages)
+        state = run_to_end(_eagerly(stages, begun, STEPS[:position], index, last), stages.handlers, stages)
     return position, state
 
 
@@ -185,7 +183,8 @@ def _run(
         state = with_fields(state, params=compiler.alone.engine.leaves(state, index=0, last=True))
     per_batch = tuple([getattr(state, field) if field in segment.fields else None for field in _CHANGED])
     run = compiler.attempt(segment.name, segment.program, state, timestamps, per_batch, index, connected=True)
-    return None if run is None else put_in(state, run, segment.fields)
+    # The leaves stay what they are, for the backward.
+    return None if run is None else with_fields(put_in(state, run, segment.fields), params=raw_params(state))
 
 
 def _fields(compiler: Compiler, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 from pure_loop.event import Event
-from pure_loop.loop.driver import apply, seal
-from pure_loop.state import State, with_fields
+from pure_loop.loop.driver import apply
+from pure_loop.state import State, seal, with_fields
 
 if TYPE_CHECKING:
     from pure_loop.compile.segment import Run, Traced

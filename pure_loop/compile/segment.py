@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from operator import is_
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -26,22 +26,22 @@ from pure_loop.compile.trees import (
     UnreadFieldError,
     describe,
     durable_fields,
+    field_of,
     is_number,
+    reader_of,
     rebuild,
     tensors_of,
     walk,
 )
 from pure_loop.data.batch import _leaves
 from pure_loop.errors import CompileError
-from pure_loop.frozendict import OVERWRITTEN, OVERWRITTEN_VALUE, FrozenDict
+from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.loop.training import LoopStages
-from pure_loop.state import State, with_fields
+from pure_loop.stages.ownership import Ownership
+from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp
 
-__all__ = ["Own", "Program", "Run", "Segment", "Traced"]
-
-# (tensors, whether only the State that is passed refers to them) -> the same tensors, or copies.
-Own: TypeAlias = Callable[[list[Tensor], "Callable[[State | None], bool] | None"], list[Tensor]]
+__all__ = ["Program", "Run", "Segment", "Traced"]
 
 # Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
 _READ_BY_FEW = ("metrics", "opt_state")
@@ -74,7 +74,7 @@ class Segment:
         program: what is compiled.
         stages: the loop's.
         recorders: what records its graphs on a device.
-        own, shown: as the Compiler's.
+        ownership: as the Compiler's.
         left_out: fields of a State that no graph takes.
         brief: whether it is called again with other parameters: it keeps nothing of a call, which a count of references
             them would find, and is given no memory of the optimizer unless it asks.
@@ -89,8 +89,7 @@ class Segment:
         stages: LoopStages,
         recorders: Recorders,
         *,
-        own: Own | None = None,
-        shown: Callable[[], bool] | None = None,
+        ownership: Ownership | None = None,
         left_out: tuple[str, ...] = (),
         brief: bool = False,
         connected: bool = False,
@@ -99,8 +98,7 @@ class Segment:
         self.program = program
         self.stages = stages
         self.recorders = recorders
-        self.own = own
-        self.shown = shown
+        self.ownership = ownership
         self.left_out = left_out
         self.brief = brief
         self.connected = connected
@@ -129,7 +127,7 @@ class Segment:
         """
         if self._fields is None:
             # What stands in for them is a mapping.
-            few = _READ_BY_FEW if self.brief and type(state.opt_state) is FrozenDict else _READ_BY_FEW[:1]
+            few = _READ_BY_FEW if self.brief and type(raw_opt_state(state)) is FrozenDict else _READ_BY_FEW[:1]
             self._take(state, few)
             assert self._fields is not None
         with self.stages._without_autocast(state):
@@ -167,13 +165,11 @@ class Segment:
     def repeats(self, state: State) -> bool:
         """Whether :meth:`again` can follow: a call changes memory and numbers alone; nothing observed the State."""
         result, durable = self._made, self._durable
-        if result is None or durable is None or self._fields is None or self.own is None or not result.steady:
+        if result is None or durable is None or self._fields is None or self.ownership is None or not result.steady:
             return False
         if not all(map(is_, self._fields(state), self._values)):
             return False
-        # `own` is asked only where it won't copy: what it gave would be lost here, and it would not copy again.
-        before = [durable.leaves[i] for i in result.written]
-        return not (self.shown is not None and self.shown()) and self.own(before, None) is before
+        return not self.ownership.observed  # else it would copy
 
     def fits(self, timestamps: tuple[Timestamp, ...], per_batch: tuple[Any, ...], before: Env | None) -> Env | None:
         """What the last call's graph reads numbers from in a call with these, if it serves that, too.
@@ -256,7 +252,7 @@ class Segment:
         """Take the fields of a State without these."""
         left_out = {*without, *self.left_out}
         self.names = tuple(name for name in durable_fields(type(state)) if name not in left_out)
-        self._fields = attrgetter(*self.names)
+        self._fields = reader_of(type(state), self.names)
         self._graphs.clear()
         self._forget()
 
@@ -319,17 +315,17 @@ class Segment:
         # Memory that user code made may be shared with anything. So may that which graphs of this segment have
         # only read so far.
         if (
-            self.own is None
+            self.ownership is None
             or memory is None
             or not memory.positions.issuperset(result.written)
             or not memory.is_in(durable, values, self._values)
         ):
             # From here on the copies are known to be unaliased.
-            owned = before if self.own is None else self.own(before, None)
+            owned = before if self.ownership is None else self.ownership.writable_or_copies(before, None)
             owned = clone_all(before) if owned is before else owned
         else:
 
-            def alone(shown: State | None) -> bool:
+            def are_private(shown: State | None) -> bool:
                 self._arguments = None
                 if hasattr(state, "__dict__"):
                     return False  # a subclass without slots: vars(state) may be referred to, which no count shows
@@ -337,12 +333,12 @@ class Segment:
                 if len(memory.positions) != len(result.written) or not memory.alone(self.names, values, holders, shown):
                     return False
                 for field in memory.fields():
-                    if shown is not None and getattr(shown, self.names[field]) is values[field]:
+                    if shown is not None and field_of(shown, self.names[field]) is values[field]:
                         _overwrite(shown, self.names[field])
                     _overwrite(state, self.names[field])
                 return True
 
-            owned = self.own(before, alone)
+            owned = self.ownership.writable_or_copies(before, are_private)
         if owned is before:
             return leaves
         copied = list(leaves)
@@ -399,8 +395,8 @@ def _same_types(result: Graph, before: Sequence[Any], now: Sequence[Any]) -> boo
 
 def _overwrite(state: State, field: str) -> None:
     """To touch this field of a State is an error from now on."""
-    gone = OVERWRITTEN if isinstance(getattr(state, field), FrozenDict) else OVERWRITTEN_VALUE
-    object.__setattr__(state, field, gone)
+    is_mapping, batch = isinstance(field_of(state, field), FrozenDict), state.timestamp.batch
+    object.__setattr__(state, field, Overwritten.by(field, batch) if is_mapping else OverwrittenValue(field, batch))
 
 
 def _hold(guards: list[Guard], env: Env) -> bool:

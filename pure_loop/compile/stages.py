@@ -36,7 +36,7 @@ from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.driver import run_silently
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import LoopStages, gradients
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
@@ -45,8 +45,10 @@ from pure_loop.random.guards import Place
 from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.settings import NO_CONTEXT
 from pure_loop.stages.update import apply_optimizer, select
-from pure_loop.state import State, fresh_draft_of, with_fields
+from pure_loop.stages.workspace import Workspace
+from pure_loop.state import State, raw_loss, raw_params, with_fields
 
 __all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "Untraceable", "traced_handlers", "update"]
 
@@ -322,7 +324,7 @@ class TracedStages(LoopStages):
     ) -> TracedStages:
         fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
-        fields |= {"handlers": handlers, "observed": frozenset(Event), "donation": None, "place": place}
+        fields |= {"handlers": handlers, "observed": frozenset(Event), "workspace": Workspace(), "place": place}
         return cls(**fields, tracing=tracing)
 
     def gradients(self, state: State) -> State:
@@ -330,29 +332,21 @@ class TracedStages(LoopStages):
             return LoopStages.gradients(self, state)
 
     def gradients_of(self, state: State) -> State:
-        return run_silently(gradients(state, self), self.handlers, self)
+        return run_to_end(gradients(state, self), self.handlers, self)  # type: ignore[no-any-return]
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__}"
         _leave_out_recurrence(what, state.model)
         with self.tracing.context.quiet(), naming(self.tracing, what, ("forward", None)):
-            state = LoopStages.forward(self, state, index=index, last=last)
-            _refuse_subclasses(what, state.outputs)
-            _refuse_kept(what, state.model)
-            return state
+            result = LoopStages.forward(self, state, index=index, last=last)
+            self._refuse_other_buffers(what, state, result)
+            _refuse_subclasses(what, result.outputs)
+            _refuse_kept(what, result.model)
+            return result
 
-    def forward_into(self, state: Any, index: int, last: bool) -> None:
-        model, before = state.model, state.buffers
-        LoopStages.forward_into(self, state, index, last)
-        self._refuse_other_buffers(f"the forward of {type(model.skeleton).__name__}", model, before, state)
-
-    def loss_into(self, state: Any, index: int) -> None:
-        model, before = state.model, state.buffers
-        LoopStages.loss_into(self, state, index)
-        self._refuse_other_buffers("the loss", model, before, state)
-
-    def _refuse_other_buffers(self, what: str, model: ModelDef, before: FrozenDict[str, Tensor], after: Any) -> None:
+    def _refuse_other_buffers(self, what: str, state: State, after: State) -> None:
         """Refuse a graph in which buffers come, go, or change shape or dtype: the next batch needs another one."""
+        model, before = state.model, state.buffers
         if after.model is model and after.buffers is before:
             return
         result: list[str] = []
@@ -374,9 +368,10 @@ class TracedStages(LoopStages):
 
     def loss(self, state: State, *, index: int = 0) -> State:
         with self.tracing.context.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
-            state = LoopStages.loss(self, state, index=index)
-            _refuse_subclasses("the loss", state.loss)
-            return state
+            result = LoopStages.loss(self, state, index=index)
+            self._refuse_other_buffers("the loss", state, result)
+            _refuse_subclasses("the loss", result.loss)
+            return result
 
     def _whole(self, what: str) -> AbstractContextManager[Any]:
         return nullcontext() if self.tracing.begins_with_leaves else _Undifferentiated(what, ("forward", None))
@@ -409,11 +404,9 @@ class TracedStages(LoopStages):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
-        draft = fresh_draft_of(state)
-        draft.outputs, draft.buffers, draft.model = outputs, buffers, model
-        self._refuse_other_buffers(what, state.model, state.buffers, draft)
-        draft.__class__ = state.__class__
-        return draft  # type: ignore[no-any-return]
+        result = with_fields(state, outputs=outputs, buffers=buffers, model=model)
+        self._refuse_other_buffers(what, state, result)
+        return result
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         with (
@@ -424,7 +417,11 @@ class TracedStages(LoopStages):
         ):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
-    def _seeded(self, state: State, stage: str, index: int) -> Any:
+    def seeding(self, state: State, stage: str, index: int = 0, *, seed: int | None = None) -> Any:
+        if stage == "update" or stage == "clip_grad":  # what is drawn there is refused
+            return NO_CONTEXT
+        if not self.runs_users_code(state, stage) and not self._draws(state.model, stage):
+            return NO_CONTEXT
         return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
 
 
@@ -435,17 +432,17 @@ def update(
 
     It does what :meth:`pure_loop.stages.Stages.update` does; on a CPU the caller reads the number and raises.
     """
-    optimizer, params = stages.optimizer, state.params
+    optimizer, params = stages.optimizer, raw_params(state)
     assert optimizer is not None
     optimizer = state.model.served_by(optimizer)
     trained = state.model.trained(params)
-    draft = fresh_draft_of(state)
+    fields: dict[str, Any] = {}
     context = stages.tracing.context
     what = f"optimizer {optimizer.name!r}"
     with GradMode(False):
         with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
             new, opt_state = apply_optimizer(stages.engine, optimizer, state, trained)
-        loss = total_loss(state.loss)
+        loss = total_loss(raw_loss(state))
         old = list(trained.values())
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
         grads = [gradient for gradient in state._grads.values() if gradient is not None]
@@ -463,23 +460,19 @@ def update(
             bad_update = bad_update & ~left_out
             wrong = bad_update if stages.nonfinite == "skip" else bad_update | bad_loss
             new, opt_state = select(left_out, trained, new), select(left_out, state.opt_state, opt_state)
-            draft.skipped = state.skipped + left_out
+            fields["skipped"] = state.skipped + left_out
             if scale is not None:
-                draft.loss_scale = _next_scale(scale, left_out)
+                fields["loss_scale"] = _next_scale(scale, left_out)
             if stages.nonfinite == "skip":
-                draft.buffers = select(left_out, buffers, state.buffers)
+                fields["buffers"] = select(left_out, buffers, state.buffers)
         if not wrong.is_cpu:
             batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
             earlier = cast("Tensor", state.nonfinite)
             noted = torch.zeros_like(earlier) + batch.to(torch.int64)
-            draft.nonfinite = torch.where(wrong & (earlier < 0), noted, earlier)
+            fields["nonfinite"] = torch.where(wrong & (earlier < 0), noted, earlier)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
-    draft.params = new if trained is params else FrozenDict({**params, **new})
-    draft.opt_state = opt_state
-    for name, value in counted.items():
-        setattr(draft, name, value)
-    draft.__class__ = state.__class__
-    return draft, report
+    fields["params"] = new if trained is params else FrozenDict({**params, **new})
+    return with_fields(state, opt_state=opt_state, **fields, **counted), report
 
 
 def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CellType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.random.seeds import seeds_hosts
-from pure_loop.stages.host_draws import is_harmless, may_use_rng, numpy_state
 
 __all__ = ["DefaultDtypeError", "GuardedCallError", "trace_guards"]
 
@@ -58,6 +58,7 @@ _OF_TORCH = frozenset({"manual_seed", "seed", "initial_seed", "get_rng_state", "
 _ALLOWED = frozenset({"torch.random", "torch.utils.checkpoint"})
 # Through which a function of torch is called, or a context entered.
 _WRAPPERS = frozenset({"contextlib", WRAPPER_OF_FUNCTIONS})
+_QUIET = frozenset({*sys.stdlib_module_names, "attr", "attrs", "builtins", "numpy", "optree", "pure_loop", "torch"})
 _PYTHON: Any = vars(random)["_inst"]
 
 
@@ -65,8 +66,7 @@ class _Calls:
     """Sees the calls of functions that are refused.
 
     Functions of NumPy's are written in Cython, whose calls no profiler sees: there the state of the generator is
-    compared before and after a function of a user's. Another thread may have moved it, so the function is only refused
-    if names in it lead to such a generator.
+    compared before and after a function of a user's. A draw of another thread can't be told from one of that function.
 
     Attributes:
         refused: the name of the function that was called.
@@ -78,7 +78,7 @@ class _Calls:
             "numpy" in sys.modules
         ):  # which imports this module when it is first named: a state must be known before that
             importlib.import_module("numpy.random")
-        self._numpy = numpy_state()
+        self._numpy = _numpy_state()
         # What they raise is lost, and they run wherever an object is made.
         self._of_collector = {getattr(callback, "__code__", None) for callback in gc.callbacks}
 
@@ -94,7 +94,7 @@ class _Calls:
                 module = frame.f_globals.get("__name__", "")
                 if module in quiet:
                     return
-                if module != "torch.random" and is_harmless(module):
+                if module != "torch.random" and _is_quiet(module):
                     quiet.add(module)
                 elif frame.f_code not in self._of_collector:
                     self._see(frame, event, module)
@@ -122,11 +122,11 @@ class _Calls:
         """
         if seeds_hosts.get():  # seeded, and put back as it was
             return
-        now = numpy_state()
+        now = _numpy_state()
         if now == self._numpy:
             return
         self._numpy = now
-        if frame is not None and _may_use_rng(frame):
+        if frame is not None:
             self._refuse(f"functions of numpy.random (in {frame.f_code.co_name})")
 
     def _refuse(self, name: str) -> None:
@@ -134,18 +134,21 @@ class _Calls:
         raise GuardedCallError(name)
 
 
-def _may_use_rng(frame: FrameType) -> bool:
-    code = frame.f_code
-    function = FunctionType(code, frame.f_globals, None, None, tuple(CellType(None) for _ in code.co_freevars))
-    # A State leads to everything that the run consists of.
-    own = (value for value in frame.f_locals.values() if callable(value) or not is_harmless(type(value).__module__))
-    return may_use_rng([function, *own])[0]
+def _numpy_state() -> bytes:
+    """The state of NumPy's global generator, to be compared; empty where ``numpy.random`` is not imported."""
+    get_state: Any = getattr(sys.modules.get("numpy.random"), "get_state", None)  # None, too, while it is imported
+    return b"" if get_state is None else pickle.dumps(get_state(legacy=False))
+
+
+def _is_quiet(module: str) -> bool:
+    """Whether functions of a module are not looked at: libraries draw from no global generator of NumPy's."""
+    return module.partition(".")[0] in _QUIET or module.startswith("namedtuple_")
 
 
 def _calling(frame: FrameType) -> FrameType | None:
     """The innermost frame of a user's that leads to this one."""
     caller = frame.f_back
-    while caller is not None and is_harmless(caller.f_globals.get("__name__", "")):
+    while caller is not None and _is_quiet(caller.f_globals.get("__name__", "")):
         caller = caller.f_back
     return caller
 

@@ -6,8 +6,9 @@ nothing changed is never built again. What belongs to the batch may be of any ki
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import attrs
@@ -28,6 +29,8 @@ __all__ = [
     "UnreadFieldError",
     "describe",
     "durable_fields",
+    "field_of",
+    "reader_of",
     "rebuild",
     "tensors_of",
     "walk",
@@ -44,6 +47,16 @@ _OF_THE_STEP = frozenset(
 def durable_fields(cls: type[State]) -> tuple[str, ...]:
     """The fields of a State (or a subclass of the user's) that a graph takes and gives."""
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
+
+
+def field_of(state: State, name: str) -> Any:
+    """A field of a State; that it was read is not noted on it, because it is kept by what counts references itself."""
+    return getattr(state, state._slots_behind.get(name, name))
+
+
+def reader_of(cls: type[State], names: Sequence[str]) -> Callable[[State], Any]:
+    """Reads several fields, as :func:`field_of` does."""
+    return attrgetter(*[cls._slots_behind.get(name, name) for name in names])
 
 
 _nothing: Any = None
@@ -98,7 +111,7 @@ class DurableFields:
 
     @classmethod
     def of(cls, state: State, names: tuple[str, ...]) -> DurableFields:
-        values = tuple([getattr(state, name) for name in names])
+        values = tuple([field_of(state, name) for name in names])
         leaves: list[Any] = []
         specs, ends = [], []
         for value in values:

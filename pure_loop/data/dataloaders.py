@@ -207,11 +207,7 @@ class _Indexed(Source):
             batches = pool.refill(order)
             iterator_made(batches)
             loader = self._loader
-            guard = (
-                nullcontext
-                if in_workers or self._free
-                else self._guard_of([loader.dataset, loader.collate_fn, self._sampler])
-            )
+            guard = nullcontext if in_workers or self._free else self._guard_of([loader.dataset, loader.collate_fn])
             for position in numbers(start):
                 with guard(self._seed_of(epoch, position)):
                     batch = next(batches, END)

@@ -32,11 +32,12 @@ from torch import Tensor
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.torch_private import end_workers
+from pure_loop._internal.torch_private import default_collate_functions, end_workers
 from pure_loop.data.end import END
 from pure_loop.data.group import Batches as Group
 from pure_loop.data.group import grouped, steps
 from pure_loop.errors import DataError, ResumeError
+from pure_loop.random.guards import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:
@@ -289,11 +290,10 @@ class Source(ABC):
         return seeded_all(derive(self._seed, *path))
 
     def _guard_of(self, code: list[Any]) -> Callable[[int], AbstractContextManager[None]]:
-        """What seeds the global generators for the batches of an epoch, those of Python and NumPy unless code can't
-        draw from them."""
-        from pure_loop.data.drawless import cannot_draw  # a list of batches does not need it
-
-        return seeded_torch if cannot_draw(code) else seeded_all
+        """What seeds the global generators for the batches of an epoch: torch's alone if no other code loads them."""
+        # The default collate calls those that were registered with it.
+        collating = (default_collate_functions or {}).values()
+        return seeded_all if runs_users_code((*code, *collating)) else seeded_torch
 
 
 class Listed(Source):

@@ -15,16 +15,17 @@ from torch import Tensor
 from pure_loop._internal import pytree as _pytree
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["Leaves"]
+__all__ = ["LazyLeaves"]
 
 
-class Leaves(FrozenDict[str, Tensor]):
+class LazyLeaves(FrozenDict[str, Tensor]):
     """Parameters by name.
 
     Args:
         origin: the parameters of the State.
         make: from a name to the tensor that is shown, until :meth:`close`.
         after: the same from then on, for those that were not accessed.
+        frozen: the names of those that need no gradient.
         index: the microbatch's number in its batch.
         last: whether no other one follows in it.
 
@@ -41,12 +42,13 @@ class Leaves(FrozenDict[str, Tensor]):
         make: Callable[[str], Tensor],
         after: Callable[[str], Tensor],
         *,
+        frozen: frozenset[str],
         index: int,
         last: bool,
     ) -> None:
         super().__init__(origin)
         self.index, self.last = index, last
-        self.origin = origin
+        self.origin, self.frozen, self.holder = origin, frozen, None
         self.buffers: Mapping[str, Tensor] = {}
         self._make, self._after = make, after
         self.seen: dict[str, Tensor] = {}
@@ -76,7 +78,7 @@ class Leaves(FrozenDict[str, Tensor]):
         return ItemsView(self)
 
 
-def _flatten(leaves: Leaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
+def _flatten(leaves: LazyLeaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
     names = tuple(leaves)
     return [leaves[name] for name in names], names, names
 
@@ -85,4 +87,4 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> Mapping[str, 
     return FrozenDict(zip(names, children, strict=True))
 
 
-_pytree.register(Leaves, _flatten, _unflatten, attributes=False)
+_pytree.register(LazyLeaves, _flatten, _unflatten, attributes=False)

@@ -19,15 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pure_loop._internal.autograd import GradMode, graph_of, scalar_like, zero_unless
 from pure_loop._internal.torch_private import fill_buckets
-from pure_loop.distributed._leaves import Leaves
+from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
-from pure_loop.donation.owned import Owned
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
-from pure_loop.stages.engine import writable
-from pure_loop.state import State, device_of, with_fields
+from pure_loop.state import State, device_of, raw_params, with_fields
 
 __all__ = ["ReplicateEngine"]
 
@@ -70,11 +68,11 @@ class ReplicateEngine(MultiRankEngine):
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         if not last:
-            return state.model.leaves(state.params, state.frozen)
+            return state.model.leaves(raw_params(state), state.frozen)
         if self._model is None or self._model.skeleton is not state.model.skeleton or self._frozen != state.frozen:
             self._hold(state)
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
-        params: Any = state.params
+        params: Any = raw_params(state)
         params = getattr(params, "origin", params)
         parameters, trained = self._held, frozenset(self._held)
         alive = ref(self)  # a State that is kept must not keep the process group
@@ -91,7 +89,7 @@ class ReplicateEngine(MultiRankEngine):
             with GradMode(True):
                 return parameters[name].view_as(parameters[name])
 
-        return Leaves(params, view, detached, index=index, last=last)
+        return LazyLeaves(params, view, detached, frozen=state.frozen, index=index, last=last)
 
     def _borrow(self, params: FrozenDict[str, Tensor]) -> None:
         """Set the memory of the parameters that DistributedDataParallel knows to that of these."""
@@ -101,7 +99,7 @@ class ReplicateEngine(MultiRankEngine):
         for name, held in self._held.items():
             held.data = params[name]
         if len(self._held) < len(params):
-            self._bound = FrozenDict({**params, **self._held})
+            self._bound = _bound_to({**params, **self._held})
         self._lender = ref(params)
 
     def apply(
@@ -113,7 +111,7 @@ class ReplicateEngine(MultiRankEngine):
         training: bool,
         hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
-        if not isinstance(params, Leaves):
+        if not isinstance(params, LazyLeaves):
             return super().apply(state, function, params, training=training, hold=hold)
         self._borrow(params.origin)  # another forward may have come in between, of other parameters
         # The same mapping in every step, so that nothing has to be bound anew.
@@ -135,19 +133,19 @@ class ReplicateEngine(MultiRankEngine):
         loss: Tensor | None,
         seed: Tensor | float,
         *,
-        alone: bool = False,
+        in_place: bool = False,
         counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
-        leaves = state.params
-        if not isinstance(leaves, Leaves):
-            return super().gradient(state, loss, seed, alone=alone, counts=counts)
+        leaves = raw_params(state)
+        if not isinstance(leaves, LazyLeaves):
+            return super().gradient(state, loss, seed, in_place=in_place, counts=counts)
         self._borrow(leaves.origin)
         hooks: list[Any] = []
         if counts is not None:
             mask = partial(zero_unless, counts)
             hooks = [held.register_hook(mask) for held in self._held.values()]  # type: ignore[no-untyped-call]
         try:
-            result = self._average(state, loss, seed, alone=alone)
+            result = self._average(state, loss, seed, in_place=in_place)
         except BaseException:
             self._forget()  # what it has begun to exchange can't be taken back
             raise
@@ -157,11 +155,11 @@ class ReplicateEngine(MultiRankEngine):
         leaves.close()
         return result
 
-    def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, alone: bool) -> tuple[Any, ...]:
+    def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, in_place: bool) -> tuple[Any, ...]:
         averaging = self._averaging
         if averaging is None:
             averaging = self._averaging = self._wrapped(state, loss)
-        reached = self._put_before(state, alone=alone)
+        reached = self._put_before(state, in_place=in_place)
         if loss is None and not averaging.find_unused_parameters:
             reached = list(self._held.values())
         with GradMode(True):
@@ -181,8 +179,7 @@ class ReplicateEngine(MultiRankEngine):
             self._refuse_unused(state, result)
         return result
 
-    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
-        state = owned.take()
+    def accumulate(self, state: State, before: State, *, last: bool) -> State:
         if not last:
             return state
         grads: Any = state._grads
@@ -194,7 +191,7 @@ class ReplicateEngine(MultiRankEngine):
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
         elif any(absent) and counts:
             self._refuse_unused(state, tuple([grads[name] for name in names]))
-        value = [torch.zeros_like(state.params[name]) if grads[name] is None else grads[name] for name in names]
+        value = [torch.zeros_like(raw_params(state)[name]) if grads[name] is None else grads[name] for name in names]
         result = dict(zip(names, self.sums_of(value), strict=True))
         return with_fields(state, _grads=FrozenDict((name, result.get(name)) for name in grads))
 
@@ -207,14 +204,14 @@ class ReplicateEngine(MultiRankEngine):
             self._unused = any(row[0] for row in rows)
         return self._unused
 
-    def _put_before(self, state: State, *, alone: bool) -> list[nn.Parameter]:
+    def _put_before(self, state: State, *, in_place: bool) -> list[nn.Parameter]:
         """Lay the gradients of earlier microbatches, on this rank alone, where this one's are added."""
         before = state._grads
         if before is None:
             return []
         names = [name for name in self._held if before[name] is not None]
         value = [before[name] for name in names]
-        if alone and writable(value):
+        if value and in_place:
             torch._foreach_mul_(value, float(self.ranks))
         elif value:
             value = list(torch._foreach_mul(value, float(self.ranks)))
@@ -227,10 +224,10 @@ class ReplicateEngine(MultiRankEngine):
         self._forget()
         self._held = {}
         for name in state.model.differentiated(state.frozen):
-            empty = torch.empty_like(state.params[name], requires_grad=True)
+            empty = torch.empty_like(raw_params(state)[name], requires_grad=True)
             declared = state.model.seen_as_declared(name, empty)
             self._held[name] = declared if isinstance(declared, nn.Parameter) else nn.Parameter(empty)
-        self._bound = FrozenDict(self._held)
+        self._bound = _bound_to(self._held)
         self._lender = no_parameters
         self._model, self._frozen = state.model, state.frozen
 
@@ -278,8 +275,15 @@ class ReplicateEngine(MultiRankEngine):
     def _forget(self) -> None:
         self._averaging = self._model = self._unused = None
         self._held = FrozenDict()
-        self._bound = FrozenDict()
+        self._bound = _bound_to({})
         self._lender = no_parameters
+
+
+def _bound_to(params: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    """Parameters that a module is called with, which are leaves of no State's."""
+    leaves = FrozenDict(params)
+    leaves.origin, leaves.frozen, leaves.holder = FrozenDict(), frozenset(), None
+    return leaves
 
 
 def _fix_buckets(averaging: DistributedDataParallel) -> None:

@@ -26,11 +26,10 @@ from pure_loop._internal.dtensor import from_local, full_tensor, is_sharded, loc
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop.data.source import END
-from pure_loop.distributed._leaves import Leaves
+from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed._meshes import break_mesh, find_mesh
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
 from pure_loop.distributed.unsharded import UnshardedParameters
-from pure_loop.donation.owned import Owned
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -38,7 +37,7 @@ from pure_loop.model.buffers import UNALTERED, Altered, alterations, put_slots, 
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import time_of_step
-from pure_loop.state import State, with_fields
+from pure_loop.state import State, raw_opt_state, raw_outputs, raw_params, with_fields
 
 __all__ = ["ShardEngine", "repeated_layers"]
 
@@ -71,7 +70,7 @@ class ShardEngine(MultiRankEngine):
 
     def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
-        held: Any = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
+        held: Any = next((tensor for tensor in raw_params(state).values() if is_sharded(tensor)), None)
         if held is not None:
             self._mesh = held.device_mesh
             return state
@@ -95,7 +94,7 @@ class ShardEngine(MultiRankEngine):
 
     def _in_parts(self, state: State) -> State:
         """A State of whole tensors as one of parts: parameters, and what is kept of each of them."""
-        shapes = {name: tensor.shape for name, tensor in state.params.items()}
+        shapes = {name: tensor.shape for name, tensor in raw_params(state).items()}
 
         def split(path: tuple[Any, ...], leaf: Any) -> Any:
             name = next((key for key in path if key in shapes), None)
@@ -126,7 +125,7 @@ class ShardEngine(MultiRankEngine):
     # Forward and backward.
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
-        params: Any = state.params
+        params: Any = raw_params(state)
         origin = getattr(params, "origin", params)
         trained = frozenset(state.model.differentiated(state.frozen))
 
@@ -134,7 +133,7 @@ class ShardEngine(MultiRankEngine):
             whole: Tensor = full_tensor(origin[name].detach())
             return whole.requires_grad_(name in trained)
 
-        return Leaves(origin, gathered, origin.__getitem__, index=index, last=last)
+        return LazyLeaves(origin, gathered, origin.__getitem__, frozen=state.frozen, index=index, last=last)
 
     def apply(
         self,
@@ -163,7 +162,7 @@ class ShardEngine(MultiRankEngine):
             model = model.with_altered(altered)
             self._altered, self._buffers = altered, list(model.places_of_buffers(module))
         after = {name: tensors[key] for name, tensors, key in self._buffers}
-        if isinstance(params, Leaves):
+        if isinstance(params, LazyLeaves):
             params.buffers = after
         return result, FrozenDict((name, tensor.detach().clone()) for name, tensor in after.items()), model
 
@@ -196,10 +195,10 @@ class ShardEngine(MultiRankEngine):
         loss: Tensor | None,
         seed: Tensor | float,
         *,
-        alone: bool = False,
+        in_place: bool = False,
         counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
-        leaves: Any = state.params
+        leaves: Any = raw_params(state)
         if leaves.index != self._added_up:
             raise DistributedError(
                 f"a gradient of microbatch {leaves.index} of batch {state.timestamp.batch} was taken where fully_shard "
@@ -214,12 +213,12 @@ class ShardEngine(MultiRankEngine):
         with GradMode(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
-                outputs = [tensor for tensor in _tensors(state.outputs) if tensor.requires_grad]
+                outputs = [tensor for tensor in _tensors(raw_outputs(state)) if tensor.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             else:
                 if counts is not None:
                     # The gradients of parameters are fully_shard's own: what is NaN is stopped at the outputs.
-                    for each in _tensors(state.outputs):
+                    for each in _tensors(raw_outputs(state)):
                         if each.requires_grad:
                             each.register_hook(partial(zero_unless, counts))  # type: ignore[no-untyped-call]
                 # It divides by the number of ranks.
@@ -245,13 +244,13 @@ class ShardEngine(MultiRankEngine):
         penalties, self._penalties = self._penalties, {}
         for name in result:
             if name in penalties:
-                result[name] = self._with_penalty(state.params[name], result[name], penalties[name])
+                result[name] = self._with_penalty(raw_params(state)[name], result[name], penalties[name])
         return tuple(result.values())
 
     # What graphs do between two exchanges.
 
     def unsharded(self, state: State) -> State:
-        params = state.params
+        params = raw_params(state)
         if not all(map(is_sharded, params.values())):
             params = FrozenDict((name, self._as_part(param)) for name, param in params.items())
         of = state.model, state.frozen
@@ -259,11 +258,10 @@ class ShardEngine(MultiRankEngine):
             self._unsharded, self._unsharded_of = UnshardedParameters(params, state.model.differentiated(of[1])), of
         return with_fields(state, params=self._unsharded.of(params), _grads=None)
 
-    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
+    def accumulate(self, state: State, before: State, *, last: bool) -> State:
         _refuse_gradients(before)
-        wholes, params = self._unsharded, before.params
+        wholes, params = self._unsharded, raw_params(before)
         assert wholes is not None
-        state = owned.take()
         grads, state = dict(state._grads), with_fields(state, params=params, _grads=None)
         if not last:
             wholes.add(grads)
@@ -335,10 +333,10 @@ class ShardEngine(MultiRankEngine):
 
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         assert state._grads is not None
-        params, parts = _parts(trained), _parts_in(state.opt_state)
+        params, parts = _parts(trained), _parts_in(raw_opt_state(state))
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
         new, opt_state = optimizer.update(_parts(state._grads), parts, params, timestamp)
-        return _with_parts(trained, params, new), self._merged(state.opt_state, parts, opt_state, trained)
+        return _with_parts(trained, params, new), self._merged(raw_opt_state(state), parts, opt_state, trained)
 
     def overwrite(
         self,
@@ -431,7 +429,7 @@ def _refuse_scalars(state: State) -> None:
     Raises:
         ModelError: a parameter has no first dimension.
     """
-    scalars = [name for name, tensor in state.params.items() if not tensor.ndim]
+    scalars = [name for name, tensor in raw_params(state).items() if not tensor.ndim]
     if scalars:
         raise ModelError(
             f"{type(state.model.skeleton).__name__} can't be sharded: the parameters {scalars[:3]} are "

@@ -233,6 +233,10 @@ class _Clip:
     def __name__(self) -> str:
         return name_of(self.function)
 
+    @property
+    def parts_of_code(self) -> tuple[Any, ...]:
+        return (self.function,)
+
     def __call__(self, grads: FrozenDict[str, Any], params: FrozenDict[str, Tensor]) -> FrozenDict[str, Any]:
         clipped = self.function(grads, params)
         name = name_of(self.function)

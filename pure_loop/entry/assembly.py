@@ -6,7 +6,8 @@ Nothing is run here and no data is loaded: :func:`assemble` builds what the loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,8 +18,6 @@ from pure_loop.callback import Run as BoundRun
 from pure_loop.data.batch import num_tokens
 from pure_loop.data.group import steps
 from pure_loop.data.source import Source
-from pure_loop.donation.donation import Donation
-from pure_loop.donation.references import can_count
 from pure_loop.entry.compiling import compiler
 from pure_loop.entry.resume import loading, read_start, saving, seed_of
 from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
@@ -32,14 +31,16 @@ from pure_loop.loop import training as loop
 from pure_loop.loop.auto_size import AutoSize
 from pure_loop.loop.counted import counted_in, of_fit, refuse_no_iterations
 from pure_loop.loop.deterministic import refuse_cublas
-from pure_loop.loop.driver import Run, run_script
-from pure_loop.loop.fast import Observed, fast_text
+from pure_loop.loop.driver import Attached, drive
 from pure_loop.loop.recorder import Recorder
 from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages
+from pure_loop.random.guards import guard, is_users
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.ownership import Ownership, can_count
 from pure_loop.stages.sizes import FoundSize
+from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.task import Task, make_task
 from pure_loop.time import TimestampFields, TimeUnit
@@ -161,7 +162,8 @@ def assemble(settings: Settings) -> Assembly:
     bind_callbacks(run)
     for algorithm in settings.algorithms:
         if algorithm.bind is not None:
-            algorithm.bind(run)
+            with guard(state, ("bind", algorithm.name)) if is_users(algorithm.bind) else nullcontext():
+                algorithm.bind(run)
     counted = list(of_fit(optimizer, settings.algorithms, evaluators, callbacks))
     if settings.iteration_length is None:
         refuse_no_iterations(counted)
@@ -207,33 +209,25 @@ def assemble(settings: Settings) -> Assembly:
 
 
 def start(assembly: Assembly) -> Stream:
-    """The stream of a call: from the text of its script with what isn't observed left out, where that can be."""
+    """The stream of a call."""
     settings, observed, fit = assembly.settings, assembly.observers, assembly.fit
-    stages, engine, handlers = fit.stages, fit.stages.engine, fit.stages.handlers
-    closing = _closing(assembly)
-    events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
-    attached = frozenset({*handlers, *observed})
+    stages, handlers = fit.stages, fit.stages.handlers
     strict = Strict.of(
-        settings.strict, settings.watch, attached, order=fit.order, loaded=fit.load is not None, batches=2
+        settings.strict,
+        settings.watch,
+        frozenset({*handlers, *observed}),
+        order=fit.order,
+        loaded=fit.load is not None,
+        batches=2,
     )
-    if engine.ranks == 1 and not settings.strict and fit.compiled is None:
-        donating = stages.donation is not None
-        seen = Observed(settings.watch, attached, events, donating, checking=strict is not None)
-        text = fast_text(loop.fit, seen, outermost=True)
-        if text is not None:
-            run = Run(handlers, observed, seen, stages=stages, donation=stages.donation, closing=closing, strict=strict)
-            return stream_of(text(assembly.state, fit, run=run), settings.deterministic)
-    pairs = run_script(
+    pairs = drive(
         loop.fit(assembly.state, fit),
-        handlers,
-        observed,
-        closing,
-        stages=stages,
+        Attached(handlers, observed, stages, strict),
         watch=settings.watch,
-        events=events,
-        strict=strict,
-        failed=engine.failed,
-        donation=stages.donation,
+        events=loop.EVENTS_OF_2021 if fit.order == "2021" else None,
+        ownership=stages.workspace.ownership,
+        closing=_closing(assembly),
+        failed=stages.engine.failed,
     )
     return stream_of(pairs, settings.deterministic)
 
@@ -289,7 +283,7 @@ def _stages(
         measures_norm=measures_norm,
         strict=bool(settings.strict),
         handlers=handlers,
-        donation=_donation(settings, engine),
+        workspace=Workspace(_ownership(settings, engine, {*observed, *handlers})),
         observed=frozenset(Event) if everything else frozenset({*(watch or ()), *observed, *handlers}),
     )
 
@@ -314,15 +308,17 @@ def _fixed_size(settings: Settings) -> int | None:
     return None if settings.microbatch_size == "auto" else settings.microbatch_size
 
 
-def _donation(settings: Settings, engine: Engine) -> Donation | None:
-    """What may be written in place; None: nothing."""
+def _ownership(settings: Settings, engine: Engine, attached: Collection[Event]) -> Ownership | None:
+    """What decides where a step may write; None: it copies."""
     compiled = settings.compile is not False and not engine.in_parts
     overwrites = compiled or settings.optimizer.overwrite is not None
     if settings.strict or not settings.donate or not overwrites:
         return None
     if settings.donate == "auto" and not can_count():
         return None
-    return Donation(always=settings.donate is True, compiled=compiled)
+    ownership = Ownership(always=settings.donate is True, watch=settings.watch, attached=attached, compiled=compiled)
+    ownership.shares_storage, ownership.is_of_ranks = engine.shares_storage, engine.ranks > 1
+    return ownership
 
 
 def _training_data(settings: Settings, open_source: Callable[..., Source], seed: int) -> Source:

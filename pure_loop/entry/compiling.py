@@ -41,8 +41,7 @@ def compiler(
         where_possible=settings.compile == "where possible",
         steps=settings.steps_per_call,
         with_loss=measure_loss(evaluators),
-        own=None if stages.donation is None else stages.donation.writable_or_copy,
-        shown=None if stages.donation is None else stages.donation.was_seen,
+        ownership=stages.workspace.ownership,
     )
 
 

@@ -17,7 +17,7 @@ from pure_loop.entry.settings import StreamSettings
 from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
-from pure_loop.loop.driver import run_script
+from pure_loop.loop import driver
 from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import Script
@@ -85,14 +85,12 @@ def drive(
     run = Run(function="drive", callbacks=objects, ranks=meeting.ranks)
     bind_callbacks(run)
     handlers = bind(settings.algorithms)
-    pairs = run_script(
+    checks = Strict.of(settings.strict, settings.watch, {*handlers, *observed})
+    pairs = driver.drive(
         _with_memory(script, settings.algorithms, meeting),
-        handlers,
-        observed,
-        [meeting.close, *(callback.close for callback in objects), *run.at_end],
-        stages=stages,
+        driver.Attached(handlers, observed, stages, checks),
         watch=settings.watch,
-        strict=Strict.of(settings.strict, settings.watch, {*handlers, *observed}),
+        closing=[meeting.close, *(callback.close for callback in objects), *run.at_end],
         failed=meeting.failed,
     )
     return stream_of(pairs, settings.deterministic)
@@ -123,11 +121,14 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
 
 
 def _pair(yielded: Any) -> tuple[Event, State]:
-    """What a user's script yielded; a State without an event is copied, because the driver writes the event into it."""
+    """
+    Raises:
+        ArgumentTypeError: a user's script yielded something else than an event and a State.
+    """
     if isinstance(yielded, tuple) and len(yielded) == 2 and isinstance(yielded[1], State):
         event, state = yielded
         if isinstance(event, Event):
-            return event, state if state.event is not None else state.replace()
+            return event, state
     raise ArgumentTypeError(
         f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
         "algorithms left it: state = yield Event.BATCH_START, state."

@@ -31,7 +31,7 @@ from pure_loop.evaluator import (
 from pure_loop.event import Event, EventName
 from pure_loop.loop import training as loop
 from pure_loop.loop.deterministic import refuse_cublas
-from pure_loop.loop.driver import run_script
+from pure_loop.loop.driver import Attached, drive
 from pure_loop.loop.recorder import Recorder
 from pure_loop.loop.stream import Stream, stream_of
 from pure_loop.loop.strict import Strict
@@ -222,14 +222,12 @@ def _stream(
     bind_callbacks(run)
     to_close: list[Any] = [*objects, *sources, engine]
     handlers = bind(settings.algorithms)
-    pairs = run_script(
+    strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
+    pairs = drive(
         script,
-        handlers,
-        observed,
-        [*(closed.close for closed in to_close), *run.at_end],
-        stages=stages,
+        Attached(handlers, observed, stages, strict),
         watch=settings.watch,
-        strict=Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current"),
+        closing=[*(closed.close for closed in to_close), *run.at_end],
         failed=engine.failed,
     )
     return stream_of(pairs, settings.deterministic)

@@ -18,12 +18,12 @@ from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, observers
-from pure_loop.donation import consumer, references
 from pure_loop.entry.assembly import Assembly, assemble
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.progress import words as _words
+from pure_loop.stages.ownership import consumer_doubt, counting_doubt
 from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 
@@ -184,9 +184,10 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
 
 def _donate(assembly: Assembly) -> str:
     """Whether a step writes in place, and why."""
-    settings, doubt = assembly.settings, references.MEASURED.doubt
+    settings, doubt = assembly.settings, counting_doubt()
     uncounted = f"references are not counted here, because {doubt}"
-    if assembly.fit.stages.donation is None:
+    ownership = assembly.fit.stages.workspace.ownership
+    if ownership is None:
         if settings.donate is False:
             return "each step copies: donate=False"
         if settings.strict:
@@ -194,7 +195,7 @@ def _donate(assembly: Assembly) -> str:
         if settings.optimizer.overwrite is None and settings.compile is False:
             return "each step copies: the optimizer makes new tensors"
         return f"each step copies: {uncounted}" if doubt else "each step copies"
-    if settings.donate is True and assembly.fit.stages.donation.compiled:
+    if settings.donate is True and ownership.compiled:
         if doubt:
             return f"a compiled step copies wherever the State before it was observed: {uncounted}"
         return "a compiled step writes in place where references show that nothing of the State before it is kept"
@@ -202,9 +203,9 @@ def _donate(assembly: Assembly) -> str:
         taken = "a step takes the memory of kept States, too"
         return f"{taken}, and of tensors kept by themselves: {uncounted}" if doubt else taken
     written = "a step writes in place where references show that nothing of the State before it is kept"
-    if not consumer.doubt:
+    if not consumer_doubt():
         return written
-    return f"{written}; a State in a loop variable counts as kept, because {consumer.doubt}"
+    return f"{written}; a State in a loop variable counts as kept, because {consumer_doubt()}"
 
 
 def _compiled(assembly: Assembly, compile: Any) -> str:

@@ -156,9 +156,10 @@ def fit(
             make a step, too.
         iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         watch: yield only these events; algorithms and callbacks see all.
-        donate: let a step write to the memory of the State before it. ``"auto"``: where only the loop
-            variable still refers to it; ``True``: always, and a State that you kept raises DonatedStateError
-            when its tensors are accessed; ``False``: never. See :mod:`pure_loop.donation`.
+        donate: let a step write to the memory of the State before it. ``"auto"``: where no State that is alive has the
+            tensors but the loop variable, and nothing outside of the loop refers to one; ``True``: States that you
+            keep lose them, too, and raise a DonatedStateError, which says the field and the batch, when they are
+            accessed; ``False``: never.
         compile: make graphs of the code between observed events: those of ``watch``, of callbacks, of loggers.
             True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
         steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing

@@ -1,6 +1,5 @@
 """The loop: scripts that yield events, and the driver that runs them.
 
 May import ``stages`` and what is below; knows no concrete algorithm, callback, engine or compiler. Begin with
-``training.py``: ``fit`` there reads as the specification. ``fast.py`` rewrites a script for the events that are
-observed, ``driver.py`` runs it event by event.
+``training.py``: ``fit`` there reads as the specification, and ``driver.py`` runs it event by event.
 """

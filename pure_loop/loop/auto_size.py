@@ -19,9 +19,10 @@ from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.driver import run_unwatched
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import LoopStages, Script, gradients
 from pure_loop.stages.sizes import NAME, found_size, free_memory, is_out_of_memory
+from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 
 __all__ = ["AutoSize", "LargestSize"]
@@ -109,11 +110,11 @@ class AutoSize:
             microbatch_size=size,
             found=None,
             engine=engine if engine.ranks == 1 else engine.single_rank(),
-            donation=None,
+            workspace=Workspace(),
         )
         result: Exception | None = None
         try:
-            run_unwatched(_batch, (state, alone), alone.handlers, alone)
+            run_to_end(_batch(state, alone), alone.handlers, alone)
         except Exception as error:
             # Any other error comes again when the batch is run, after the events before it.
             if is_out_of_memory(error):

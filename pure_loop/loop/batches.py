@@ -13,7 +13,7 @@ from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.loop.counted import refuse_no_tokens
 from pure_loop.stages import Stages
-from pure_loop.state import State
+from pure_loop.state import State, raw_params
 
 if TYPE_CHECKING:
     from pure_loop.loop.training import Fit
@@ -38,7 +38,7 @@ def next_batch(
     if engine.ranks == 1:
         if loaded is END:
             return None
-        whole = beside(loaded, next(iter(state.params.values())), source)
+        whole = beside(loaded, next(iter(raw_params(state).values())), source)
         return whole, task.samples(whole), task.tokens(whole)
     part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
     batch = part.batch
@@ -67,7 +67,7 @@ def train_batch(
                 and shape[0] == targets[0]
                 and one.is_floating_point()
                 and fit.stages.engine.ranks == 1
-                and next(iter(state.params.values())).is_cpu
+                and next(iter(raw_params(state).values())).is_cpu
             ):
                 return loaded, shape[0], 0
     try:

@@ -12,12 +12,22 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model.leaves import are_leaves
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import aligned
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.state import NOT_READY, State, StateFields, frozen_problem, raw_opt_state, refuse_misfit
+from pure_loop.state import (
+    NOT_READY,
+    State,
+    StateFields,
+    frozen_problem,
+    raw_loss,
+    raw_opt_state,
+    raw_params,
+    refuse_misfit,
+)
 
 __all__ = ["check_returned"]
 
@@ -53,14 +63,14 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
         return new  # type: ignore[no-any-return]
     _refuse_ill_typed(new, old, name, event)
     _refuse_mistimed(new, old, name, event)
-    if new.params is not old.params:
-        if hasattr(old.params, "origin"):
+    if raw_params(new) is not raw_params(old):
+        if are_leaves(raw_params(old)):
             raise AlgorithmStructureError(
                 f"algorithm {name!r} replaced params at {event.name}, between the forward and the backward of a "
                 "microbatch: the loss is a function of the old ones. Replace params at BEFORE_FORWARD or earlier, "
                 "or from AFTER_BACKWARD on."
             )
-        new = _same_tensors("params", new, new.params, old.params, name, event)
+        new = _same_tensors("params", new, raw_params(new), raw_params(old), name, event)
     if new.buffers is not old.buffers:
         new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
     if raw_opt_state(new) is not raw_opt_state(old):
@@ -69,7 +79,7 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
         _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
     if grads is not old._grads and grads is not None and grads is not NOT_READY:
-        reference = FrozenDict((key, old.params[key]) for key in old.model.trainable)
+        reference = FrozenDict((key, raw_params(old)[key]) for key in old.model.trainable)
         new = _same_tensors("grads", new, grads, reference, name, event)
     return new  # type: ignore[no-any-return]
 
@@ -86,7 +96,7 @@ _DIFFERENTIATED = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
 
 def _refuse_ill_typed(new: Any, old: State, name: str, event: Event) -> None:
     """Refuse here what would fail later, where the algorithm could no longer be named."""
-    if new.loss is not old.loss and event in _OF_THE_LOSS:
+    if raw_loss(new) is not raw_loss(old) and event in _OF_THE_LOSS:
         _refuse_loss(new, old, name, event)
     needed = _NEEDED.get(event)
     if needed is not None and getattr(new, needed) is None and getattr(old, needed) is not None:

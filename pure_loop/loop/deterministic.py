@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pure_loop._internal.torch_private import config_of_compiler
-from pure_loop.donation.consumer import look_through
 from pure_loop.errors import ArgumentError, NondeterministicError
+from pure_loop.stages.ownership import look_through
 
 __all__ = ["deterministic", "refuse_cublas"]
 

@@ -148,6 +148,10 @@ class Strict:
         if self._checker is not None:
             self._checker.advance(event)
 
+    def is_over(self) -> bool:
+        """Whether nothing is left to be checked."""
+        return not (self.always or self.handled or self.yielded or self._computing)
+
     def begin(self, event: Event, state: State, handlers: Sequence[Handler]) -> None:
         """Before the algorithms and callbacks of an event in ``handled``."""
         self._is_due = self.always or self._is_among_first(event, state)

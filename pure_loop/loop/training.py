@@ -20,16 +20,15 @@ from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
-from pure_loop.donation.owned import Owned
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.batches import train_batch
-from pure_loop.loop.driver import run_silently, run_unwatched
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
-from pure_loop.state import State, fresh_draft_of, outside_batch, with_fields
+from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "evaluate", "fit", "gradients", "predict"]
@@ -129,7 +128,7 @@ class LoopStages(Stages):
 
     def gradients_of(self, state: State) -> State:
         """The same of a State without gradients."""
-        return run_unwatched(gradients, (state, self), self.handlers, self)
+        return run_to_end(gradients(state, self), self.handlers, self)  # type: ignore[no-any-return]
 
 
 @attrs.define
@@ -189,7 +188,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
         buffers, model = state.buffers, state.model
         piece = pieces[min(index, len(pieces) - 1)]
         stages.place.microbatch = index
-        state = yield Event.BEFORE_FORWARD, with_fields(state, microbatch=piece, outputs=None, loss=None)
+        state = yield Event.BEFORE_FORWARD, _cut[type(state)](state, piece)
         if between is not None:
             state = yield from between(state, index, last, weight)
         else:
@@ -205,11 +204,11 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             # A rank with fewer microbatches repeats its last one, which counts for nothing.
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
-        losses.append(state.loss)
+        losses.append(raw_loss(state))
     stages.place.clear()
     mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
-        loss = state.loss
+        loss = raw_loss(state)
         mean = (
             {name: torch.zeros_like(torch.as_tensor(part)) for name, part in loss.items()}
             if isinstance(loss, dict)
@@ -251,9 +250,7 @@ def load_or_start(state: State, fit: Fit) -> State:
     """What a fresh start trains from: a checkpoint, or the State itself; its first step may write where that is."""
     if fit.load is not None:
         state = fit.load(state)
-    if fit.stages.donation is not None:
-        assert fit.stages.optimizer is not None
-        fit.stages.donation.track_initial(state, state.model.served_by(fit.stages.optimizer))
+    fit.stages.workspace.begins_with(state)
     return state
 
 
@@ -300,8 +297,9 @@ def fit(state: State, fit: Fit) -> Script:
                     if fit.auto_size is not None and fit.auto_size.changes(state):
                         state = state.replace(algorithm_state=fit.auto_size.kept_by(state))
                     if fit.compiled is not None:
-                        owned, state = Owned(state), None  # type: ignore[assignment]  # so it may be written to
-                        state = yield from fit.compiled.batch(owned, fit, samples, tokens, stopwatch.lap)
+                        script = fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap)
+                        state = None  # type: ignore[assignment]  # so that only that script has it, and may write to it
+                        state = yield from script
                     elif fit.verify is not None and fit.verify.is_due(state):
                         state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
                         if fit.evaluators:
@@ -369,7 +367,7 @@ def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundE
     for evaluator in evaluators:
         never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
         if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
-            run_silently(first_microbatch(state, stages, evaluator), stages.handlers, stages)
+            run_to_end(first_microbatch(state, stages, evaluator), stages.handlers, stages)
 
 
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
@@ -383,8 +381,8 @@ def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]
     before and after :func:`current`, and where training resumes in between.
     """
     if not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
-        if fit.stages.donation is not None:
-            fit.stages.donation.seen = True  # a function of the user's is shown the State
+        if fit.stages.workspace.ownership is not None:
+            fit.stages.workspace.ownership.observed = True  # a function of the user's is shown the State
         state = without_metrics(state, {evaluator.label for evaluator in fit.evaluators})
     due = []
     for evaluator in fit.evaluators:
@@ -464,7 +462,9 @@ def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) 
     if ready is None:
         return state, None, 0
     fit.boundary.leave()
-    draft = fresh_draft_of(state)
-    draft.batch, samples, tokens = ready
-    draft.__class__ = state.__class__
-    return draft, samples, tokens
+    batch, samples, tokens = ready
+    return _loaded[type(state)](state, batch), samples, tokens
+
+
+_loaded = setter("batch")
+_cut = setter("microbatch", without=("outputs", "loss"))

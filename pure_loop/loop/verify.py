@@ -19,10 +19,11 @@ from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.bits import Pair, checksums, combined, unequal_leaves
 from pure_loop.loop.difference import Difference, Found, other_parameters_error, verification_error
-from pure_loop.loop.driver import apply
+from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.leaves import LOOP
 from pure_loop.loop.training import LoopStages, Script, gradients
-from pure_loop.state import State, seal
+from pure_loop.stages.workspace import Workspace
+from pure_loop.state import State
 from pure_loop.time import Timestamp
 
 __all__ = ["Recorder", "Verification", "recorded"]
@@ -136,10 +137,10 @@ class Verification:
     """
 
     def __init__(self, every: int, stages: LoopStages, recorder: Recorder) -> None:
-        self._every, self._recorder, self._donation = every, recorder, stages.donation
+        self._every, self._recorder, self._ownership = every, recorder, stages.workspace.ownership
         # Of its own: a tool may replace those of the loop for a time.
         self._handlers = dict(stages.handlers)
-        self._stages = attrs.evolve(stages, donation=None, handlers=self._handlers)
+        self._stages = attrs.evolve(stages, workspace=Workspace(), handlers=self._handlers)
 
     def is_due(self, state: State) -> bool:
         """Whether the batch of a State is verified, before it is counted."""
@@ -152,19 +153,20 @@ class Verification:
             VerificationError: the second run gave another State, or the ranks have other parameters.
             NonFiniteError: both runs raised it.
         """
-        donation, counted = self._donation, list[Timestamp]()
-        if donation is not None:
-            donation.forget()
+        counted = list[Timestamp]()
+        if self._ownership is not None:
+            self._ownership.forget()
 
         def count(before: Timestamp) -> Timestamp:
             counted.append(before.next_batch(*self._stages.engine.counts(samples, tokens, lap)))
             return counted[0]
 
         records: list[_Record] = []
-        first = yield from self._first(_batch(state, self._stages, count), records)
-        if donation is not None:
-            # What was recorded of references before is no record of the State after this batch.
-            donation.invalidate()
+
+        def take(event: Event, by: str, state: State) -> None:
+            records.append(_Record(event, by, state))
+
+        first = yield from self._noted(_batch(state, self._stages, count), take)
         comparison = _Comparison(records)
         second = self._again(state, counted[0], comparison)
         self._compare(state, counted[0], comparison, first, second)
@@ -172,15 +174,10 @@ class Verification:
             raise first
         return first
 
-    def _first(self, script: Script, records: list[_Record]) -> Generator[tuple[Event, State], State, Outcome]:
-        """The run of the loop: its States go into ``records``."""
-        recorder = self._recorder
-
-        def take(event: Event, by: str, state: State) -> None:
-            records.append(_Record(event, by, state))
-
+    def _noted(self, script: Script, take: Take) -> Generator[tuple[Event, State], State, Outcome]:
+        """A script whose States, and those that its algorithms return, are taken."""
         answer: Any = None
-        recorder.take = take
+        self._recorder.take = take
         try:
             while True:
                 try:
@@ -194,38 +191,22 @@ class Verification:
                     take(event, LOOP[event], state)
                 answer = yield event, state
         finally:
-            recorder.take = None
+            self._recorder.take = None
             script.close()
 
     def _again(self, state: State, now: Timestamp, comparison: _Comparison | None) -> Outcome:
         """The batch once more, with its algorithms and nothing else."""
-        script, stages, recorder = _batch(state, self._stages, lambda before: now), self._stages, self._recorder
+        script = _batch(state, self._stages, lambda before: now)
         take = _nowhere if comparison is None else comparison.take
-        recorder.take = take
-        answer: Any = None
         try:
-            while True:
-                try:
-                    event, new = script.send(answer)
-                except StopIteration as stop:
-                    take(Event.BATCH_END, LOOP[Event.BATCH_END], stop.value)
-                    return stop.value  # type: ignore[no-any-return]
-                except NonFiniteError as error:
-                    return error
-                if event in LOOP:
-                    take(event, LOOP[event], new)
-                answer = seal(new, event)
-                handlers = self._handlers.get(event)
-                if handlers is not None:
-                    answer = apply(event, answer, handlers, stages)
+            outcome: Outcome = run_to_end(self._noted(script, take), self._handlers, self._stages)
         except Exception as error:
             error.add_note(f"raised when verify= computed batch {state.timestamp.batch} again, from the same State")
             raise
         finally:
-            recorder.take = None
-            script.close()
             if comparison is not None:
                 comparison.end()
+        return outcome
 
     def _compare(self, state: State, now: Timestamp, comparison: _Comparison, first: Outcome, second: Outcome) -> None:
         """

@@ -1,33 +1,27 @@
-"""Marks on the leaves of autograd: hooks and gradients that a later forward would use."""
+"""The parameters of a forward: leaves of autograd, and marks on them."""
 
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["have_hooks_or_grads", "hook_counter"]
+__all__ = ["are_leaves", "have_hooks_or_grads"]
+
+
+def are_leaves(params: Any) -> bool:
+    """Whether parameters are leaves of autograd, which share the memory of others."""
+    return hasattr(params, "origin")
+
 
 _marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
-_gradient_of = attrgetter("grad")
 
 
-def hook_counter() -> int:
-    """Another number after a hook was registered, on whichever tensor."""
-    return RemovableHandle.next_id
-
-
-def have_hooks_or_grads(leaves: FrozenDict[str, Tensor], *, unhooked: bool = False) -> bool:
-    """Whether one of these leaves has a hook or a gradient, which a next forward would use.
-
-    ``unhooked`` says that there can be no hook.
-    """
-    if unhooked:
-        gradients = list(map(_gradient_of, leaves.values()))
-        return gradients.count(None) != len(gradients)
+def have_hooks_or_grads(leaves: FrozenDict[str, Tensor]) -> bool:
+    """Whether one of these leaves has a hook or a gradient, which a next forward would use."""
     marks = list(map(_marks_of, leaves.values()))
     if marks.count(_UNMARKED) == len(marks):
         return False

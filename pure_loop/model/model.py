@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.signatures import name_of
-from pure_loop._internal.torch_private import any_global_hook
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, Slot, places_of, put_slots, slot_of
 from pure_loop.model.declared import attributes_of, copy_attributes, declared_like, is_declared
 from pure_loop.model.instance import Instance
-from pure_loop.model.leaves import have_hooks_or_grads
+from pure_loop.model.leaves import are_leaves, have_hooks_or_grads
 from pure_loop.model.structure import copied, referred_to, refers_to, refuse_uncopyable
 from pure_loop.model.tree import (
     class_of,
-    has_backward_hooks,
     may_use_rng,
     modes_to_keep,
     own_classes,
@@ -38,6 +36,7 @@ from pure_loop.model.tree import (
     set_mode,
     tensor_places,
 )
+from pure_loop.random.guards import is_users
 
 if TYPE_CHECKING:
     from pure_loop.optim import Optimizer
@@ -56,7 +55,8 @@ class ModelDef:
             (:mod:`pure_loop.model.buffers`).
         trainable: the names of parameters that require a gradient.
         may_use_rng: whether calling the module may draw random numbers, or run code of the user's.
-        is_done_after_forward: whether no user code in the module runs in a backward.
+        runs_users_code: whether the module or something that is called in it is neither torch's nor the library's, by
+            the modules that classes, hooks and functions come from.
         declared: the parameters of the module that have attributes or a class of the user's, on the meta device.
         skeleton: a copy of the user's module on the meta device, to read classes, hooks and attributes from.
         modes: of submodules that were in eval mode in a module that was not, and of those in them: their modes.
@@ -85,10 +85,10 @@ class ModelDef:
         "buffer_names",
         "buffer_places",
         "declared",
-        "is_done_after_forward",
         "may_use_rng",
         "modes",
         "parameter_names",
+        "runs_users_code",
         "skeleton",
         "trainable",
     )
@@ -109,8 +109,8 @@ class ModelDef:
         self._alter(altered)
         # The names of all buffers that this structure and those made of it have had.
         self._registered = set(self.buffer_names)
-        self.may_use_rng = any(may_use_rng(module) for module in skeleton.modules())
-        self.is_done_after_forward = not self.may_use_rng and not any(map(has_backward_hooks, skeleton.modules()))
+        self.runs_users_code = is_users(skeleton)
+        self.may_use_rng = self.runs_users_code or any(may_use_rng(module) for module in skeleton.modules())
 
     @classmethod
     def split(
@@ -235,7 +235,7 @@ class ModelDef:
         hold: bool = False,
     ) -> tuple[T, FrozenDict[str, Tensor], ModelDef]:
         """:meth:`apply`, and the structure after it: another one where a buffer was registered, removed or reshaped."""
-        hold = hold or getattr(params, "holder", None) is not None
+        hold = are_leaves(params) and (hold or params.holder is not None)
         instance = self.enter(params, buffers, training=training)
         result = function(instance.module)
         # While it is held, a recomputation may write to its buffers again, and never to those of a State.
@@ -261,14 +261,9 @@ class ModelDef:
             instance.notes.clear()
         return instance
 
-    def may_write_later(self) -> bool:
-        """Whether a backward may write to a buffer: by calling modules again, or by a hook that is given one."""
-        return not self.is_done_after_forward or any_global_hook()
-
     def release_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
         """Free the instance of these leaves, whose graph is gone, for other calls."""
-        instance = getattr(leaves, "holder", None)
-        if instance is not None:
+        if are_leaves(leaves) and (instance := leaves.holder) is not None:
             leaves.holder, instance.params = None, instance.bound()
             self._idle.append(instance)
 
@@ -282,14 +277,13 @@ class ModelDef:
         ``leaves.origin`` is ``params``; those of names in ``frozen`` need no gradient. If ``params`` are such leaves,
         they are returned, unless a graph still uses them.
         """
-        if hasattr(params, "origin"):
-            unused = getattr(params, "holder", None) is None and not have_hooks_or_grads(params)
-            if unused and getattr(params, "frozen", frozen) == frozen:
+        if are_leaves(params):
+            if params.holder is None and params.frozen == frozen and not have_hooks_or_grads(params):
                 return params
             params = params.origin
         for instance in self._idle:
             bound = instance.params
-            same = bound is not None and getattr(bound, "origin", None) is params and bound.frozen == frozen
+            same = bound is not None and are_leaves(bound) and bound.origin is params and bound.frozen == frozen
             if bound is not None and same and not have_hooks_or_grads(bound):
                 return bound
         trainable = self.differentiated(frozen)

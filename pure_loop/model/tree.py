@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 __all__ = [
-    *("class_of", "has_backward_hooks", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
+    *("class_of", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
     *("set_mode", "tensor_places"),
 ]
 
@@ -88,14 +88,9 @@ _NEVER_DRAW = frozenset(
 
 
 def may_use_rng(module: nn.Module) -> bool:
-    """Whether calling this module may draw random numbers; a class of the user's may always."""
+    """Whether calling this module may draw random numbers: what is not known to draw none may."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) not in _NEVER_DRAW or bool(hooks) or "forward" in vars(module)
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether something of the user's is called in its backward, and given the module."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 # What torch keeps in each module.

@@ -16,7 +16,7 @@ from torch import Tensor
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, RateFunction, rate_at, strength_in_step
+from pure_loop.optim.optimizer import Optimizer, OptState, Params, RateFunction, options_in_step, rate_at
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -25,6 +25,7 @@ __all__ = [
     "AdamInTorch",
     "InTorch",
     "MuonInTorch",
+    "RuleInTorch",
     "SGDInTorch",
     "TorchGroup",
     "no_class",
@@ -122,46 +123,52 @@ def _plain(value: Any) -> Any:
 
 
 @attrs.frozen(kw_only=True)
-class _OfRule(ABC):
+class RuleInTorch(ABC):
     """What the rules of this library have in common.
 
     Attributes:
         name: of the optimizer.
         lr: its learning rate.
-        options: as its class names them; numbers may be schedules.
-        independent_decay: whether it has weight decay that no class has.
+        options: all others; numbers may be schedules.
+        memories: what it keeps for each parameter.
     """
 
     name: str
     lr: RateFunction
     options: Mapping[str, Any]
-    independent_decay: bool = False
+    memories: tuple[str, ...]
 
     @abstractmethod
     def cls(self) -> type[torch.optim.Optimizer]: ...
 
+    @abstractmethod
+    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]: ...
+
+    @abstractmethod
+    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState: ...
+
     def names(self, params: Params) -> list[list[str]]:
         return [list(params)]
 
-    def built(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    def built(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a group of the class, with all that it adds.
 
         Raises:
             ArgumentError: the class has no such weight decay.
         """
-        cls = self.cls()
-        if self.independent_decay:
+        cls, options = self.cls(), dict(options)
+        if options.pop("independent_decay", False) and self.options["weight_decay"] != 0:
             raise ArgumentError(
                 f"{self.name}(independent_decay=True) has no counterpart in torch.optim.{cls.__name__}, whose weight "
                 f"decay is multiplied by the learning rate. The optimizer state is the same without it: write "
                 f"{self.name}(...) without independent_decay here, and pass fit the one that has it."
             )
-        group = cls([torch.zeros(1, 1)], **numbers).param_groups[0]
+        group = cls([torch.zeros(1, 1)], **options).param_groups[0]
         return {key: value for key, value in group.items() if key != "params"}
 
     def options_at(self, timestamp: Timestamp) -> dict[str, Any]:
-        numbers = {key: _at(value, timestamp) for key, value in self.options.items()}
-        return self.built({**numbers, "lr": rate_at(self.name, self.lr, timestamp)})
+        options = options_in_step(self.options, timestamp)
+        return self.built({**options, "lr": rate_at(self.name, self.lr, timestamp)})
 
     def refuse_other_options(self, group: TorchGroup) -> None:
         scheduled = {key for key, value in self.options.items() if _is_scheduled(value)}
@@ -185,12 +192,6 @@ class _OfRule(ABC):
             held = {name: group.memory[name].get(key) for name in params}
             result[key] = {name: _like(value, params[name], name, key) for name, value in held.items()}
         return result
-
-
-def _at(value: Any, timestamp: Timestamp) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_at(item, timestamp) for item in value)
-    return strength_in_step(value, timestamp)
 
 
 def _is_scheduled(value: Any) -> bool:
@@ -240,10 +241,8 @@ def _fused(params: Params) -> bool:
 
 
 @attrs.frozen(kw_only=True)
-class AdamInTorch(_OfRule):
+class AdamInTorch(RuleInTorch):
     """The state of ``adam`` and ``adamw``: torch counts steps for each parameter."""
-
-    memories: tuple[str, ...]
 
     def cls(self) -> type[torch.optim.Optimizer]:
         return torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
@@ -276,17 +275,14 @@ class AdamInTorch(_OfRule):
 
 
 @attrs.frozen(kw_only=True)
-class SGDInTorch(_OfRule):
+class SGDInTorch(RuleInTorch):
     """The state of ``sgd``: with dampening the first step of a parameter is another one."""
-
-    memories: tuple[str, ...]
 
     def cls(self) -> type[torch.optim.Optimizer]:
         return torch.optim.SGD
 
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
-        keys = self.memories
-        started = opt_state["started"] if "started" in keys else dict.fromkeys(params, "momentum_buffer" in keys)
+        started = opt_state.get("started") or dict.fromkeys(params, bool(self.memories))
         memory = {
             name: {"momentum_buffer": opt_state["momentum_buffer"][name]} if started[name] else {} for name in params
         }
@@ -299,26 +295,28 @@ class SGDInTorch(_OfRule):
     def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
         (group,) = groups
         self.refuse_other_options(group)
-        keys = self.memories
         # Older versions of the class keep None where there is no momentum.
         held = {
             name: {key: value for key, value in memory.items() if value is not None}
             for name, memory in group.memory.items()
         }
         group = attrs.evolve(group, memory=held)
-        buffers = self.memory(group, params, keys[:1], counts=False)
+        buffers = self.memory(group, params, self.memories, counts=False)
         result: dict[str, Any] = {key: _zeros(values, params) for key, values in buffers.items()}
-        if "started" in keys:
+        if self.memories and self.options["dampening"]:
             result["started"] = FrozenDict((name, bool(held[name])) for name in params)
         return FrozenDict(result)
 
 
 @attrs.frozen(kw_only=True)
-class MuonInTorch(_OfRule):
+class MuonInTorch(RuleInTorch):
     """The state of ``muon``."""
 
     def cls(self) -> type[torch.optim.Optimizer]:
         return torch.optim.Muon
+
+    def built(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return super().built({{"adjust_lr": "adjust_lr_fn"}.get(key, key): value for key, value in options.items()})
 
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
         memory = {name: {"momentum_buffer": opt_state["momentum_buffer"][name]} for name in params}

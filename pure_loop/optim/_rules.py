@@ -1,174 +1,235 @@
-"""Optimizers whose step is a few operations on lists of tensors: what these have in common.
+"""The optimizers of this library: a rule is a record, of which the kernel computes the step.
 
-A rule is a kernel and the names of what it keeps for each parameter. :func:`optimizer_of` adds the structure of the
-optimizer state, schedules, parameters without a gradient, and donated memory.
+A kernel writes to lists of tensors, in the order of the parameters. ``overwrite`` lets it write to the tensors of its
+arguments, and ``update`` to copies of them. A rule adds the structure of the optimizer state, schedules, and parameters
+without a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from itertools import chain, repeat
+from operator import is_not
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode
+from pure_loop._internal.cloning import clone_all
+from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.kernels import (
-    check_state,
-    gradients_of,
-    layout_of,
-    memory_of,
-    run_kernel,
-    set_layout,
-    with_layout,
-    zeros_like,
-)
+from pure_loop.optim.kernels import are_alike, check_state, gradients_of, laid_out, memory_of, run_in_place, zeros_like
 from pure_loop.optim.optimizer import (
     Grads,
-    LearningRate,
     Optimizer,
     OptState,
     Params,
     RateFunction,
-    as_schedule,
+    options_in_step,
     rate_at,
-    stateless_overwrite,
-    strength_in_step,
 )
-from pure_loop.ranges.strengths import Strength
 from pure_loop.time import Timestamp
 
-__all__ = ["Numbers", "add_multiple_", "between", "decay_", "optimizer_of", "shrink_"]
+if TYPE_CHECKING:
+    from pure_loop.optim._in_torch import RuleInTorch
 
-Numbers: TypeAlias = Mapping[str, Any]  # floats; in a step that is compiled also float64 tensors of shape ()
-# (numbers, params, grads, memories, steps) -> None, which writes to params and memories; numbers["lr"] is the rate.
-RuleKernel: TypeAlias = Callable[[Numbers, list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
+__all__ = ["Rule", "StepOptions", "add_multiple", "add_multiple_", "between", "decay_", "shrink_"]
+
+# The hyperparameters of one step: of schedules the values, in a step that is compiled float64 tensors of shape (). With
+# "lr", the rate; "found_inf", None or what `overwrite` was given; and "first", see Rule.marks_first.
+StepOptions: TypeAlias = Mapping[str, Any]
+# (options, params, grads, memories, steps) -> None, which writes to params and memories.
+RuleKernel: TypeAlias = Callable[[StepOptions, list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
 
 
-def optimizer_of(
-    name: str,
-    kernel: RuleKernel,
-    *,
-    lr: LearningRate,
-    memories: tuple[str, ...],
-    numbers: Mapping[str, Strength],
-    options: Mapping[str, Any],
-    counts: bool = False,
-    elementwise: bool = False,
-    spreads_nonfinite: bool = False,
-) -> Optimizer:
-    """The optimizer of a kernel.
+@attrs.frozen(kw_only=True)
+class Rule:
+    """An optimizer as a record.
 
-    Args:
+    Attributes:
         name: of the optimizer.
-        kernel: writes the step to lists of tensors of one device and dtype.
-        lr: the learning rate, or a schedule.
+        kernel: writes the step to lists of tensors of one device and real dtype.
+        lr: the learning rate.
         memories: keys of the optimizer state that hold one tensor like the parameter for each.
-        numbers: hyperparameters that may be schedules; the kernel is given their values.
-        options: what the repr shows.
+        options: the other hyperparameters, some of which may be schedules.
         counts: whether the optimizer state holds ``step`` and ``skipped``, and the kernel is given the number of the
             step for each parameter, of those that it took part in.
-        elementwise: see :class:`Optimizer`.
-        spreads_nonfinite: see :class:`Optimizer`.
+        marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
+            whose first step it is, and once for the others.
+        takes_found_inf: see :class:`Optimizer`.
+        told: more options for the kernel, made of all parameters that are stepped at once.
+        in_torch: the state as that of a class of torch.
     """
-    rule = _Rule(name, kernel, as_schedule(name, lr), memories, FrozenDict(numbers), counts)
-    return Optimizer(
-        name=name,
-        init=rule.init,
-        update=rule.update,
-        overwrite=stateless_overwrite(partial(rule.update, overwrite=True)),
-        overwrites_mappings_only=True,
-        lr=rule.lr,
-        options=FrozenDict(options),
-        spreads_nonfinite=spreads_nonfinite,
-        takes_lr_scale=True,
-        elementwise=elementwise,
-    )
 
-
-@attrs.frozen
-class _Rule:
     name: str
     kernel: RuleKernel
     lr: RateFunction
     memories: tuple[str, ...]
-    numbers: Mapping[str, Strength]
-    counts: bool
+    options: Mapping[str, Any]
+    counts: bool = False
+    marks_first: bool = False
+    takes_found_inf: bool = False
+    told: Callable[[list[Tensor]], StepOptions] | None = None
+    in_torch: type[RuleInTorch] | None = None
+    # The names in the optimizer state, and whether an option is a schedule.
+    keys: tuple[str, ...] = attrs.field(init=False)
+    scheduled: bool = attrs.field(init=False)
+
+    @keys.default
+    def _keys(self) -> tuple[str, ...]:
+        counted, marked = ("step", "skipped") if self.counts else (), ("started",) if self.marks_first else ()
+        return (*counted, *self.memories, *marked)
+
+    @scheduled.default
+    def _scheduled(self) -> bool:
+        return any(map(callable, chain.from_iterable(_as_tuple(value) for value in self.options.values())))
+
+    def optimizer(self, *, spreads_nonfinite: bool = False, elementwise: bool = False) -> Optimizer:
+        """The optimizer; for the arguments see :class:`Optimizer`."""
+        in_torch = None
+        if self.in_torch is not None:
+            in_torch = self.in_torch(name=self.name, lr=self.lr, options=self.options, memories=self.memories)
+        return Optimizer(
+            name=self.name,
+            init=self.init,
+            update=self.update,
+            overwrite=self.overwrite,
+            takes_found_inf=self.takes_found_inf,
+            lr=self.lr,
+            options=FrozenDict(self.options),
+            spreads_nonfinite=spreads_nonfinite,
+            takes_lr_scale=True,
+            elementwise=elementwise,
+            in_torch=in_torch,
+        )
 
     def init(self, params: Params) -> OptState:
-        counted: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if self.counts:
             device = next(iter(params.values())).device if params else None
-            counted["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            counted["skipped"] = FrozenDict(dict.fromkeys(params, 0))
-        return FrozenDict({**counted, **{key: zeros_like(params) for key in self.memories}})
+            result["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            result["skipped"] = FrozenDict(dict.fromkeys(params, 0))
+        result |= {key: zeros_like(params) for key in self.memories}
+        if self.marks_first:
+            result["started"] = FrozenDict(dict.fromkeys(params, False))
+        return FrozenDict(result)
 
     def update(
-        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, *, overwrite: bool = False
+        self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        numbers = {name: strength_in_step(number, timestamp) for name, number in self.numbers.items()}
-        numbers["lr"] = rate_at(self.name, self.lr, timestamp)
-        with GradMode(False):
-            return self._update(grads, opt_state, params, numbers, overwrite)
+        return self._step(grads, opt_state, params, timestamp, None, in_place=False)
 
-    def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, numbers: Numbers, overwrite: bool
-    ) -> tuple[Params, OptState]:
-        counted = ("step", "skipped") if self.counts else ()
-        check_state(self.name, opt_state, (*counted, *self.memories))
-        names, values = list(params), list(params.values())
-        gradients = gradients_of(grads, names)
-        kept = [opt_state[key] for key in self.memories]
-        new_state, steps = self.counted(opt_state, names, gradients) if self.counts else ({}, [])
-        new, memories, layout = run_kernel(
-            partial(self.step, numbers),
-            names,
-            values,
-            gradients,
-            [memory_of(opt_state, key, names) for key in self.memories],
-            steps,
-            layout_of(params, kept),
-            overwrite,
-        )
-        if new is values:  # they were written to
-            set_layout(layout, params, *kept)
-            return params, FrozenDict({**opt_state, **new_state})
-        for key, memory in zip(self.memories, memories, strict=True):
-            new_state[key] = with_layout(names, memory, layout)
-        return with_layout(names, new, layout), FrozenDict(new_state)
-
-    def step(
+    def overwrite(
         self,
-        numbers: Numbers,
-        params: list[Tensor],
-        grads: list[Tensor],
-        memories: list[list[Tensor]],
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        timestamp: Timestamp,
+        *,
+        found_inf: Tensor | None = None,
+    ) -> tuple[Params, OptState]:
+        return self._step(grads, opt_state, params, timestamp, found_inf, in_place=True)
+
+    def _step(
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        timestamp: Timestamp,
+        found_inf: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[Params, OptState]:
+        if found_inf is not None and not self.takes_found_inf:
+            raise ArgumentError(f"{self.name} with these options takes no found_inf: see Optimizer.takes_found_inf")
+        options = options_in_step(self.options, timestamp) if self.scheduled else dict(self.options)
+        options |= {"lr": rate_at(self.name, self.lr, timestamp), "found_inf": found_inf}
+        with GradMode(False):
+            check_state(self.name, opt_state, self.keys)
+            names = list(params)
+            gradients = gradients_of(grads, names)
+            skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
+            started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
+            given = [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
+            own = given if in_place else list(map(clone_all, given))
+            alike = are_alike([*own, gradients])  # as most are
+            lists, gradients = (own, gradients) if alike else laid_out(names, own, gradients)
+            # So far nothing was written to, and from here on nothing is refused.
+            changed = {} if alike and not started else _noted(names, gradients, skipped, started)
+            steps: list[Tensor] = []
+            new_state = {**opt_state, **changed}
+            if self.counts:
+                step = opt_state["step"] if in_place else opt_state["step"].clone()
+                step.add_(1 if found_inf is None else 1 - found_inf[0])
+                # Bias correction counts the steps that a parameter took part in.
+                steps = [step - missed if missed else step for missed in skipped]
+                new_state["step"] = step
+            for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
+                options["first"] = first
+                self._run(options, lists, chosen, steps, alike=alike and chosen is gradients)
+            if in_place and lists is own:
+                return params, FrozenDict(new_state) if changed else opt_state
+            if in_place:
+                for tensors, copies in zip(given, lists, strict=True):
+                    for tensor, copied in zip(tensors, copies, strict=True):
+                        if copied is not tensor:
+                            tensor.copy_(copied)
+                return params, FrozenDict(new_state) if changed else opt_state
+            new, *memories = (FrozenDict(zip(names, tensors, strict=True)) for tensors in lists)
+            return new, FrozenDict(new_state | dict(zip(self.memories, memories, strict=True)))
+
+    def _run(
+        self,
+        options: dict[str, Any],
+        lists: list[list[Tensor]],
+        grads: list[Tensor | None],
         steps: list[Tensor],
+        *,
+        alike: bool,
     ) -> None:
-        """The kernel, for lists of one device and one real dtype."""
-        first = params[0]
-        if first.is_complex() or any(p.dtype is not first.dtype or p.device != first.device for p in params):
-            raise RuntimeError("the tensors are of several kinds, or complex: run_kernel then calls it for each kind")
-        self.kernel(numbers, params, grads, memories, steps)
-
-    def counted(
-        self, opt_state: OptState, names: list[str], gradients: list[Tensor | None]
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        """The counts after this step, and for each parameter the number of steps that it took part in."""
-        skipped = memory_of(opt_state, "skipped", names)
-        step = opt_state["step"] + 1
-        steps = [step - missed if missed else step for missed in skipped]
-        missed = [count + (gradient is None) for count, gradient in zip(skipped, gradients, strict=True)]
-        return {"step": step, "skipped": FrozenDict(zip(names, missed, strict=True))}, steps
+        if self.told is not None:
+            stepped = [param for param, grad in zip(lists[0], grads, strict=True) if grad is not None]
+            options |= self.told(stepped)
+        run_in_place(partial(self.kernel, options), lists[0], grads, lists[1:], steps, alike=alike)
 
 
-def decay_(params: list[Tensor], numbers: Numbers, independent: bool) -> None:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _noted(
+    names: list[str], grads: list[Tensor | None], skipped: list[int], started: list[bool]
+) -> dict[str, FrozenDict[str, Any]]:
+    """What changes in the optimizer state on the host."""
+    result: dict[str, FrozenDict[str, Any]] = {}
+    if not started and all(map(is_not, grads, repeat(None))):
+        return result
+    if skipped and any(grad is None for grad in grads):
+        counts = (count + (grad is None) for count, grad in zip(skipped, grads, strict=True))
+        result["skipped"] = FrozenDict(zip(names, counts, strict=True))
+    now = [before or grad is not None for before, grad in zip(started, grads, strict=bool(started))]
+    if now != started:
+        result["started"] = FrozenDict(zip(names, now, strict=True))
+    return result
+
+
+def _by_start(grads: list[Tensor | None], started: list[bool]) -> list[tuple[bool, list[Tensor | None]]]:
+    """Whether it is the first step, and the gradients of the parameters of which it is so."""
+    if all(started):
+        return [(False, grads)]
+    return [
+        (first, [grad if before is not first else None for grad, before in zip(grads, started, strict=True)])
+        for first in (True, False)
+    ]
+
+
+def decay_(params: list[Tensor], options: StepOptions) -> None:
     """Shrink the parameters by ``lr * weight_decay``, or independently of the learning rate by ``weight_decay``."""
-    decay = numbers["weight_decay"]
-    shrink_(params, decay if independent else numbers["lr"] * decay)
+    decay = options["weight_decay"]
+    shrink_(params, decay if options["independent_decay"] else options["lr"] * decay)
 
 
 def shrink_(params: list[Tensor], amount: Any) -> None:
@@ -186,6 +247,13 @@ def add_multiple_(params: list[Tensor], directions: Any, factor: Any) -> None:
         torch._foreach_add_(params, torch._foreach_mul(directions, factor.to(params[0])))
     else:
         torch._foreach_add_(params, directions, alpha=factor)
+
+
+def add_multiple(tensors: Any, added: list[Tensor], factor: Any) -> list[Tensor]:
+    """``tensors + factor * added``; the factor is as that of :func:`add_multiple_`."""
+    if isinstance(factor, Tensor):
+        return list(torch._foreach_add(tensors, torch._foreach_mul(added, factor.to(added[0]))))
+    return list(torch._foreach_add(tensors, added, alpha=factor))
 
 
 def between(starts: list[Tensor], ends: Any, weight: Any) -> list[Tensor]:

@@ -36,7 +36,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
 from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
-from pure_loop.optim.kernels import check_state, gradients_of, match_layout, memory_of
+from pure_loop.optim.kernels import check_state, gradients_of, is_dense, match_layout, memory_of
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
@@ -71,7 +71,8 @@ _ELEMENTWISE = frozenset(
 )
 # A gradient that is NaN or infinite makes their parameters so. (The sign of an infinite one is a number.)
 _SPREADING = _ELEMENTWISE - {"Rprop"}
-_KEYS = ("class", "memory", "started", "shared", "group", "attributes", "removed")
+_OTHERS = ("shared", "group", "attributes")
+_KEYS = ("class", "memory", "started", *_OTHERS, "removed")
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
@@ -353,8 +354,14 @@ class _FromTorch:
             grad is None or (grad.layout is torch.strided and (started.get(name) or not memory.get(name, True)))
             for name, grad in grads.items()
         )
-        if not params or not all(ready):
-            return self.update(grads, opt_state, params, timestamp)
+        if not params:
+            return params, opt_state
+        # Elsewhere than in dense memory half-precision numbers may be rounded otherwise.
+        if not all(ready) or not all(map(is_dense, params.values())):
+            new, new_state = self.update(grads, opt_state, params, timestamp)
+            for name, param in params.items():
+                param.copy_(new[name])
+            return params, _written(opt_state, new_state)
         scaled = isinstance(timestamp, ScaledTimestamp)
         rate: Callable[[RateFunction], float] = lambda lr: rate_at(self.name, lr, timestamp)  # noqa: E731
         return self._step(grads, opt_state, params, rate, scaled=scaled, in_place=True)
@@ -383,8 +390,8 @@ class _FromTorch:
         before = self._kept(optimizer, copies)
         # At once, so that a tensor that stands in several places does so in the copies.
         own = _copied(([] if in_place else memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
-        known = zip(memories if in_place else own[0], started, strict=True)
-        restore(optimizer, known, own[1], own[2], own[3], opt_state["removed"])
+        held = memories if in_place else own[0]
+        restore(optimizer, zip(held, started, strict=True), own[1], own[2], own[3], opt_state["removed"])
         options = optimizer.param_groups[0]
         fixed: Any = options.get("lr")
         if self.lr is not None or scaled:
@@ -396,7 +403,7 @@ class _FromTorch:
             options["lr"] = fixed  # which the next step scales anew
         new_memories = [
             _in_order_of(old, optimizer.state[copied]) if copied in optimizer.state else old
-            for copied, old in zip(copies, memories, strict=True)
+            for copied, old in zip(copies, held, strict=True)
         ]
         now = [known or bool(optimizer.state.get(p)) for p, known in zip(copies, started, strict=True)]
         after = self.mappings(optimizer)
@@ -409,12 +416,9 @@ class _FromTorch:
         for copied in copies:
             copied.grad = None
             copied.requires_grad_(False)
-        if in_place:
-            copies = values
-            kept = all(map(is_, new_memories, memories)) and now == started
-            if kept and not any((shared, group, attributes, *removed.values())):
-                return params, opt_state
         new_state = self._state(names, new_memories, now, shared, group, attributes, removed)
+        if in_place:
+            return params, _written(opt_state, new_state)
         return FrozenDict(zip(names, copies, strict=True)), new_state
 
     def mappings(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -689,6 +693,28 @@ def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[s
         return old if same else FrozenDict(new)  # type: ignore[return-value]
     keys = [*(key for key in old if key in new), *(key for key in new if key not in old)]
     return FrozenDict({key: new[key] for key in keys})
+
+
+def _written(old: OptState, new: OptState) -> OptState:
+    """``new`` in the tensors of ``old``, where they fit; ``old`` itself where nothing else is in it."""
+    before = old["memory"]
+    memory = FrozenDict((name, _memory_written(before[name], kept)) for name, kept in new["memory"].items())
+    changed = any(memory[name] is not before[name] for name in memory) or new["started"] != old["started"]
+    others = (each for state in (old, new) for each in (*(state[key] for key in _OTHERS), *state["removed"].values()))
+    return FrozenDict({**new, "memory": memory}) if changed or any(others) else old
+
+
+def _memory_written(old: FrozenDict[str, Any], new: FrozenDict[str, Any]) -> FrozenDict[str, Any]:
+    if new is old:
+        return old
+    values = dict(new)
+    for key, value in new.items():
+        there = old.get(key)
+        if value is there or not (isinstance(value, Tensor) and isinstance(there, Tensor)):
+            continue
+        if (value.shape, value.dtype, value.device) == (there.shape, there.dtype, there.device):
+            values[key] = there.copy_(value)
+    return _in_order_of(old, values)
 
 
 def _blank(value: Any) -> Any:

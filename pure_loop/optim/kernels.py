@@ -1,51 +1,43 @@
-"""Runs an in-place kernel over lists of tensors, in the order of the parameters: on copies, or in donated memory.
+"""What an in-place kernel is given: lists of tensors in the order of the parameters, which fit each other in memory.
 
-The update of an optimizer copies the tensors and lets torch's in-place kernel write to the copies. That kernel, on a
-CPU, reads raw memory: it assumes that a gradient has as many elements as its parameter, in the same order in memory,
-and silently gives wrong numbers otherwise. ``torch.optim`` can rely on this because ``backward()`` brings every
-``.grad`` into its parameter's layout; ``torch.autograd.grad`` guarantees no layout, so it is checked here.
+Fused kernels read raw memory on a CPU: they assume that a gradient has as many elements as its parameter, in the same
+order in memory, and silently give wrong numbers otherwise. ``torch.optim`` can rely on this because ``backward()``
+brings every ``.grad`` into its parameter's layout; ``torch.autograd.grad`` guarantees no layout, so it is checked here,
+before anything is written.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.cloning import clone_all
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import Grads, OptState, Params
 
 __all__ = [
+    "are_alike",
     "FUSED_DEVICES",
     "Kernel",
-    "Layout",
-    "are_contiguous",
     "check_state",
     "gradients_of",
-    "has_layout",
-    "layout_of",
+    "is_dense",
+    "laid_out",
     "match_layout",
     "memory_of",
-    "only",
-    "overwritable",
-    "run_kernel",
-    "set_layout",
-    "with_layout",
+    "run_in_place",
     "zeros_like",
 ]
 
-Layout: TypeAlias = list[torch.Size]
+# (params, grads, memories, steps) -> None, which writes to params and memories, tensors of one device and real dtype.
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu"})
-
-
-# Lists of tensors in the order of the parameters.
 
 
 def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
@@ -97,243 +89,117 @@ def _difference(value: Iterable[str], names: list[str]) -> str:
     return ", ".join(f"{word} {some[:3]}" for word, some in (("missing", missing), ("not a parameter", extra)) if some)
 
 
-def only(values: Sequence[Any], used: list[int]) -> list[Any]:
-    return [values[i] for i in used] if values else []
-
-
-# The kernel, on copies.
-
-
-def run_kernel(
-    kernel: Kernel,
-    names: list[str],
-    params: list[Tensor],
-    grads: list[Tensor | None],
-    memories: list[list[Tensor]],
-    steps: list[Tensor],
-    layout: Layout | None = None,
-    overwrite: bool = False,
-) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
-    """Let an in-place kernel update copies of ``params`` and ``memories``, where there is a gradient.
+def laid_out(
+    names: list[str], lists: list[list[Tensor]], grads: list[Tensor | None]
+) -> tuple[list[list[Tensor]], list[Tensor | None]]:
+    """The same lists, where a tensor that doesn't lie in memory as kernels need it is a copy that does.
 
     Args:
-        kernel: writes to its first and third argument. It serves tensors of one device and dtype.
-        names: for error messages.
-        steps: one step count a parameter, 0-d; empty for a kernel that counts nothing.
-        layout: what :func:`layout_of` says of params and memories.
-        overwrite: let it update ``params`` and ``memories`` themselves, if their layout is known: lists that are given
-            back are the ones that were given then.
+        names: for the errors.
+        lists: the parameters, and what is kept for them.
+        grads: None for a parameter without one.
 
-    Returns:
-        New params, new memories, and their layout where it is known.
+    Raises:
+        ArgumentError: a gradient doesn't fit its parameter.
+        ResumeError: what is kept for a parameter doesn't.
     """
-    if not [None for grad in grads if grad is None]:
-        return _run(kernel, names, params, grads, memories, steps, layout, overwrite)  # type: ignore[arg-type]
-    used = [i for i, grad in enumerate(grads) if grad is not None]
-    chosen = only(params, used)
-    new, new_memories, known = _run(
-        kernel,
-        only(names, used),
-        chosen,
-        only(grads, used),
-        [only(memory, used) for memory in memories],
-        only(steps, used),
-        None if layout is None else only(layout, used),
-        overwrite,
-    )
-    if new is chosen:
-        return params, memories, layout
-    merged = [_put(old, used, some) for old, some in zip((params, *memories), (new, *new_memories), strict=True)]
-    return merged[0], merged[1:], None if known is None else _look_at(merged[0], merged[1:])
+    params = [param if is_dense(param) else param.detach().clone() for param in lists[0]]
+    laid_grads = [
+        None if grad is None else match_layout(grad, param, f"the gradient of {name!r}")
+        for name, param, grad in zip(names, params, grads, strict=True)
+    ]
+    memories = [
+        [
+            match_layout(tensor, param, f"the optimizer state of {name!r} (from another model?)", ResumeError)
+            for name, param, tensor in zip(names, params, memory, strict=True)
+        ]
+        for memory in lists[1:]
+    ]
+    return [params, *memories], laid_grads
 
 
-def overwritable(
-    grads: Grads, opt_state: OptState, params: Params, keys: Sequence[str]
-) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]] | None:
-    """The lists of params, gradients and memories for a kernel that writes to them; None where it takes more care.
-
-    They are ready where an update has laid out params and memories, and every parameter has a gradient like it.
-    """
-    layout: Layout | None = getattr(params, "layout", None)
-    if layout is None:
-        return None
-    memories = []
-    for key in keys:
-        memory = opt_state[key]
-        if getattr(memory, "layout", None) is not layout:
-            return None
-        memories.append(getattr(memory, "_tensors", None) or list(memory.values()))
-    gradients: list[Any] = list(grads.values())
-    if getattr(grads, "layout", None) is not layout and (
-        set(map(type, gradients)) != _PLAIN
-        or list(grads) != list(params)
-        or not all(map(_is_contiguous, gradients))
-        or list(map(_size, gradients)) != layout
-        or any(map(_is_neg, gradients))
-    ):
-        return None
-    return getattr(params, "_tensors", None) or list(params.values()), gradients, memories
+_dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
 
 
-_PLAIN = {Tensor}
-
-
-def has_layout(grads: Grads, layout: Layout | None) -> bool:
-    """Whether gradients are known to lie in memory as the parameters of this layout do."""
-    return getattr(grads, "layout", None) is layout is not None
-
-
-def are_contiguous(tensors: Sequence[Any]) -> bool:
-    """Whether these are torch's own tensors, each of which lies in memory as one of its size does that is new."""
-    return set(map(type, tensors)) == _PLAIN and all(map(_is_contiguous, tensors))
-
-
-def layout_of(params: Params, memories: Iterable[FrozenDict[str, Tensor]]) -> Layout | None:
-    """The sizes of tensors that one update has laid out, contiguously and alike; None where that isn't known.
-
-    Clones and kernels keep a layout, so it is looked at once and handed on with the mappings of the update.
-    """
-    layout: Layout | None = getattr(params, "layout", None)
-    if layout is None or any(getattr(memory, "layout", None) is not layout for memory in memories):
-        return None
-    return layout
-
-
-def set_layout(layout: Layout | None, *mappings: FrozenDict[str, Tensor]) -> None:
-    """Say of mappings that an update has written to how their tensors lie in memory."""
-    for mapping in mappings:
-        if layout is not None:
-            mapping.layout = layout
-
-
-def with_layout(names: list[str], tensors: list[Tensor], layout: Layout | None) -> FrozenDict[str, Tensor]:
-    """A mapping that says how its tensors lie in memory."""
-    mapping = FrozenDict(zip(names, tensors, strict=True))
-    if layout is not None:
-        mapping.layout = layout
-        mapping._tensors = tensors
-    return mapping
-
-
-def _put(values: list[Tensor], used: list[int], new: list[Tensor]) -> list[Tensor]:
-    result = [value.detach() if value.requires_grad else value for value in values]
-    for i, value in zip(used, new, strict=True):
-        result[i] = value
-    return result
-
-
-def _run(
-    kernel: Kernel,
-    names: list[str],
-    params: list[Tensor],
-    grads: list[Tensor],
-    memories: list[list[Tensor]],
-    steps: list[Tensor],
-    layout: Layout | None,
-    overwrite: bool = False,
-) -> tuple[list[Tensor], list[list[Tensor]], Layout | None]:
-    if not params:
-        return [], [[] for _ in memories], None
-    first = params[0]
-    # A layout is known of tensors that the kernel has taken before: it won't stop half-way.
-    overwrite = overwrite and (layout is not None or _alike([*params, *itertools.chain.from_iterable(memories)]))
-    if first.is_cpu:
-        layout = _look_at(params, memories) if layout is None else layout
-        serves = (
-            layout is not None
-            and all(map(_is_contiguous, grads))
-            and list(map(_size, grads)) == layout
-            and not any(map(_is_neg, grads))  # whose memory holds other numbers, which fused kernels don't take
-        )
-    else:
-        layout = list(map(_size, params)) if layout is None else layout
-        serves = first.device.type in FUSED_DEVICES
-    if serves and type(first) is not Tensor:
-        # While a step is traced, operations on lists take tensors of several dtypes, and kernels round numbers to one.
-        serves = _alike([*params, *itertools.chain.from_iterable(memories)])
-    if serves and overwrite and (first.is_cpu or all(map(_is_contiguous, itertools.chain(params, grads, *memories)))):
-        kernel(params, grads, memories, steps)
-        return params, memories, layout
-    if serves:
-        size = len(params)
-        copies = clone_all([*params, *itertools.chain.from_iterable(memories)])
-        new = copies[:size]
-        new_memories = [copies[i : i + size] for i in range(size, len(copies), size)]
-        try:
-            kernel(new, grads, new_memories, steps)
-            return new, new_memories, layout
-        except RuntimeError:
-            # Several devices, dtypes or layouts, or complex numbers: the kernel says so, and what it may
-            # have written to so far is thrown away.
-            del copies, new, new_memories
-    return *_run_in_groups(kernel, names, params, grads, memories, steps), None
-
-
-def _alike(tensors: list[Tensor]) -> bool:
-    """Whether all are real numbers of one dtype on one device, which every kernel takes."""
-    first = tensors[0]
-    if not first.is_floating_point():
+def are_alike(lists: list[Any]) -> bool:
+    """Whether all are contiguous, of one dtype on one device, and of the sizes of the first list: as of most models."""
+    tensors = list(chain(*lists))
+    if not tensors or not all(map(is_not, tensors, repeat(None))):
         return False
-    return all(tensor.dtype is first.dtype and tensor.device == first.device for tensor in tensors)
+    return (
+        all(map(Tensor.is_contiguous, tensors))
+        and list(map(Tensor.size, tensors)) == list(map(Tensor.size, lists[0])) * len(lists)
+        and len(set(map(_dtype, tensors))) == 1
+        and (all(map(_is_cpu, tensors)) or len(set(map(_device, tensors))) == 1)
+        and not any(map(Tensor.is_neg, tensors))
+        and (not lists[0][0].is_complex() or not any(map(Tensor.is_conj, tensors)))
+    )
 
 
-def _look_at(params: list[Tensor], memories: list[list[Tensor]]) -> Layout | None:
-    """The sizes of the parameters, if all these tensors lie in memory in the order of their indices, and fit."""
-    if not all(map(_is_contiguous, itertools.chain(params, *memories))):
-        return None
-    sizes = list(map(_size, params))
-    return sizes if all(list(map(_size, memory)) == sizes for memory in memories) else None
-
-
-_is_contiguous = Tensor.is_contiguous
-_is_neg = Tensor.is_neg
-_size = Tensor.size
-
-
-def _run_in_groups(
-    kernel: Kernel,
-    names: list[str],
-    params: list[Tensor],
-    grads: list[Tensor],
-    memories: list[list[Tensor]],
-    steps: list[Tensor],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """What the kernel needs for any mixture: tensors that fit, of one device and dtype at a time."""
-    new = [param.detach().clone() for param in params]
-    grads = [
-        match_layout(grad, p, f"the gradient of {name!r}") for name, grad, p in zip(names, grads, new, strict=True)
-    ]
-    new_memories = [
-        [_copy_like(old, p, name) for name, old, p in zip(names, memory, new, strict=True)] for memory in memories
-    ]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, param in enumerate(new):
-        groups.setdefault((param.device, param.dtype), []).append(i)
-    for (device, dtype), used in groups.items():
-        lists = [only(tensors, used) for tensors in (new, grads, *new_memories)]
-        if dtype.is_complex:
-            # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
-            lists = [[torch.view_as_real(tensor) for tensor in tensors] for tensors in lists]
-        kernel(lists[0], lists[1], lists[2:], [step.to(device) for step in only(steps, used)] if steps else [])
-    return new, new_memories
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory with its own numbers, in the order of some permutation of its dimensions."""
+    if tensor.is_neg() or tensor.is_conj():
+        return False
+    if tensor.is_contiguous():
+        return True
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != count:
+            return False
+        count *= size
+    return True
 
 
 def match_layout(tensor: Tensor, param: Tensor, what: str, error: type[ValueError] = ArgumentError) -> Tensor:
-    """``tensor`` in the memory layout of ``param``, which it must fit otherwise."""
+    """``tensor``, or a copy of it, in the memory layout of ``param``, a dense one, which it must fit otherwise."""
     if tensor.layout != torch.strided:
         raise error(
             f"{what} is sparse ({tensor.layout}) and this optimizer needs dense ones: "
             "use torch.nn.Embedding(..., sparse=False), or optim.from_torch(torch.optim.SparseAdam)"
         )
+    value: Any
     for name in ("shape", "dtype", "device"):
         value, needed = getattr(tensor, name), getattr(param, name)
         if value != needed:
             value, needed = (tuple(x) if isinstance(x, torch.Size) else x for x in (value, needed))
             raise error(f"{what} has {name} {value}, its parameter has {name} {needed}")
     tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.stride() == param.stride() else torch.empty_like(param).copy_(tensor)
+    # Strides of dimensions of size 1 say nothing.
+    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
+        return tensor
+    return torch.empty_like(param, requires_grad=False).copy_(tensor)
 
 
-def _copy_like(memory: Tensor, param: Tensor, name: str) -> Tensor:
-    copy = match_layout(memory, param, f"the optimizer state of {name!r} (from another model?)", ResumeError)
-    return copy.clone() if copy is memory else copy
+def run_in_place(
+    kernel: Kernel,
+    params: list[Tensor],
+    grads: list[Tensor | None],
+    memories: list[list[Tensor]],
+    steps: list[Tensor],
+    *,
+    alike: bool = False,
+) -> None:
+    """Let a kernel write to params and memories where there is a gradient, those of one device and dtype at a time.
+
+    Args:
+        kernel: writes to its first and third argument.
+        params, grads, memories: as :func:`laid_out` gives them.
+        steps: one step count a parameter, shape (); empty for a kernel that counts nothing.
+        alike: whether :func:`are_alike` says so of all these lists.
+    """
+    given: list[list[Any]] = [params, grads, *memories]
+    if alike and not params[0].is_complex():
+        kernel(params, grads, memories, steps)  # type: ignore[arg-type]
+        return
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if grad is not None:
+            groups.setdefault((param.device, param.dtype), []).append(index)
+    for (device, dtype), used in groups.items():
+        lists = [[tensors[index] for index in used] for tensors in given]
+        if dtype.is_complex:
+            # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
+            lists = [[torch.view_as_real(tensor) for tensor in tensors] for tensors in lists]
+        counts = [steps[index] for index in used] if steps else []
+        counts = [count if count.device == device else count.to(device) for count in counts]
+        kernel(lists[0], lists[1], lists[2:], counts)

@@ -12,15 +12,14 @@ You et al., Large Batch Optimization for Deep Learning: https://arxiv.org/abs/19
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pure_loop.optim._rules import Numbers, add_multiple_, between, decay_, optimizer_of
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, shrink_
 from pure_loop.optim._settings import DecayRates, Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer
+from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -70,53 +69,43 @@ def lamb(
     >>> new["w"], opt_state["step"]
     (tensor([3., 5.]), tensor(1.))
     """
-    options = {
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "independent_decay": independent_decay,
-        "bias_correction": bias_correction,
-        "maximize": maximize,
-    }
-    return optimizer_of(
-        "lamb",
-        partial(_step, eps, independent_decay, bias_correction, maximize),
-        lr=lr,
+    rule = Rule(
+        name="lamb",
+        kernel=_step,
+        lr=as_schedule("lamb", lr),
         memories=("exp_avg", "exp_avg_sq"),
-        numbers={"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay},
-        options=options,
+        options={
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "independent_decay": independent_decay,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+        },
         counts=True,
-        spreads_nonfinite=True,
     )
+    return rule.optimizer(spreads_nonfinite=True)
 
 
 def _step(
-    eps: float,
-    independent: bool,
-    bias_correction: bool,
-    maximize: bool,
-    numbers: Numbers,
-    params: list[Tensor],
-    grads: list[Tensor],
-    memories: list[list[Tensor]],
-    steps: list[Tensor],
+    options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], steps: list[Tensor]
 ) -> None:
     averages, squares = memories
-    beta1, beta2, decay = numbers["beta1"], numbers["beta2"], numbers["weight_decay"]
-    gradients: Any = torch._foreach_neg(grads) if maximize else grads
+    (beta1, beta2), decay = options["betas"], options["weight_decay"]
+    gradients: Any = torch._foreach_neg(grads) if options["maximize"] else grads
     torch._foreach_copy_(averages, between(averages, gradients, 1 - beta1))
     torch._foreach_copy_(squares, between(squares, torch._foreach_mul(gradients, gradients), 1 - beta2))
     denominators: Any = torch._foreach_sqrt(squares)
     directions: Any = averages
-    if bias_correction:
+    if options["bias_correction"]:
         # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
         counts = [step.double() for step in steps]
         denominators = torch._foreach_div(denominators, [(1 - beta2**n).sqrt().to(params[0]) for n in counts])
         directions = torch._foreach_div(averages, [(1 - beta1**n).to(params[0]) for n in counts])
-    torch._foreach_add_(denominators, eps)
+    torch._foreach_add_(denominators, options["eps"])
     directions = torch._foreach_div(directions, denominators)
-    if independent:
-        decay_(params, numbers, independent=True)
+    if options["independent_decay"]:
+        shrink_(params, decay)
     elif isinstance(decay, Tensor) or decay:
         add_multiple_(directions, params, decay)
     # Norms of half-precision tensors are numbers that half precision rounds, and may overflow.
@@ -126,4 +115,4 @@ def _step(
         torch.where((length > 0) & (own > 0), length / own, 1.0).to(params[0])
         for length, own in zip(lengths, torch._foreach_norm(directions, 2, wide), strict=True)
     ]
-    add_multiple_(params, torch._foreach_mul(directions, ratios), -numbers["lr"])
+    add_multiple_(params, torch._foreach_mul(directions, ratios), -options["lr"])

@@ -11,15 +11,14 @@ Chen et al., Symbolic Discovery of Optimization Algorithms: https://arxiv.org/ab
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pure_loop.optim._rules import Numbers, add_multiple_, between, decay_, optimizer_of
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim._settings import DecayRates, Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer
+from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -62,36 +61,29 @@ def lion(
     >>> new["w"], opt_state["exp_avg"]["w"]
     (tensor([0.7500, 1.2500]), tensor([ 0.0400, -0.0050]))
     """
-    options = {
-        "betas": betas,
-        "weight_decay": weight_decay,
-        "independent_decay": independent_decay,
-        "maximize": maximize,
-    }
-    return optimizer_of(
-        "lion",
-        partial(_step, independent_decay, maximize),
-        lr=lr,
+    rule = Rule(
+        name="lion",
+        kernel=_step,
+        lr=as_schedule("lion", lr),
         memories=("exp_avg",),
-        numbers={"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay},
-        options=options,
-        elementwise=True,
+        options={
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "independent_decay": independent_decay,
+            "maximize": maximize,
+        },
     )
+    return rule.optimizer(elementwise=True)
 
 
 def _step(
-    independent: bool,
-    maximize: bool,
-    numbers: Numbers,
-    params: list[Tensor],
-    grads: list[Tensor],
-    memories: list[list[Tensor]],
-    _: list[Tensor],
+    options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]
 ) -> None:
     (averages,) = memories
-    decay_(params, numbers, independent)
-    gradients: Any = torch._foreach_neg(grads) if maximize else grads
-    directions = between(averages, gradients, 1 - numbers["beta1"])
+    beta1, beta2 = options["betas"]
+    decay_(params, options)
+    gradients: Any = torch._foreach_neg(grads) if options["maximize"] else grads
+    directions = between(averages, gradients, 1 - beta1)
     torch._foreach_sign_(directions)
-    torch._foreach_copy_(averages, between(averages, gradients, 1 - numbers["beta2"]))
-    add_multiple_(params, directions, -numbers["lr"])
+    torch._foreach_copy_(averages, between(averages, gradients, 1 - beta2))
+    add_multiple_(params, directions, -options["lr"])

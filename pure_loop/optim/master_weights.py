@@ -15,7 +15,7 @@ from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import TorchGroup, no_class
 from pure_loop.optim.kernels import check_state, gradients_of
-from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, overwrite_private_of, stateless_overwrite
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 from pure_loop.random.seeds import tracer
 from pure_loop.time import Timestamp
@@ -62,15 +62,11 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
             f"master_weights needs an optimizer, got {optimizer!r:.80}; write master_weights(pl.optim.adamw(lr=1e-3))"
         )
     rule = _MasterWeights(optimizer)
-    overwrite: Any = None if optimizer.overwrite is None else rule.overwrite
-    if overwrite_private_of(optimizer) is not None:
-        overwrite = stateless_overwrite(overwrite)
     return Optimizer(
         name=f"master_weights({optimizer.name})",
         init=rule.init,
         update=rule.update,
-        overwrite=overwrite,
-        overwrites_mappings_only=optimizer.overwrites_mappings_only,
+        overwrite=None if optimizer.overwrite is None else rule.overwrite,
         takes_found_inf=optimizer.takes_found_inf,
         lr=optimizer.lr,
         options=optimizer.options,
@@ -139,22 +135,17 @@ class _MasterWeights:
     ) -> tuple[Params, OptState]:
         """:meth:`update`, written to the copies, to the state of the optimizer, and to the parameters."""
         half, master = self._read(opt_state, params)
-        inplace: Any = self.optimizer.overwrite
+        overwrite: Any = self.optimizer.overwrite
         with GradMode(False):
+            gradients = _widened(grads, params)
             for name, param in half.items():
                 followed = _following(master[name], param)
                 if followed is not master[name]:
                     master[name].copy_(followed)
-            current = _merged(params, master)
-            new, inner = inplace(_widened(grads, params), opt_state["inner"], current, timestamp, **options)
-            if new is not current:
-                # Some were written to and others are new: which is for the next step, which finds them laid out.
-                master = FrozenDict((name, new[name]) for name in half)
-                params = FrozenDict((name, new[name].to(param.dtype)) for name, param in params.items())
-                return params, FrozenDict(master=master, inner=inner)
+            _, inner = overwrite(gradients, opt_state["inner"], _merged(params, master), timestamp, **options)
             if half:
                 torch._foreach_copy_(list(half.values()), [master[name] for name in half])
-        return params, FrozenDict(master=master, inner=inner)
+        return params, opt_state if inner is opt_state["inner"] else FrozenDict({**opt_state, "inner": inner})
 
     def _read(self, opt_state: OptState, params: Params) -> tuple[Params, Params]:
         """The parameters in half precision, and their copies."""
@@ -203,8 +194,6 @@ def _half(params: Params) -> Params:
 
 def _merged(params: Params, master: Mapping[str, Tensor]) -> Params:
     """The parameters as the optimizer is given them: the copies, and those of other dtypes."""
-    if isinstance(master, FrozenDict) and list(master) == list(params):
-        return master  # with what is known of how its tensors lie in memory
     return FrozenDict((name, master.get(name, param)) for name, param in params.items())
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import attrs
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError
 from pure_loop.optim._in_torch import MuonInTorch
-from pure_loop.optim._rules import Numbers, between, decay_, optimizer_of
+from pure_loop.optim._rules import Rule, StepOptions, between, decay_
 from pure_loop.optim._settings import Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params
+from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params, as_schedule
 from pure_loop.ranges import AtLeast, Between, OneOf, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -35,8 +35,6 @@ __all__ = ["muon"]
 # The iteration is a x + b (x x') x + c (x x')^2 x; of these numbers the slope at 0 is the largest.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
-
-Ratio = Literal["original", "match_rms_adamw"]
 
 
 @checked
@@ -47,7 +45,7 @@ def muon(
     independent_decay: bool = False,
     nesterov: bool = True,
     eps: Annotated[float, AtLeast(0)] = 1e-7,
-    adjust_lr: Annotated[Ratio, OneOf("original", "match_rms_adamw")] = "original",
+    adjust_lr: Annotated[Literal["original", "match_rms_adamw"], OneOf("original", "match_rms_adamw")] = "original",
 ) -> Optimizer:
     """Muon, equal in every step to ``torch.optim.Muon``; unlike that class it can be compiled.
 
@@ -84,39 +82,25 @@ def muon(
     >>> list(optimizer.init(params)["hidden"]["momentum_buffer"])
     ['0.weight']
     """
-    options = {
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "independent_decay": independent_decay,
-        "nesterov": nesterov,
-        "eps": eps,
-        "adjust_lr": adjust_lr,
-    }
-    optimizer = optimizer_of(
-        "muon",
-        partial(_step, independent_decay, nesterov, eps, adjust_lr),
-        lr=lr,
-        memories=("momentum_buffer",),
-        numbers={"momentum": momentum, "weight_decay": weight_decay},
-        options=options,
-        spreads_nonfinite=True,
-    )
-    in_torch = MuonInTorch(
+    rule = Rule(
         name="muon",
-        lr=optimizer.lr,
+        kernel=_step,
+        lr=as_schedule("muon", lr),
+        memories=("momentum_buffer",),
         options={
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "independent_decay": independent_decay,
             "nesterov": nesterov,
             "eps": eps,
-            "adjust_lr_fn": adjust_lr,
+            "adjust_lr": adjust_lr,
         },
-        independent_decay=independent_decay and weight_decay != 0,
+        in_torch=MuonInTorch,
     )
-    return attrs.evolve(optimizer, init=partial(_init, optimizer), in_torch=in_torch)
+    return attrs.evolve(rule.optimizer(spreads_nonfinite=True), init=partial(_init, rule))
 
 
-def _init(optimizer: Optimizer, params: Params) -> OptState:
+def _init(rule: Rule, params: Params) -> OptState:
     for name, param in params.items():
         if param.ndim != 2 or param.is_complex():
             raise ArgumentError(
@@ -124,31 +108,24 @@ def _init(optimizer: Optimizer, params: Params) -> OptState:
                 f"{param.dtype}: write pl.optim.partition({{'hidden': pl.optim.muon(lr=0.02), 'others': "
                 "pl.optim.adamw(lr=1e-3)}, label=lambda name, tensor: 'hidden' if tensor.ndim == 2 else 'others')"
             )
-    return optimizer.init(params)
+    return rule.init(params)
 
 
 def _step(
-    independent: bool,
-    nesterov: bool,
-    eps: float,
-    adjust_lr: Ratio,
-    numbers: Numbers,
-    params: list[Tensor],
-    grads: list[Tensor],
-    memories: list[list[Tensor]],
-    _: list[Tensor],
+    options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]
 ) -> None:
     (buffers,) = memories
-    momentum, lr = numbers["momentum"], numbers["lr"]
+    momentum, lr = options["momentum"], options["lr"]
     torch._foreach_copy_(buffers, between(buffers, grads, 1 - momentum))
-    directions: list[Tensor] = between(grads, buffers, momentum) if nesterov else buffers
-    decay_(params, numbers, independent)
+    directions: list[Tensor] = between(grads, buffers, momentum) if options["nesterov"] else buffers
+    decay_(params, options)
     for param, direction in zip(params, directions, strict=True):
         rows, columns = param.shape
         if not param.numel():
             continue
-        ratio = math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))
-        step: Any = _orthogonal(direction, eps)
+        original = options["adjust_lr"] == "original"
+        ratio = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+        step = _orthogonal(direction, options["eps"])
         if isinstance(lr, Tensor):  # of a step that is compiled
             param.sub_(step.to(param) * (lr * ratio).to(param))
         else:
@@ -158,8 +135,7 @@ def _step(
 def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
     """A matrix with the singular vectors of this one and singular values near 1, in bfloat16."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16()
-    x = x.T if is_tall else x
+    x = (matrix.T if is_tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=eps)  # no singular value is above 1
     for _ in range(_ITERATIONS):
         gram = x @ x.T

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -21,6 +20,7 @@ from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import is_scheduler, name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.random.guards import runs_users_code
 from pure_loop.ranges.strengths import Strength
 from pure_loop.time import Timestamp
 
@@ -52,12 +52,12 @@ class Optimizer:
         update: ``(grads, opt_state, params, timestamp) -> (params, opt_state)``. ``grads`` has the
             keys of ``params``; None stands for a parameter that this batch didn't use, which stays as it is.
         lr: the learning rate at a timestamp, which loggers record.
-        overwrite: the same as ``update``, for params and an opt_state that are not aliased: it may write to their
-            tensors. If it wrote to the params, it returns their mapping itself. None: each step copies.
-        overwrites_mappings_only: whether ``overwrite`` writes in an opt_state only to tensors in mappings by parameter.
-            If not, an opt_state that holds others (a list, a number of steps) is copied.
-        takes_found_inf: whether ``overwrite`` also takes ``found_inf=``: a float32 tensor of shape (1,) on the
-            parameters' device, if each of them has a gradient. If it is 1, everything stays as it is.
+        overwrite: ``(grads, opt_state, params, timestamp, *, found_inf=None) -> (params, opt_state)``, the same numbers
+            as ``update``, written to all tensors of ``params`` and ``opt_state``, to which nothing else may refer. It
+            gives back the mapping ``params``; and ``opt_state``, or another mapping of its tensors where other values
+            in it change. What it refuses it refuses before it writes. None: each step copies.
+        takes_found_inf: whether ``overwrite`` takes ``found_inf``: a float32 tensor of shape (1,) on the parameters'
+            device, which is an accelerator, if each of them has a gradient. If it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
         spreads_nonfinite: whether a gradient that is NaN or infinite makes its parameter so, where the loop finds it;
             if not, the loop checks the gradients themselves.
@@ -66,8 +66,9 @@ class Optimizer:
         elementwise: whether each element's update depends only on that element's gradient and optimizer state, so that
             a rank can update its shard of a parameter alone.
         parts: the optimizers this one is made of, by label (see :func:`partition`).
-        draws: whether ``update`` draws random numbers from the global generators of torch, NumPy or Python: ``fit``
-            seeds them, by its seed and the number of the batch, alike on all ranks.
+        draws: whether ``update`` may draw random numbers from the global generators of torch, NumPy or Python: ``fit``
+            seeds them, by its seed and the number of the batch, alike on all ranks. It is True of functions that are
+            neither torch's nor the library's.
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
             :class:`~pure_loop.ResumeError` if training can't resume from ``opt_state``. None: it is compared with the
             result of ``init``.
@@ -94,7 +95,6 @@ class Optimizer:
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
     overwrite: Callable[..., tuple[Params, OptState]] | None = None
-    overwrites_mappings_only: bool = False
     takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False
@@ -106,32 +106,14 @@ class Optimizer:
     seeing: Callable[[Callable[[str, Tensor], Tensor]], Optimizer] | None = None
     in_torch: InTorch | None = None
 
+    def __attrs_post_init__(self) -> None:
+        if runs_users_code((self.update, self.overwrite)):
+            object.__setattr__(self, "draws", True)
+
     def __repr__(self) -> str:
         fixed = fixed_rate(self.lr)
         rate = {} if self.parts else {"lr": self.lr if fixed is None else fixed}
         return call(self.name, {**rate, **self.options})
-
-
-def stateless_overwrite(
-    overwrite: Callable[..., Any], overwrite_private: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """An ``overwrite`` that keeps no reference to its arguments after it returned, except in its result.
-
-    After a step of any other ``overwrite`` the loop counts references: it may have stored its arguments.
-
-    Args:
-        overwrite: the function.
-        overwrite_private: the same for an optimizer state that was not read since ``overwrite`` returned it, so that no
-            tensor of it is aliased: it may write to all of them, and return the same mapping.
-    """
-    known: Any = partial(overwrite)
-    known.overwrite_private = known if overwrite_private is None else overwrite_private
-    return known  # type: ignore[no-any-return]
-
-
-def overwrite_private_of(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """How an optimizer overwrites an optimizer state that was not read; None: it may have stored its arguments."""
-    return getattr(optimizer.overwrite, "overwrite_private", None)
 
 
 # Hyperparameters, at the door.
@@ -249,6 +231,21 @@ def strength_in_step(strength: Strength, timestamp: Timestamp) -> Any:
     plain: Any = passed.timestamp if isinstance(passed, ScaledTimestamp) else passed
     as_input = getattr(plain, "as_input", None)
     return strength(plain) if as_input is None else as_input(strength)
+
+
+def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[str, Any]:
+    """Hyperparameters for the step of the batch that starts at ``timestamp``, each of which may be a pair.
+
+    Args:
+        options: by name; those that are functions are schedules.
+        timestamp: what ``update`` is given.
+    """
+    return {
+        name: tuple(strength_in_step(item, timestamp) for item in value)
+        if isinstance(value, tuple)
+        else strength_in_step(value, timestamp)
+        for name, value in options.items()
+    }
 
 
 def _as_rate(where: str, lr: RateFunction, value: Any) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,14 +13,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import TorchGroup, part_in_torch
 from pure_loop.optim.kernels import check_state, gradients_of
-from pure_loop.optim.optimizer import (
-    Grads,
-    Optimizer,
-    OptState,
-    Params,
-    overwrite_private_of,
-    stateless_overwrite,
-)
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 
 if TYPE_CHECKING:
@@ -70,15 +62,11 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             f"got {label!r}"
         )
     rule = _Partition(FrozenDict(optimizers), label)
-    overwrite: Any = rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None
-    if all(map(overwrite_private_of, rule.parts.values())):
-        overwrite = stateless_overwrite(overwrite)
     return Optimizer(
         name="partition",
         init=rule.init,
         update=rule.update,
-        overwrite=overwrite,
-        overwrites_mappings_only=all(part.overwrites_mappings_only for part in rule.parts.values()),
+        overwrite=rule.overwrite if all(part.overwrite for part in rule.parts.values()) else None,
         takes_found_inf=all(part.takes_found_inf for part in rule.parts.values()),
         lr=next(iter(optimizers.values())).lr,
         options=rule.parts,
@@ -136,39 +124,33 @@ class _Partition:
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        updates = {key: part.update for key, part in self.parts.items()}
-        return self._each(updates, grads, opt_state, params, timestamp)
+        new: dict[str, Tensor] = dict(params)
+        new_state = {}
+        for key, picked in self.picked(grads, opt_state, params).items():
+            some, new_state[key] = self.parts[key].update(*picked, timestamp)
+            new.update(some)
+        return FrozenDict(new), FrozenDict(new_state)
 
     def overwrite(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, **options: Any
     ) -> tuple[Params, OptState]:
-        updates = {key: partial(part.overwrite, **options) for key, part in self.parts.items() if part.overwrite}
-        return self._each(updates, grads, opt_state, params, timestamp)
+        new_state = {}
+        for key, picked in self.picked(grads, opt_state, params).items():
+            overwrite: Any = self.parts[key].overwrite
+            _, new_state[key] = overwrite(*picked, timestamp, **options)
+        changed = any(new_state[key] is not opt_state[key] for key in new_state)
+        return params, FrozenDict(new_state) if changed else opt_state
 
-    def _each(
-        self, updates: Mapping[str, Any], grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
-    ) -> tuple[Params, OptState]:
+    def picked(
+        self, grads: Grads, opt_state: OptState, params: Params
+    ) -> dict[str, tuple[FrozenDict[str, Tensor | None], OptState, Params]]:
+        """Gradients, optimizer state and parameters of each part."""
         check_state("partition", opt_state, self.parts)
-        grads = FrozenDict(zip(params, gradients_of(grads, list(params)), strict=True))
-        new: dict[str, Tensor] = dict(params)
-        new_state, layouts = {}, {}
-        known: Any = getattr(params, "layout", {})
-        overwritten = True
-        for key, names in self.groups(params).items():
-            picked = _pick(params, names)
-            if key in known:
-                picked.layout = known[key]
-            some, new_state[key] = updates[key](_pick(grads, names), opt_state[key], picked, timestamp)
-            new.update(some)
-            overwritten = overwritten and some is picked
-            if hasattr(some, "layout"):
-                layouts[key] = some.layout
-        if overwritten:
-            params.layout = layouts
-            return params, FrozenDict(new_state)
-        result: FrozenDict[str, Any] = FrozenDict(new)
-        result.layout = layouts
-        return result, FrozenDict(new_state)
+        by_name = dict(zip(params, gradients_of(grads, list(params)), strict=True))
+        return {
+            key: (_pick(by_name, names), opt_state[key], _pick(params, names))
+            for key, names in self.groups(params).items()
+        }
 
 
 @attrs.frozen

@@ -15,47 +15,20 @@ Nesterov's momentum in this form: http://www.cs.toronto.edu/~hinton/absps/moment
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
-import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.errors import ArgumentError
-from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import SGDInTorch
-from pure_loop.optim._rules import shrink_
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple, add_multiple_, shrink_
 from pure_loop.optim._settings import Rate
-from pure_loop.optim.kernels import (
-    FUSED_DEVICES,
-    Kernel,
-    check_state,
-    gradients_of,
-    layout_of,
-    memory_of,
-    run_kernel,
-    set_layout,
-    with_layout,
-    zeros_like,
-)
-from pure_loop.optim.optimizer import (
-    Grads,
-    LearningRate,
-    Optimizer,
-    OptState,
-    Params,
-    RateFunction,
-    as_schedule,
-    rate_at,
-    stateless_overwrite,
-    strength_in_step,
-)
+from pure_loop.optim.kernels import FUSED_DEVICES
+from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.ranges.strengths import Strength
-from pure_loop.time import Timestamp
 
 __all__ = ["sgd"]
 
@@ -108,172 +81,56 @@ def sgd(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "
             "write sgd(lr, momentum=0.9, nesterov=True)"
         )
-    rule = _SGD(
-        lr=as_schedule("sgd", lr),
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=0.0 if independent_decay else weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        has_buffers=momentum != 0,
-        shrink=weight_decay if independent_decay else 0.0,
-    )
-    options = {
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-        "independent_decay": independent_decay,
-    }
-    return Optimizer(
+    rule = Rule(
         name="sgd",
-        init=rule.init,
-        update=rule.update,
-        overwrite=stateless_overwrite(partial(rule.update, overwrite=True)),
-        overwrites_mappings_only=True,
-        # Damping notes on the host which averages have begun.
-        takes_found_inf=not rule.dampening and not independent_decay,
-        lr=rule.lr,
-        options=FrozenDict(options),
-        spreads_nonfinite=True,
-        takes_lr_scale=True,
-        elementwise=True,
-        in_torch=SGDInTorch(
-            name="sgd",
-            lr=rule.lr,
-            options={key: value for key, value in options.items() if key != "independent_decay"},
-            independent_decay=independent_decay and weight_decay != 0,
-            memories=rule.memories,
-        ),
+        kernel=_step,
+        lr=as_schedule("sgd", lr),
+        memories=("momentum_buffer",) if momentum != 0 else (),
+        options={
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "independent_decay": independent_decay,
+        },
+        marks_first=momentum != 0 and dampening != 0,
+        # What the fused kernel does alone; with dampening it is noted on the host which averages have begun.
+        takes_found_inf=fused_sgd is not None and not (dampening or independent_decay or callable(momentum)),
+        told=_told,
+        in_torch=SGDInTorch,
     )
+    return rule.optimizer(spreads_nonfinite=True, elementwise=True)
 
 
-_NUMBERS = ("momentum", "weight_decay", "shrink")  # which may be schedules
-
-
-@attrs.frozen
-class _SGD:
-    lr: RateFunction
-    momentum: Any  # a float, or a schedule; in the rule of one step that is compiled a tensor
-    dampening: float
-    weight_decay: Any
-    nesterov: bool
-    maximize: bool
-    has_buffers: bool
-    shrink: Any  # weight decay that is independent of the learning rate
-
-    @property
-    def memories(self) -> tuple[str, ...]:
-        if not self.has_buffers:
-            return ()
-        return ("momentum_buffer", "started") if self.dampening else ("momentum_buffer",)
-
-    def init(self, params: Params) -> OptState:
-        opt_state = {"momentum_buffer": zeros_like(params), "started": FrozenDict(dict.fromkeys(params, False))}
-        return FrozenDict({key: opt_state[key] for key in self.memories})
-
-    def update(
-        self,
-        grads: Grads,
-        opt_state: OptState,
-        params: Params,
-        timestamp: Timestamp,
-        *,
-        overwrite: bool = False,
-        found_inf: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        rule = self.at(timestamp) if any(callable(getattr(self, name)) for name in _NUMBERS) else self
-        with GradMode(False):
-            return rule._update(grads, opt_state, params, rate_at("sgd", self.lr, timestamp), overwrite, found_inf)
-
-    def at(self, timestamp: Timestamp) -> _SGD:
-        """The rule with the numbers of one step."""
-        numbers = {name: strength_in_step(getattr(self, name), timestamp) for name in _NUMBERS}
-        return attrs.evolve(self, **numbers)
-
-    def _update(
-        self, grads: Grads, opt_state: OptState, params: Params, lr: Any, overwrite: bool, found_inf: Tensor | None
-    ) -> tuple[Params, OptState]:
-        check_state("sgd", opt_state, self.memories)
-        names, values = list(params), list(params.values())
-        gradients = gradients_of(grads, names)
-        buffers = [memory_of(opt_state, "momentum_buffer", names)] if self.has_buffers else []
-        layout = layout_of(params, [opt_state["momentum_buffer"]] if self.has_buffers else [])
-        new_state = dict(opt_state)
-        if self.dampening and self.has_buffers:
-            started = memory_of(opt_state, "started", names)
-            if not all(started):
-                first = [None if old else g for old, g in zip(started, gradients, strict=True)]
-                gradients = [g if old else None for old, g in zip(started, gradients, strict=True)]
-                layout = None
-                values, buffers, _ = run_kernel(self.kernel(lr, first=True), names, values, first, buffers, [])
-                now = [old or g is not None for old, g in zip(started, first, strict=True)]
-                new_state["started"] = FrozenDict(zip(names, now, strict=True))
-        value = values
-        kernel = self.kernel(lr, found_inf=found_inf)
-        values, buffers, layout = run_kernel(kernel, names, values, gradients, buffers, [], layout, overwrite)
-        if overwrite and values is value and layout is not None:
-            set_layout(layout, params, *([opt_state["momentum_buffer"]] if self.has_buffers else []))
-            return params, FrozenDict(new_state)
-        if self.has_buffers:
-            new_state["momentum_buffer"] = with_layout(names, buffers[0], layout)
-        return with_layout(names, values, layout), FrozenDict(new_state)
-
-    def kernel(self, lr: Any, first: bool = False, found_inf: Tensor | None = None) -> Kernel:
-        def run(params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]) -> None:
-            buffers = memories[0] if memories else []
-            shrink_(params, self.shrink)
-            # Without momentum the kernel leaves buffers as they are.
-            writes_buffers = not self.has_buffers or self.momentum
-            if fused_sgd is not None and not isinstance(lr, Tensor) and writes_buffers and _fused_serves(params):
-                fused_sgd(
-                    params,
-                    grads,
-                    buffers,
-                    weight_decay=self.weight_decay,
-                    momentum=self.momentum,
-                    lr=lr,
-                    dampening=self.dampening,
-                    nesterov=self.nesterov,
-                    maximize=self.maximize,
-                    is_first_step=first,
-                    found_inf=found_inf,
-                )
-            else:
-                self.foreach(lr, params, grads, buffers, first)
-
-        return run
-
-    def foreach(self, lr: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], first: bool) -> None:
-        """The same arithmetic for devices without the fused kernel."""
-        directions: Any = torch._foreach_neg(grads) if self.maximize else grads
-        if isinstance(self.weight_decay, Tensor) or self.weight_decay:
-            directions = _add_multiple(directions, params, self.weight_decay)
-        if self.has_buffers:
-            momentum = self.momentum
-            torch._foreach_mul_(buffers, momentum.to(params[0]) if isinstance(momentum, Tensor) else momentum)
-            torch._foreach_add_(buffers, directions, alpha=1.0 if first else 1 - self.dampening)
-            directions = _add_multiple(directions, buffers, momentum) if self.nesterov else buffers
-        if isinstance(lr, Tensor):  # of a step that is being compiled
-            torch._foreach_sub_(params, torch._foreach_mul(directions, lr.to(params[0])))
-        else:
-            torch._foreach_add_(params, directions, alpha=-lr)
-
-
-def _add_multiple(tensors: Any, added: list[Tensor], factor: Any) -> Any:
-    """``tensors + factor * added``; the factor is a float, or of a compiled step a float64 tensor of shape ()."""
-    if isinstance(factor, Tensor):
-        return torch._foreach_add(tensors, torch._foreach_mul(added, factor.to(added[0])))
-    return torch._foreach_add(tensors, added, alpha=factor)
-
-
-def _fused_serves(params: list[Tensor]) -> bool:
-    """Whether the fused kernel can be trusted with these.
+def _told(params: list[Tensor]) -> StepOptions:
+    """Whether the fused kernel serves these.
 
     On a CPU that of torch 2.13 leaves whole blocks of 16 elements of half-precision parameters as they are.
     """
-    first = params[0]
-    if first.is_cpu and any(param.dtype in (torch.bfloat16, torch.float16) for param in params):
-        return False
-    return first.device.type in FUSED_DEVICES
+    half = any(param.is_cpu and param.dtype in (torch.bfloat16, torch.float16) for param in params)
+    return {"fused": fused_sgd is not None and not half}
+
+
+def _step(
+    options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], _: list[Tensor]
+) -> None:
+    buffers = memories[0] if memories else []
+    lr, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
+    if options["independent_decay"]:
+        shrink_(params, decay)
+        decay = 0.0
+    # Without momentum the fused kernel leaves buffers as they are.
+    fused = options["fused"] and params[0].device.type in FUSED_DEVICES and not isinstance(lr, Tensor)
+    if fused and (momentum or not buffers):
+        chosen = {key: options[key] for key in ("lr", "momentum", "dampening", "nesterov", "maximize", "found_inf")}
+        fused_sgd(params, grads, buffers, weight_decay=decay, is_first_step=options["first"], **chosen)  # type: ignore[misc]
+        return
+    directions: Any = torch._foreach_neg(grads) if options["maximize"] else grads
+    if isinstance(decay, Tensor) or decay:
+        directions = add_multiple(directions, params, decay)
+    if buffers:
+        torch._foreach_mul_(buffers, momentum.to(params[0]) if isinstance(momentum, Tensor) else momentum)
+        torch._foreach_add_(buffers, directions, alpha=1.0 if options["first"] else 1 - options["dampening"])
+        directions = add_multiple(directions, buffers, momentum) if options["nesterov"] else buffers
+    add_multiple_(params, directions, -lr)

@@ -1,7 +1,7 @@
 """Seeds derived by position: which random numbers a batch, a forward or an epoch draws.
 
-May import: ``errors``, ``_internal``. Begin with ``seeds.py``; the other files set the states of the generators of
-Python and NumPy aside and put them back.
+May import: ``errors``, ``_internal``. Begin with ``seeds.py``; ``guards.py`` says for which code the global
+generators are seeded, and ``numpy_state.py`` sets NumPy's aside and puts it back.
 """
 
 from pure_loop.random.seeds import derive, generator, seeded, seeded_all

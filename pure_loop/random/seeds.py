@@ -253,7 +253,7 @@ class seeded_all(seeded_torch):  # noqa: N801 - as above
     """:class:`seeded` for code of unknown habits: Python's ``random`` and NumPy's too, on every device in use.
 
     It costs ten times what :class:`seeded` does (Python's generator is copied as 625 integers, and to seed it and
-    NumPy's is to compute 624 words each), so the library uses it for code that may draw from these.
+    NumPy's is to compute 624 words each), so the library uses it for code that is neither torch's nor its own.
 
     >>> import random
     >>> with seeded_all(7):
@@ -287,6 +287,15 @@ class seeded_all(seeded_torch):  # noqa: N801 - as above
         if self._numpy is not None:
             put_back(self._numpy, self._numpy_state)
         rng_lock.release()
+
+
+class SeededHosts(seeded_all):
+    """:class:`seeded_all` with the generator of one device, for a stage in which code of the user's runs."""
+
+    __slots__ = ()
+
+    def __init__(self, seed: int, device: Device) -> None:
+        seeded.__init__(self, seed, device)
 
 
 class seeded_apart(seeded_all):  # noqa: N801 - as above

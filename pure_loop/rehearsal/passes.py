@@ -16,7 +16,7 @@ from pure_loop.entry.assembly import Assembly
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
-from pure_loop.loop.driver import run_script
+from pure_loop.loop.driver import Attached, drive
 from pure_loop.loop.evaluation import Script, evaluation
 from pure_loop.loop.recorder import Recorder
 from pure_loop.loop.stream import stream_of
@@ -26,6 +26,7 @@ from pure_loop.rehearsal.duration import Length
 from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics
 from pure_loop.rehearsal.standins import callback_standins, logger_standin
 from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
@@ -166,7 +167,7 @@ class Passes:
         later = tuple(self.length.moments().values())[1:]
         handlers = forced_handlers(fit.stages.handlers, self.place, later)
         iteration = None if fit.iteration_length is None else Time(1, fit.iteration_length.unit)
-        stages = attrs.evolve(fit.stages, handlers=handlers, donation=None, observed=frozenset(Event))
+        stages = attrs.evolve(fit.stages, handlers=handlers, workspace=Workspace(), observed=frozenset(Event))
         changed = attrs.evolve(
             fit,
             stages=stages,
@@ -226,7 +227,7 @@ class Passes:
         table = {event: (*observed.get(event, ()), last) for event in Event}
         events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
         strict = None if self.place.fake else Strict()
-        pairs = run_script(script, handlers, table, closers, stages=fit.stages, events=events, strict=strict)
+        pairs = drive(script, Attached(handlers, table, fit.stages, strict), events=events, closing=closers)
         return stream_of(pairs, self.assembly.settings.deterministic)
 
 

@@ -17,20 +17,19 @@ from torch import Tensor, nn
 
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._internal.weights import Weights
-from pure_loop.donation.owned import Owned
-from pure_loop.donation.references import held_once
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
+from pure_loop.stages.ownership import LARGE, are_unaliased
+from pure_loop.state import State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
     from pure_loop.data.source import Part, Source
     from pure_loop.metrics import Metric
     from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
-    from pure_loop.state import State
 
-__all__ = ["ONE_RANK", "Agreement", "Compute", "Data", "Engine", "worth_checking_references", "writable"]
+__all__ = ["ONE_RANK", "Agreement", "Compute", "Data", "Engine"]
 
 T = TypeVar("T")
 
@@ -122,7 +121,7 @@ class Compute:
             index: the microbatch's number in its batch.
             last: whether it is the last one, after which ranks exchange.
         """
-        return state.model.leaves(state.params, state.frozen)
+        return state.model.leaves(raw_params(state), state.frozen)
 
     def apply(
         self,
@@ -150,7 +149,7 @@ class Compute:
         loss: Tensor | None,
         seed: Tensor | float,
         *,
-        alone: bool = False,
+        in_place: bool = False,
         counts: Tensor | None = None,
     ) -> tuple[Any, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
@@ -161,18 +160,18 @@ class Compute:
             state: with the gradients of the microbatches before, and the leaves that the forward went through.
             loss: the tensor to differentiate; None for a microbatch of weight 0.
             seed: a factor of the loss.
-            alone: whether this State holds the only reference to the mapping of accumulated gradients; it gives it up.
+            in_place: whether the accumulated gradients may be written to.
             counts: if only the device knows the weight: whether it is not 0; bool, shape (). If False, the gradient is
                 0, though that of the loss may be NaN.
         """
-        leaves, names = state.params, state.model.differentiated(state.frozen)
+        leaves, names = raw_params(state), state.model.differentiated(state.frozen)
         inputs = list(leaves.values()) if len(names) == len(leaves) else [leaves[name] for name in names]
         # By name: a caller of the stages may have made a mapping in another order.
         before = None if state._grads is None else [state._grads[name] for name in names]
         if loss is None:
             return tuple([None] * len(inputs) if before is None else before)
         result: tuple[Any, ...]
-        if alone and before is not None and writable(before):
+        if in_place and before is not None and all(gradient is not None for gradient in before):
             result = add_gradient(loss, inputs, before, seed, counts)
             if all(gradient is None for gradient in result):
                 return result
@@ -188,16 +187,16 @@ class Compute:
         """The State that :meth:`Engine.single_rank` computes with: parameters are whole. All ranks call it together."""
         return state
 
-    def accumulate(self, owned: Owned[State], before: State, *, last: bool) -> State:
+    def accumulate(self, state: State, before: State, *, last: bool) -> State:
         """The State after a microbatch that was computed by :meth:`Engine.single_rank`.
 
         Args:
-            owned: the State with this rank's gradients, of this microbatch and, unless the engine accumulates them, of
-                those before; passed without another reference, so that nothing keeps its tensors alive.
+            state: with this rank's gradients, of this microbatch and, unless the engine accumulates them, of those
+                before; passed without another reference, so that nothing keeps its tensors alive.
             before: the result of :meth:`unsharded`.
             last: whether no other microbatch follows in this batch: ranks exchange, and the State has the gradients.
         """
-        return owned.take()
+        return state
 
     def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
         """The optimizer state before the first step."""
@@ -206,7 +205,7 @@ class Compute:
     def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
         """The new parameters and the new optimizer state."""
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
-        return optimizer.update(state._grads, state.opt_state, trained, timestamp)
+        return optimizer.update(state._grads, raw_opt_state(state), trained, timestamp)
 
     def overwrite(
         self,
@@ -302,29 +301,6 @@ class Engine(Data, Compute, Agreement):
 
 ONE_RANK = Engine()
 
-# Numbers in gradients from which a check of references is cheaper than a copy.
-_LARGE = 2**18
-
-
-def worth_checking_references(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether a check of references is cheaper than a copy of these gradients."""
-    numbers = 0
-    for gradient in gradients:
-        if gradient is not None:
-            numbers += gradient.numel()
-            if numbers >= _LARGE:
-                return True
-    return False
-
-
-def writable(gradients: list[Any]) -> bool:
-    """Whether gradients may be written to: they are large, and only one mapping refers to them."""
-    # No variable may refer to the gradients while references to them are counted.
-    if not worth_checking_references(gradients) or _any_sparse(grad for grad in gradients if grad is not None):
-        return False
-    return held_once(gradients, mappings=1)
-
-
 _is_sparse = attrgetter("is_sparse")
 
 
@@ -348,7 +324,7 @@ def _sum(before: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
     if _any_sparse(before) or _any_sparse(result):
         return tuple(map(_added, before, result))
     # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
-    if worth_checking_references(result) and held_once(result):
+    if sum(gradient.numel() for gradient in result) >= LARGE and are_unaliased(result):
         torch._foreach_add_(result, before)
         return result
     return tuple(torch._foreach_add(before, list(result)))

@@ -16,8 +16,7 @@ from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.notes import noting
 from pure_loop.stages.settings import StageSettings
-from pure_loop.stages.update import as_state
-from pure_loop.state import State, fresh_draft_of, with_fields
+from pure_loop.state import State, raw_outputs, raw_params, setter, with_fields
 
 __all__ = ["EvaluationStage"]
 
@@ -43,33 +42,35 @@ class EvaluationStage(StageSettings):
         params = self.engine.leaves(_thawed(state), index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
-        with about, refusing, self._guard("validate", seed, state), GradMode(gradients), self._autocast(state):
+        seeding = self.seeding(state, "validate", index, seed=seed)
+        with about, refusing, seeding, GradMode(gradients), self._autocast(state):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         self._forget_casts()
-        if self.donation is not None:
-            self.donation.seen = True
-        draft = fresh_draft_of(state)
-        draft.outputs, draft.buffers, draft.model = outputs, buffers, model
-        return as_state(draft, state)
+        self.workspace.went_through(params, lent=self.runs_users_code(state, "validate"))
+        return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
         seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
-        with refusing, self._guard("validation loss", seed, state), GradMode(gradients), self._autocast(state):
+        seeding = self.seeding(state, "validation loss", seed=seed)
+        with refusing, seeding, GradMode(gradients), self._autocast(state):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
         """The loss, and buffers and structure after it: a module's own loss may write to them."""
-        outputs, microbatch = state.outputs, state.microbatch
+        outputs, microbatch = raw_outputs(state), state.microbatch
         if self.task.loss is not None:
             return self.task.loss(outputs, microbatch), state.buffers, state.model
 
         def method(module: Any) -> Any:
             return module.loss(outputs, microbatch)
 
-        return self.engine.apply(state, method, state.params, training=training)
+        return self.engine.apply(state, method, raw_params(state), training=training)
+
+
+_validated = setter("outputs", "buffers", "model")
 
 
 def _thawed(state: State) -> State:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.cloning import clone_all
-from pure_loop._internal.scalars import KINDS, cell_of, is_transformed, one_on
+from pure_loop._internal.scalars import one_on
 from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
-from pure_loop.stages.engine import worth_checking_references
+from pure_loop.stages.ownership import LARGE
 
 __all__ = [
     "find_nonfinite",
     "gradients_nonfinite",
-    "is_finite_number",
     "is_nonfinite",
     "loss_is_finite",
     "real_numbers",
@@ -40,11 +39,8 @@ def loss_is_finite(loss: Any) -> bool:
 _dtype = attrgetter("dtype")
 
 
-# Zeros that the kernel has left alone, and their cells; one is taken out while it is used.
-_zeros: list[tuple[Tensor, Any]] = []
-
-
-_one_on_cpu = one_on(torch.device("cpu"), 1)
+_CPU = torch.device("cpu")  # whatever the default device
+_one_on_cpu = one_on(_CPU, 1)
 
 
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
@@ -55,7 +51,7 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     """
     device, tensors = loss.device, list(fresh)
     if device.type == "cpu":
-        result = torch.zeros(1, dtype=torch.float32)
+        result = torch.zeros(1, dtype=torch.float32, device=_CPU)
         _look(tensors, result)
         return result if math.isfinite(loss.item()) else one_on(device, 1)
     if not _SCALED.issuperset(map(_dtype, tensors)) or any(element.device != device for element in tensors):
@@ -69,31 +65,11 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
 _SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
-def is_nonfinite(loss: Tensor, fresh: list[Tensor], *, alike: bool = False) -> bool:
-    """The same as a bool, at once; for the CPU. ``alike`` says that these have one dtype, float32 or float64."""
-    try:
-        result, number = _zeros.pop()
-    except IndexError:
-        result = torch.zeros(1, dtype=torch.float32)
-        number = cell_of(result)
-    if alike or set(map(_dtype, fresh)) in (_SINGLE, _DOUBLE):
-        find_nonfinite_kernel(fresh, result, _one_on_cpu)
-    else:
-        _look(fresh, result)
-    if number.value:
-        return True
-    _zeros.append((result, number))
-    return not is_finite_number(loss)
-
-
-def is_finite_number(loss: Tensor) -> bool:
-    """Whether a 0-d tensor on the CPU is finite."""
-    # Only torch's own class is known to have its number at its address.
-    kind = KINDS.get(loss.dtype) if type(loss) is Tensor and not is_transformed(loss) else None
-    return math.isfinite(loss.item() if kind is None else kind.from_address(loss.data_ptr()).value)
-
-
-_SINGLE, _DOUBLE = {torch.float32}, {torch.float64}
+def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
+    """The same as a bool, at once; for the CPU."""
+    result = torch.zeros(1, dtype=torch.float32, device=_CPU)
+    _look(fresh, result)
+    return bool(result.item()) or not math.isfinite(loss.item())
 
 
 def _look(tensors: list[Tensor], result: Tensor) -> None:
@@ -111,11 +87,11 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The same of a loss and of gradients, which may be aliased: nothing is written."""
     looked_at = [gradient for gradient in map(real_numbers, grads) if gradient.is_floating_point()]
     if loss.is_cpu:
-        if not worth_checking_references(looked_at):
+        if sum(gradient.numel() for gradient in looked_at) < LARGE:
             return find_nonfinite(loss, clone_all(looked_at))
         # Sums are quick on a CPU; one of large numbers may overflow, too.
         if all(math.isfinite(element.item()) for element in (loss, *[element.sum() for element in looked_at])):
-            return torch.zeros(1, dtype=torch.float32)
+            return torch.zeros(1, dtype=torch.float32, device=_CPU)
     return _any_nonfinite(loss, looked_at)
 
 

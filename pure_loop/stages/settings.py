@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
-from pure_loop._internal.torch_private import any_autocast_enabled, set_grad_enabled
-from pure_loop.donation.donation import Donation
+from pure_loop._internal.torch_private import any_autocast_enabled, any_global_hook, set_grad_enabled
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
-from pure_loop.random.guards import Place, guard
-from pure_loop.random.seeds import derive, seeded, tracer
+from pure_loop.random.guards import Place, guard, is_users
+from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
-from pure_loop.stages.host_draws import Checked, Observed, SeededHosts, may_use_rng
 from pure_loop.stages.notes import note_stage
+from pure_loop.stages.own_draws import CheckedDraws
 from pure_loop.stages.sizes import FoundSize
+from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of
-from pure_loop.task import OnTargets, Task
+from pure_loop.task import Task, default_forward
 
-__all__ = ["NO_CONTEXT", "ClipGrad", "StageSettings", "uses_cpu_rng_only"]
+__all__ = ["NO_CONTEXT", "ClipGrad", "StageSettings"]
 
-T = TypeVar("T")
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _tracer = tracer.get
-_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+# Stages of which strict=True sees to it that no other thread draws meanwhile.
+_CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
 
 @attrs.frozen(kw_only=True)
@@ -49,30 +49,24 @@ class StageSettings:
     nonfinite: str = "error"
     measures_norm: bool = False
     engine: Engine = ONE_RANK
-    donation: Donation | None = None
+    workspace: Workspace = attrs.field(factory=Workspace, repr=False, eq=False)
     strict: bool = False
     place: Place = attrs.field(factory=Place, repr=False, eq=False)
-    # By stage: whether its code draws from Python's or NumPy's global generator, as far as that is known.
-    host_draws: dict[str, bool] = attrs.field(init=False, factory=dict, repr=False, eq=False)
+    # The stages in which functions run that were passed, and are neither torch's nor the library's.
+    users_stages: frozenset[str] = attrs.field(init=False, repr=False, eq=False)
     # Whether complete gradients are clipped or measured.
     finishes: bool = attrs.field(init=False, repr=False, eq=False)
-    # Whether an update is written in place as soon as it may be, without further conditions.
-    writes_in_place: bool = attrs.field(init=False, repr=False, eq=False)
+    # Whether the optimizer may keep what it is given: one of ours by itself doesn't.
+    optimizer_may_keep: bool = attrs.field(init=False, repr=False, eq=False)
+
+    @optimizer_may_keep.default
+    def _optimizer_may_keep(self) -> bool:
+        optimizer = self.optimizer
+        return optimizer is not None and (bool(optimizer.parts) or is_users([optimizer.update, optimizer.overwrite]))
 
     @finishes.default
     def _finishes(self) -> bool:
         return self.clip_grad is not None or self.measures_norm
-
-    @writes_in_place.default
-    def _writes_in_place(self) -> bool:
-        return (
-            self.nonfinite == "error"
-            and type(self.engine) is Engine
-            and self.donation is not None
-            and not self.donation.compiled
-            and self.optimizer is not None
-            and self.optimizer.overwrite is not None
-        )
 
     @property
     def size(self) -> int | None:
@@ -89,56 +83,73 @@ class StageSettings:
         """Whether the gradient of a microbatch of weight 0 is known to be 0, and not NaN."""
         return self.task.harmless
 
-    def _call_with_grad(self, call: Callable[[], T], state: State, stage: str, index: int, draws: bool) -> T:
-        """Call with gradients on, in this precision, and with random numbers of this stage, batch and microbatch."""
-        try:
-            if not draws and self.precision.dtype is None and _grad_enabled() and not any_autocast_enabled():
-                try:
-                    return call()
-                finally:
-                    set_grad_enabled(True)  # whatever the user's code has left
-            try:
-                with GradMode(True), self._seeded(state, stage, index) if draws else NO_CONTEXT, self._autocast(state):
-                    return call()
-            finally:
-                self._forget_casts()
-        except Exception as error:
-            note_stage(error, stage, state, index)
-            raise
+    def running(self, state: State, stage: str, index: int) -> Running:
+        """What a forward or a loss of training runs in."""
+        return Running(self, state, stage, index)
 
-    def _seeded(self, state: State, stage: str, index: int) -> AbstractContextManager[None]:
-        return self._guard(stage, self.seed_of(state, stage, index), state)
+    def seeding(
+        self, state: State, stage: str, index: int = 0, *, seed: int | None = None
+    ) -> AbstractContextManager[None]:
+        """What the code of a stage runs in, so that it draws by its position: a context manager to be entered once.
 
-    def _guard(self, stage: str, seed: int, state: State) -> AbstractContextManager[None]:
-        """Seeds the global generators for a stage, those of Python and NumPy where its code may draw from them."""
+        It is ``NO_CONTEXT`` where nothing is drawn. torch's generators are seeded and put back where torch's code or
+        the library's draws, and Python's and NumPy's as well where code of the user's runs.
+
+        Args:
+            state: the one that the stage is called with.
+            stage: ``"forward"``, ``"loss"``, ``"backward"``, ``"clip_grad"``, ``"update"``, ``"validate"`` or
+                ``"validation loss"``.
+            index: the number of the microbatch.
+            seed: default: :meth:`seed_of`.
+        """
+        users = self.runs_users_code(state, stage)
+        if not users and not self._draws(state.model, stage):
+            return NO_CONTEXT
+        if seed is None:
+            seed = self.seed_of(state, stage, index)
         device = device_of(state)
         if _tracer() is not None:
             return seeded(seed, device)
-        known = self.host_draws.get(stage)
-        if known is None and stage == "backward":
-            if self.host_draws.get("forward") is False:  # it runs no other code of the user's
-                known = self.host_draws[stage] = False
-        elif known is None:
-            drawn, own = may_use_rng(self._code_of(stage, state))
-            if drawn or not own:
-                known = self.host_draws[stage] = drawn
-        guard: AbstractContextManager[None]
-        if known is None:
-            guard = Observed(seed, device, partial(self.host_draws.__setitem__, stage))
-        else:
-            guard = SeededHosts(seed, device) if known else seeded(seed, device)
-        if not self.strict:
-            return guard
-        hosts, alone = known is not False, stage != "backward"
-        return Checked(guard, stage, state.timestamp.batch, hosts=hosts, device=device, alone=alone)
+        context = SeededHosts(seed, device) if users else seeded(seed, device)
+        if self.strict and stage in _CHECKED:
+            return CheckedDraws(context, stage, state.timestamp.batch, device)
+        return context
 
-    def _code_of(self, stage: str, state: State) -> list[Any]:
-        """The functions and modules in which the code of a stage starts."""
-        task = self.task
-        if stage in ("loss", "validation loss") and task.loss is not None:
-            return [task.loss.loss if isinstance(task.loss, OnTargets) else task.loss]
-        functions = [task.forward] if task.validate is None or stage != "validate" else [task.validate]
-        return [state.model.skeleton, *functions]
+    def runs_users_code(self, state: State, stage: str) -> bool:
+        """Whether code that is neither torch's nor the library's runs in a stage."""
+        if stage in self.users_stages:
+            return True
+        if stage == "update" or stage == "clip_grad":
+            return False
+        if self.task.loss is not None and (stage == "loss" or stage == "validation loss"):
+            return any_global_hook()  # a module may be the loss
+        return state.model.runs_users_code or any_global_hook()
+
+    def _draws(self, model: ModelDef, stage: str) -> bool:
+        """Whether code of torch's or the library's may draw in a stage; in an update the optimizer says so."""
+        if stage == "loss" or stage == "validation loss":
+            return self.task.loss_may_use_rng
+        if stage == "update" or stage == "clip_grad":
+            return False
+        if stage == "validate" and self.task.validate is not None:
+            return True
+        return model.may_use_rng or self.task.forward is not default_forward
+
+    @users_stages.default
+    def _users_stages(self) -> frozenset[str]:
+        task, optimizer = self.task, self.optimizer
+        forward, loss = is_users(task.forward), is_users(task.loss)
+        users = {
+            "forward": forward,
+            "loss": loss,
+            # A checkpointed segment runs again, and a function may come with a backward of its own.
+            "backward": forward or loss,
+            "clip_grad": is_users(self.clip_grad),
+            "update": optimizer is not None and optimizer.draws,
+            "validate": forward if task.validate is None else is_users(task.validate),
+            "validation loss": loss,
+        }
+        return frozenset(stage for stage, is_true in users.items() if is_true)
 
     def guard(self, state: State, path: tuple[str | int, ...], *, apart: bool = False) -> AbstractContextManager[None]:
         """Seeds the global generators for code of the user's that is called at an event; see :func:`guard`."""
@@ -147,6 +158,8 @@ class StageSettings:
     def seed_of(self, state: State, stage: str, index: int) -> int:
         """The seed of a stage's random numbers, in a microbatch of this number."""
         t = state.timestamp
+        if stage == "update" or stage == "clip_grad":  # of replicated ranks, which draw alike
+            return derive(state.seed, stage, t.epoch, t.batch)
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
     def _autocast(self, state: State) -> AbstractContextManager[Any]:
@@ -168,6 +181,45 @@ class StageSettings:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NO_CONTEXT
 
 
-def uses_cpu_rng_only(params: Any) -> bool:
-    """Whether the generator of the CPU is all that is seeded with these parameters, and by itself."""
-    return type(params) is FrozenDict and next(iter(params.values())).is_cpu and _tracer() is None
+class Running:
+    """With gradients on, in the precision of stages, and with the random numbers of a stage, a batch and a microbatch.
+
+    An error says where it was raised.
+    """
+
+    __slots__ = ("_contexts", "_grad_mode", "_index", "_stage", "_stages", "_state")
+
+    def __init__(self, stages: StageSettings, state: State, stage: str, index: int) -> None:
+        self._stages, self._state, self._stage, self._index = stages, state, stage, index
+        self._contexts: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        stages, state = self._stages, self._state
+        seeding = stages.seeding(state, self._stage, self._index)
+        plain = stages.precision.dtype is None and not any_autocast_enabled()
+        autocast = NO_CONTEXT if plain else stages._autocast(state)
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        if seeding is NO_CONTEXT and plain:
+            return
+        try:
+            with ExitStack() as contexts:
+                contexts.enter_context(seeding)
+                contexts.enter_context(autocast)
+                self._contexts = contexts.pop_all()
+        except BaseException:
+            set_grad_enabled(self._grad_mode)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._contexts is not None:
+                self._contexts.__exit__(kind, error, trace)
+        finally:
+            set_grad_enabled(self._grad_mode)
+            if self._contexts is not None:
+                self._stages._forget_casts()
+            if isinstance(error, Exception):
+                note_stage(error, self._stage, self._state, self._index)

@@ -1,8 +1,9 @@
-"""The update: one step of the optimizer, written in place where it may be, and skipped where it must be."""
+"""The update: one step of the optimizer, in place where nothing else can see the tensors, skipped where it must be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
@@ -14,34 +15,29 @@ from torch import Tensor
 from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.data.group import parts_of
-from pure_loop.donation.donation import Taken
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
-from pure_loop.optim.optimizer import time_of_step
 from pure_loop.random.seeds import derive, seeded_all, tracer
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.nonfinite import (
     find_nonfinite,
     gradients_nonfinite,
-    is_finite_number,
     is_nonfinite,
     loss_is_finite,
     total_loss,
 )
 from pure_loop.stages.settings import StageSettings
-from pure_loop.state import State, device_of, fresh_draft_of, raw_opt_state
+from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, setter, with_fields
 
-__all__ = ["UpdateStage", "apply_optimizer", "as_state", "select"]
+__all__ = ["UpdateStage", "apply_optimizer", "select"]
 
 # Buffers before a batch, and the structure then; None: known by the names of the buffers.
 Before: TypeAlias = "tuple[FrozenDict[str, Tensor], ModelDef | None]"
 
 _tracer = tracer.get
-_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
 @attrs.frozen(kw_only=True)
@@ -56,12 +52,12 @@ class UpdateStage(StageSettings):
         model: ModelDef | None = None,
         **counted: Any,
     ) -> State:
-        """One step of the optimizer; skipped, and counted in ``state.skipped``, where a gradient overflowed its loss
-        scale, or with ``nonfinite="skip"`` the loss or a gradient isn't finite.
+        """One step of the optimizer: in place if nothing else can see the tensors, else on copies.
 
-        The new parameters are checked for NaN and infinity: they show those of the gradients, also after an algorithm
-        changed these, and nothing else refers to their memory, so the cheapest kernel may write to it. Where a step
-        may be skipped, loss and gradients are checked before it, so that it can be written in place.
+        It is skipped, and counted in ``state.skipped``, where a gradient overflowed its loss scale, or with
+        ``nonfinite="skip"`` the loss or a gradient isn't finite. The new parameters are checked for NaN and infinity:
+        they show those of the gradients, also after an algorithm changed these, and nothing else refers to their
+        memory, so the cheapest kernel may write to it.
 
         Args:
             state: with gradients.
@@ -74,134 +70,81 @@ class UpdateStage(StageSettings):
                 at once; on other devices it is noted in ``state.nonfinite`` and raised by
                 :meth:`pure_loop.State.check_finite`.
         """
-        draft = self.update_draft(state, buffers=buffers, model=model)
-        for name, value in counted.items():
-            setattr(draft, name, value)
-        return as_state(draft, state)
-
-    def update_draft(
-        self, state: State, *, buffers: FrozenDict[str, Tensor] | None = None, model: ModelDef | None = None
-    ) -> Any:
-        """The draft of what :meth:`update` returns."""
-        before: Before | None = None if buffers is None else (buffers, model)
-        taken = None
-        in_place = self.writes_in_place and state.loss_scale is None
-        if in_place:
-            # Before anything is written to, so that the error has the State before the step.
-            loss, norm = total_loss(state.loss), state.grad_norm
-            if (loss.is_cpu and not is_finite_number(loss)) or (
-                norm is not None and norm.is_cpu and not norm.isfinite()
-            ):
-                raise self._nonfinite_error(state, before)
-            taken = self.donation.donate(state, shared=False)  # type: ignore[union-attr]
-            if taken is not None:
-                return self._update_in_place(state, taken, before)
-        optimizer, engine = self.optimizer, self.engine
-        if optimizer is None:
+        if self.optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
-        optimizer = state.model.served_by(optimizer)
-        donation, scale = self.donation, state.loss_scale
-        if donation is not None and donation.compiled:  # compiled steps donate by themselves
-            donation = None
-        result = None
+        before: Before | None = None if buffers is None else (buffers, model)
+        optimizer, scale, found_inf = state.model.served_by(self.optimizer), state.loss_scale, None
         if self.nonfinite == "skip" or scale is not None:
-            result = self._overflow(state)
-            scale = None if scale is None else scale.update(result)
-            if result.is_cpu:
-                if result.item():
-                    if donation is not None:
-                        donation.invalidate()
-                    return self._skip_step(state, scale, before)
-                result = None  # a step like any other
-        overwrites = donation is not None and optimizer.overwrite is not None
-        if overwrites and result is not None and not _skips_by_itself(optimizer, state):
-            donation.forget()  # type: ignore[union-attr]
-            overwrites = False
-        if overwrites and not in_place:
-            shared = type(engine) is not Engine and engine.shares_storage(state.params)
-            taken = donation.donate(state, shared=shared)  # type: ignore[union-attr]
-        if taken is not None and result is None and type(engine) is Engine:
-            draft = self._update_in_place(state, taken, before)
-            draft.loss_scale = scale
-            return draft
-        draft = fresh_draft_of(state)
-        draft.loss_scale = scale
-        if taken is not None:
-            params, trained, memory, _ = taken
-        else:
-            params, memory = state.params, raw_opt_state(state)
-            trained = state.model.trained(params)
+            found_inf = self._overflow(state)
+            scale = None if scale is None else scale.update(found_inf)
+            if found_inf.is_cpu:
+                if found_inf.item():
+                    return with_fields(state, **self._skipped(state, scale, before), **counted)
+                found_inf = None  # a step like any other
+        elif self.engine.ranks == 1 and self._is_nonfinite_at_once(state):  # before anything is written to
+            raise self._nonfinite_error(state, before)
         with GradMode(False):
-            if taken is not None:
-                new, opt_state = _in_order(
-                    optimizer, engine.overwrite(optimizer, state, trained, memory, result), trained
-                )
-                fresh = list(new.values())
-            else:
-                new, opt_state = apply_optimizer(engine, optimizer, state, trained)
-                if result is not None:
-                    new, opt_state = select(result[0].bool(), (trained, memory), (new, opt_state))
-                # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
-                fresh = [
-                    tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old
-                ]
-            self._refuse_nonfinite(draft, state, fresh, result, before, overwritten=taken is not None)
+            params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
+            noted = self._refuse_nonfinite(state, optimizer, fresh, found_inf, before, overwritten=in_place)
+        result: State
+        if tuple(counted) == _COUNTED and not noted:  # as in the loop
+            result = _updated[type(state)](state, params, opt_state, scale, *counted.values())
+        else:
+            result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
+        self.workspace.made(result, lent=self.optimizer_may_keep)
+        return result
+
+    def _step(
+        self, state: State, optimizer: Optimizer, found_inf: Tensor | None
+    ) -> tuple[FrozenDict[str, Tensor], Any, list[Tensor], bool]:
+        """The new parameters, the new optimizer state, the tensors that the step has made or written to, and whether it
+        wrote in place.
+        """
+        engine, tensors = self.engine, None
+        if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
+            tensors = self.workspace.writable(state)
+        params, memory = (raw_params(state), raw_opt_state(state)) if tensors is None else tensors
+        trained = state.model.trained(params)
+        if tensors is not None:
+            updated = engine.overwrite(optimizer, state, trained, memory, found_inf)
+            new, opt_state = _in_order(optimizer, updated, trained)
+            fresh = list(new.values())
+        else:
+            new, opt_state = apply_optimizer(engine, optimizer, state, trained)
+            if found_inf is not None:
+                new, opt_state = select(found_inf[0].bool(), (trained, memory), (new, opt_state))
+            if self.workspace.ownership is not None:
+                new, opt_state = _apart((new, opt_state), (trained, memory))
+            # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
+            fresh = [tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old]
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
-        draft.params, draft.opt_state = params, opt_state
-        if overwrites and not (taken is not None and donation.held is not None and donation.held.params is params):  # type: ignore[union-attr]
-            donation.track(draft, new, (trained, memory) if taken is None else (None, None), optimizer)  # type: ignore[union-attr]
-        return draft
+        return params, opt_state, fresh, tensors is not None
 
-    def _update_in_place(self, state: State, taken: Taken, before: Before | None) -> Any:
-        """The draft after an update in place, on one rank."""
-        params, trained, memory, overwrite_private = taken
-        optimizer, donation, loss = self.optimizer, self.donation, state.loss
-        assert optimizer is not None
-        if state.model.declared:
-            optimizer = state.model.served_by(optimizer)
-        assert donation is not None
-        draft = fresh_draft_of(state)
-        overwrite: Any = overwrite_private or optimizer.overwrite
-        grad_mode = _grad_enabled()
-        set_grad_enabled(False)
-        try:
-            timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
-            updated = overwrite(state._grads, memory, trained, timestamp)
-            new, draft.opt_state = _in_order(optimizer, updated, trained)
-            held = donation.held if new is trained else None
-            if held is not None and held.alike and optimizer.spreads_nonfinite and type(loss) is Tensor and loss.is_cpu:
-                if is_nonfinite(loss, held.values, alike=True):
-                    raise self._nonfinite_error(state, before, overwritten=True)
-            else:
-                self._refuse_nonfinite(draft, state, list(new.values()), None, before, overwritten=True)
-        finally:
-            set_grad_enabled(grad_mode)
-        if new is trained:
-            draft.params = params
-        else:
-            draft.params = new if trained is params else FrozenDict({**params, **new})
-        if held is None or held.params is not params:
-            donation.track(draft, new, (None, None), optimizer)
-        return draft
+    def _is_nonfinite_at_once(self, state: State) -> bool:
+        """Whether the loss, or the norm of the gradients, is not finite, where that is known without waiting."""
+        loss, norm = total_loss(raw_loss(state)), state.grad_norm
+        if loss.is_cpu and not math.isfinite(loss.item()):
+            return True
+        return norm is not None and norm.is_cpu and not math.isfinite(norm.item())
 
     def _refuse_nonfinite(
         self,
-        draft: Any,
         state: State,
+        optimizer: Optimizer,
         fresh: list[Tensor],
-        result: Tensor | None,
+        found_inf: Tensor | None,
         before: Before | None,
         *,
         overwritten: bool,
-    ) -> None:
-        """Raise for a loss or new parameters that are NaN or infinite, or note it on a device; see :meth:`update`."""
-        assert self.optimizer is not None
-        wrong = self._nonfinite(state, self.optimizer, fresh, result)
+    ) -> dict[str, Any]:
+        """Raise for a loss or new parameters that are NaN or infinite; on a device the fields that note it."""
+        wrong = self._nonfinite(state, optimizer, fresh, found_inf)
         if type(wrong) is not bool and not wrong.is_cpu:
-            self._note_on_device(draft, state, result, wrong, before)
-        elif wrong:
+            return self._noted_on_device(state, found_inf, wrong, before)
+        if wrong:
             raise self._nonfinite_error(state, before, overwritten=overwritten)
+        return {}
 
     def _nonfinite_error(self, state: State, before: Before | None, *, overwritten: bool = False) -> NonFiniteError:
         """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
@@ -212,7 +155,7 @@ class UpdateStage(StageSettings):
 
         @contextmanager
         def seeding(stage: str, index: int) -> Iterator[None]:
-            with self._seeded(state, stage, index), self._autocast(state):
+            with self.seeding(state, stage, index), self._autocast(state):
                 yield
 
         pieces = list(parts_of(state.batch)) if self.size is None else self.task.split(state.batch, self.size)
@@ -223,25 +166,22 @@ class UpdateStage(StageSettings):
         assert state._grads is not None
         with GradMode(False):
             grads = self.engine.local_shards(state._grads.values())
-            loss = total_loss(state.loss).to(device_of(state))
+            loss = total_loss(raw_loss(state)).to(device_of(state))
             return self.engine.any_rank(gradients_nonfinite(loss, grads))
 
-    def _skip_step(self, state: State, scale: Any, before: Before | None) -> Any:
-        """The draft of the State after a step that is skipped."""
-        if self.nonfinite == "error" and not loss_is_finite(state.loss):
+    def _skipped(self, state: State, scale: Any, before: Before | None) -> dict[str, Any]:
+        """The fields after a step that is skipped."""
+        if self.nonfinite == "error" and not loss_is_finite(raw_loss(state)):
             raise self._nonfinite_error(state, before)
-        draft, skipped = fresh_draft_of(state), cast("Tensor", state.skipped)
-        draft.loss_scale, draft.skipped = scale, skipped + 1
-        if before is not None and self.nonfinite == "skip":
-            _restore(draft, before)
-        return draft
+        restored = {} if before is None or self.nonfinite != "skip" else _restored(state, before)
+        return {"loss_scale": scale, "skipped": cast("Tensor", state.skipped) + 1, **restored}
 
     def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], result: Tensor | None) -> Any:
         """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.
 
         ``result``, if given, says so of the loss and the gradients already, on a device that isn't waited for.
         """
-        loss, engine = total_loss(state.loss), self.engine
+        loss, engine = total_loss(raw_loss(state)), self.engine
         if result is not None:
             return engine.any_rank(find_nonfinite(torch.zeros_like(result), engine.local_shards(fresh)))
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
@@ -254,32 +194,30 @@ class UpdateStage(StageSettings):
             wrong = torch.maximum(wrong, gradients_nonfinite(loss, engine.local_shards(state._grads.values())))
         return engine.any_rank(wrong)
 
-    def _note_on_device(
-        self, draft: Any, state: State, result: Tensor | None, wrong: Tensor, before: Before | None
-    ) -> None:
-        """Note the batch, without waiting for the device, and whether its step was skipped."""
-        bad = wrong[0].bool()
-        if result is not None:
-            out = result[0].bool()
-            draft.skipped = cast("Tensor", state.skipped) + out
+    def _noted_on_device(
+        self, state: State, found_inf: Tensor | None, wrong: Tensor, before: Before | None
+    ) -> dict[str, Any]:
+        """The fields that note the batch, without waiting for the device, and whether its step was skipped."""
+        bad, fields = wrong[0].bool(), dict[str, Any]()
+        if found_inf is not None:
+            out = found_inf[0].bool()
+            fields["skipped"] = cast("Tensor", state.skipped) + out
             if self.nonfinite == "error":
-                bad = bad | ~torch.isfinite(total_loss(state.loss).to(wrong.device))
+                bad = bad | ~torch.isfinite(total_loss(raw_loss(state)).to(wrong.device))
             elif before is not None:
                 buffers, model = before
                 if (model is None or model is state.model) and _alike(buffers, state.buffers):
-                    draft.buffers = select(out, buffers, state.buffers)
+                    fields["buffers"] = select(out, buffers, state.buffers)
                 elif bool(out):  # waits for the device, where forwards register or reshape buffers
-                    _restore(draft, before)
+                    fields |= _restored(state, before)
         # full_like, because a Python number would be copied to the device, which waits for it.
         noted = cast("Tensor", state.nonfinite)
         batch = torch.full_like(noted, state.timestamp.batch)
-        draft.nonfinite = torch.where(bad & (noted < 0), batch, noted)
+        return {**fields, "nonfinite": torch.where(bad & (noted < 0), batch, noted)}
 
 
-def as_state(draft: Any, state: State) -> State:
-    """The draft as a State; no other reference to it exists."""
-    draft.__class__ = state.__class__
-    return draft  # type: ignore[no-any-return]
+_COUNTED = ("timestamp", "previous_timestamp")
+_updated = setter("params", "opt_state", "loss_scale", *_COUNTED)
 
 
 def _skips_by_itself(optimizer: Optimizer, state: State) -> bool:
@@ -287,6 +225,16 @@ def _skips_by_itself(optimizer: Optimizer, state: State) -> bool:
     grads: Any = state._grads
     # Of which parameters had no gradient it keeps count on the host.
     return optimizer.takes_found_inf and all(gradient is not None and gradient.is_cuda for gradient in grads.values())
+
+
+def _apart(new: Any, old: Any) -> Any:
+    """A tree without tensors of an older one: copies in their places."""
+    leaves: list[Any] = optree.tree_leaves(old, namespace=NAMESPACE)
+    known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    if known.isdisjoint(map(id, optree.tree_leaves(new, namespace=NAMESPACE))):
+        return new
+    copies: Any = optree.tree_map(lambda leaf: leaf.clone() if id(leaf) in known else leaf, new, namespace=NAMESPACE)
+    return copies
 
 
 def apply_optimizer(
@@ -329,10 +277,10 @@ def _in_order(
     return FrozenDict((name, new[name]) for name in names), opt_state
 
 
-def _restore(draft: Any, before: Before) -> None:
-    """Put back the buffers of before a batch."""
+def _restored(state: State, before: Before) -> dict[str, Any]:
+    """The buffers of before a batch, and the structure that has them."""
     buffers, model = before
-    draft.buffers, draft.model = buffers, draft.model.fitting(buffers) if model is None else model
+    return {"buffers": buffers, "model": state.model.fitting(buffers) if model is None else model}
 
 
 def _alike(some: FrozenDict[str, Tensor], others: FrozenDict[str, Tensor]) -> bool:

@@ -289,8 +289,19 @@ def copied(state: State) -> State:
     return result  # type: ignore[no-any-return]
 
 
+def _without_tensors(state: State) -> State:
+    """A State with the same leaves by name, in which one without numbers stands for each tensor."""
+    tree: Any = state
+    absent = torch.empty((), device="meta")
+    result: Any = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
+    return result  # type: ignore[no-any-return]
+
+
 class Keeper:
     """Many States by value; a tensor that several of them share is copied once.
+
+    Args:
+        states: whether it keeps the States themselves, and not only each of their tensors.
 
     >>> import torch, pure_loop as pl
     >>> state, keeper = pl.State.create(torch.nn.Linear(1, 1, bias=False)), Keeper()
@@ -300,15 +311,17 @@ class Keeper:
     "state.params['weight']"
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, states: bool = True) -> None:
+        self._states = states
         self._tensors: dict[int, tuple[Tensor, Tensor, State, int]] = {}
 
     def keep(self, state: State) -> None:
         """Remember what it is now."""
+        kept = state if self._states else _without_tensors(state)
         for index, leaf in enumerate(_values(state)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
                 # Held, so that no other tensor gets its id.
-                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), state, index
+                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), kept, index
 
     def changed(self) -> tuple[State, Difference] | None:
         """The first State that has a tensor which is not what it was, and the leaf."""

@@ -11,7 +11,8 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -21,14 +22,13 @@ import torch
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.weights import Weights
-from pure_loop.donation import references
-from pure_loop.donation.donation import Donation
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
 from pure_loop.loop.training import LoopStages
-from pure_loop.stages import Stages, settings, stages
+from pure_loop.stages import Stages, ownership
+from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.testing.case import Fit
 
 __all__ = ["WRONG_LOOPS"]
@@ -47,20 +47,22 @@ def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> F
         return continued(stream)
 
     def continued(stream: Any) -> Iterator[tuple[Event, pl.State]]:
+        pairs: list[Any] = []
         while True:
             with ExitStack() as stack:
                 for make in replacements:
                     stack.enter_context(make())
-                pair = next(stream, None)
-            if pair is None:
+                pairs.extend(islice(stream, 1))
+            if not pairs:
                 return
-            yield pair
+            yield pairs.pop()  # kept in no variable, so that a step may write in place
 
+    ownership.look_through(continued.__code__)
     return wrong
 
 
 def edited(script: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-    """A script of the loop with some lines of its source replaced; its fast text is that of the edit."""
+    """A script of the loop with some lines of its source replaced."""
     source = inspect.getsource(script)
     if source.count(before) != 1:
         raise ValueError(f"the source of {script.__name__} has {source.count(before)} times {before!r}, not once")
@@ -107,43 +109,40 @@ def counts_microbatches_as_batches() -> Fit:
 
 
 def updates_in_place() -> Fit:
-    real = Stages.update_draft
+    real = Stages.update
 
-    def update_draft(self: Stages, state: pl.State, **options: Any) -> Any:
+    def update(self: Stages, state: pl.State, **options: Any) -> Any:
         before = dict(state.params)
         after = real(self, state, **options)
         for name, tensor in before.items():
             tensor.copy_(after.params[name])
         return after
 
-    return while_patched(lambda: patch.object(Stages, "update_draft", update_draft))
+    return while_patched(lambda: patch.object(Stages, "update", update))
 
 
 def updates_through_data() -> Fit:
     """As above, behind the back of the version counter."""
-    real = Stages.update_draft
+    real = Stages.update
 
-    def update_draft(self: Stages, state: pl.State, **options: Any) -> Any:
+    def update(self: Stages, state: pl.State, **options: Any) -> Any:
         for tensor in state.params.values():
             tensor.data.mul_(0.99)
         return real(self, state, **options)
 
-    return while_patched(lambda: patch.object(Stages, "update_draft", update_draft))
+    return while_patched(lambda: patch.object(Stages, "update", update))
 
 
 def overwrites_what_was_kept() -> Fit:
     """It takes every reference for the loop variable, and writes the new parameters where the old ones are."""
-
-    look = Donation.record_references
-
-    def alone(*_: Any, **__: Any) -> bool:
-        return True
-
     return while_patched(
-        lambda: patch.multiple(references.OwnedBuffers, mappings_alone=alone, tensors_alone=alone),
-        lambda: patch.object(driver, "rebinds_loop_variable", alone),
-        lambda: patch.object(Donation, "record_references", lambda self, *_, **__: look(self, 0, None, replaced=True)),
+        lambda: patch.object(ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state))
     )
+
+
+def overwrites_what_was_read() -> Fit:
+    """It doesn't look at tensors that were read."""
+    return while_patched(lambda: patch.object(ownership, "_is_lent", lambda mapping: False))
 
 
 def lends_its_buffers_to_batchnorm() -> Fit:
@@ -159,10 +158,7 @@ def lends_its_buffers_to_batchnorm() -> Fit:
 
 
 def draws_from_the_global_generator() -> Fit:
-    return while_patched(
-        lambda: patch.object(settings, "seeded", lambda *args: nullcontext()),
-        lambda: patch.object(stages, "push_cpu_seed", lambda seed: None),
-    )
+    return while_patched(lambda: patch.object(StageSettings, "seeding", lambda *_, **__: NO_CONTEXT))
 
 
 def reseeds_the_global_generator() -> Fit:
@@ -353,7 +349,7 @@ def evaluates_the_weights_of_training() -> Fit:
     """What an algorithm puts in at EVAL_START, an average for example, is dropped."""
     real = Stages.validate
     trained: dict[str, Any] = {}
-    update = Stages.update_draft
+    update = Stages.update
 
     def updated(self: Stages, state: pl.State, **options: Any) -> Any:
         after = update(self, state, **options)
@@ -366,7 +362,7 @@ def evaluates_the_weights_of_training() -> Fit:
         return real(self, state.replace(params=trained["params"]), **numbers).replace(params=state.params)
 
     return while_patched(
-        lambda: patch.object(Stages, "update_draft", updated), lambda: patch.object(Stages, "validate", validate)
+        lambda: patch.object(Stages, "update", updated), lambda: patch.object(Stages, "validate", validate)
     )
 
 
@@ -447,6 +443,7 @@ WRONG_LOOPS: dict[Callable[[], Fit], str] = {
     updates_in_place: "value",
     updates_through_data: "value",
     overwrites_what_was_kept: "value",
+    overwrites_what_was_read: "value",
     lends_its_buffers_to_batchnorm: "value",
     draws_from_the_global_generator: "determinism",
     reseeds_the_global_generator: "determinism",

@@ -27,9 +27,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import (
     RateFunction,
     ScaledTimestamp,
-    overwrite_private_of,
     rate_at,
-    stateless_overwrite,
 )
 from pure_loop.state import State
 from pure_loop.time import Timestamp
@@ -242,9 +240,6 @@ class Sweep:
             return update
 
         overwrite = None if optimizer.overwrite is None else swept(optimizer.overwrite)
-        private = overwrite_private_of(optimizer)
-        if overwrite is not None and private is not None:
-            overwrite = stateless_overwrite(overwrite, swept(private))
         seeing = optimizer.seeing
         return attrs.evolve(
             optimizer,

@@ -59,25 +59,18 @@ class Parts:
                 f"pl.{function}(pl.fit(state, ...))."
             )
         arguments: Mapping[str, Any] = arguments_of(pairs)
-        run, script = arguments.get("run"), arguments.get("script")
-        begun = arguments if run is not None or not isinstance(script, Generator) else arguments_of(script)
+        script = arguments.get("script")
+        begun = arguments_of(script) if isinstance(script, Generator) else arguments
         fit, state = begun.get("fit"), begun.get("state")
         if not isinstance(fit, Fit) or not isinstance(state, State):
             raise ArgumentTypeError(
                 f"{function}: this is the stream of another function than fit, or of pl.progress: give that of fit "
                 f"itself, pl.{function}(pl.fit(...))."
             )
-        handlers, observers, closing = (
-            (run.handlers, run.observers, run.closing)
-            if run is not None
-            else (arguments[name] for name in _OF_A_DRIVER)
-        )
-        closed = (getattr(close, "__self__", None) for close in closing)
+        attached: Any = arguments["attached"]
+        closed = (getattr(close, "__self__", None) for close in arguments["closing"])
         loggers = tuple(item for item in closed if isinstance(item, Logger))
-        return cls(fit, handlers, observers, loggers, state)
-
-
-_OF_A_DRIVER = ("handlers", "observers", "closing")
+        return cls(fit, attached.handlers, attached.observers, loggers, state)
 
 
 def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:

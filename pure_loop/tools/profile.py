@@ -33,16 +33,13 @@ __all__ = ["profile"]
 
 _STAGES = {
     "forward": "forward",
-    "forward_into": "forward",
     "loss": "loss",
-    "loss_into": "loss",
     "backward": "backward",
-    "backward_into": "backward",
     "finish_gradients": "gradients: scale, clip",
     "microbatches": "split into microbatches",
 }
 # By which a batch ends, where it is not compiled.
-_UPDATES = ("update", "update_draft")
+_UPDATES = ("update",)
 
 
 @teaching

@@ -72,8 +72,8 @@ def refuse_stepless(stream: Any, function: str) -> Parts:
             f"{function}: the stream is compiled, and a graph has no steps between events: leave out compile=, which "
             "trains the same up to rounding."
         )
-    donation = parts.fit.stages.donation
-    if donation is not None and donation.always:
+    ownership = parts.fit.stages.workspace.ownership
+    if ownership is not None and ownership.always:
         raise ArgumentError(
             f"{function}: with donate=True a step writes to the memory of the States before it, with which they are "
             "compared: leave out donate=True, which trains the same."

@@ -23,7 +23,7 @@ FLOORS = (
     {"data", "gradients", "model", "order", "ranges"},
     {"schedules", "state", "task"},
     {"cadence", "metrics", "optim"},
-    {"algorithm", "donation", "evaluator"},
+    {"algorithm", "evaluator"},
     {"_hypothesis", "callback", "stages"},
     {"distributed", "loop"},
     {"algorithms", "checkpoint", "compile"},

@@ -17,7 +17,20 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import costs, events, growth, length, limits, malloc, memory, parts, saving, startup, tables
+from tests.benchmarks import (
+    attached,
+    costs,
+    events,
+    growth,
+    length,
+    limits,
+    malloc,
+    memory,
+    parts,
+    saving,
+    startup,
+    tables,
+)
 from tests.benchmarks.loops import HAND, OURS, Loop
 from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.steps import measure
@@ -25,7 +38,7 @@ from tests.benchmarks.workloads import WORKLOADS
 
 MEASURED = (
     *("steps", "parts", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc"),
-    "costs",
+    *("costs", "attached"),
 )
 
 
@@ -112,6 +125,8 @@ def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: 
             return parts.measure(options.turns, options.seconds)
         case "memory":
             return memory.measure([loop for loop in loops if not loop.compiled and "default AdamW" not in loop.name])
+        case "attached":
+            return attached.measure()
         case "imports":
             return startup.imports(peers)
         case "processes":

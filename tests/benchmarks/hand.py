@@ -20,8 +20,12 @@ def hand_written(
     compiled: bool = False,
     loader: Callable[[Workload], Iterable[Any]] = Workload.data,
     optimizer: type[torch.optim.Optimizer] | None = None,
+    smoothing: float | None = None,
 ) -> Callable[[Workload], Steps]:
-    """zero_grad, forward, loss, backward, AdamW or another class; one pass over a loader after another."""
+    """zero_grad, forward, loss, backward, AdamW or another class; one pass over a loader after another.
+
+    ``smoothing``: of a moving average of the parameters, which is updated where it is.
+    """
 
     def loop(workload: Workload) -> Steps:
         torch.manual_seed(0)
@@ -35,6 +39,7 @@ def hand_written(
         forward = torch.compile(model) if compiled else model
         count = workload.microbatches
         size = len(workload.data()[0][0]) // count
+        average = [] if smoothing is None else [each.detach().clone() for each in model.parameters()]
         for inputs, targets in itertools.chain.from_iterable(itertools.repeat(loader(workload))):
             update.zero_grad()
             if count == 1:
@@ -43,6 +48,9 @@ def hand_written(
                 for x, y in zip(inputs.split(size), targets.split(size), strict=True):
                     (workload.loss(forward(x), y) / count).backward()
             update.step()
+            if smoothing is not None:
+                with torch.no_grad():
+                    torch._foreach_lerp_(average, list(model.parameters()), 1 - smoothing)
             yield 1
 
     return loop

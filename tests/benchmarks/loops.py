@@ -40,12 +40,15 @@ class Loop:
         return OfGenerator(self.make(workload))
 
 
-def ours(loader: Callable[[Workload], Any] | None = None, keep: int = 0, **options: Any) -> Callable[[Workload], Steps]:
+def ours(
+    loader: Callable[[Workload], Any] | None = None, keep: int = 0, *, read: bool = False, **options: Any
+) -> Callable[[Workload], Steps]:
     """``pl.fit`` with AdamW and these options; it is called, and refuses them, when the generator is made.
 
     Args:
         loader: of the workload; None: batches that are there already.
         keep: the States of so many last batches stay alive.
+        read: whether the parameters are looked at after each batch.
         **options: of ``fit``.
     """
     options = {"optimizer": pl.optim.adamw(lr=1e-3), **options}
@@ -69,6 +72,8 @@ def ours(loader: Callable[[Workload], Any] | None = None, keep: int = 0, **optio
         if keep:
             kept: deque[pl.State] = deque(maxlen=keep)
             return (kept.append(state) or 1 for event, state in stream if event is last)  # type: ignore[func-returns-value]
+        if read:
+            return (1 for event, state in stream if event is last and state.params)
         return (1 for event, _ in stream if event is last)
 
     return loop

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from tests.benchmarks.loops import BASE, Loop
 from tests.benchmarks.turns import Turns
@@ -42,11 +42,12 @@ def measure(loops: Sequence[Loop]) -> dict[str, dict[str, float]]:
     return found
 
 
-def peaks(begin: Callable[[], Turns]) -> tuple[int, int]:
-    """Bytes alive at once, at most, from the beginning of a loop: until two steps are done, and from then on."""
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as whole:
+def peaks(begin: Callable[[], Turns], first_steps: int = FIRST) -> tuple[int, int]:
+    """Bytes alive at once, at most, from the beginning of a loop: until its first steps are done, and from then on."""
+    # Not torch.profiler's, which makes a Python object of each operation: checks of the first steps make many.
+    with _silent(), profile(profile_memory=True) as whole:
         turns = begin()
-        turns.run(FIRST)
+        turns.run(first_steps)
         middle = _mark()
         turns.run(LATER)
         end = _mark()
@@ -90,4 +91,4 @@ def _mark() -> int:
 
 
 def _memory_events(whole: Any) -> list[Any]:
-    return [event for event in whole.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event for event in whole.kineto_results.events() if event.name() == "[memory]"]

@@ -19,9 +19,7 @@ import attrs
 from torch import nn
 
 from pure_loop import Event
-from pure_loop.donation import donation
-from pure_loop.loop import driver
-from pure_loop.stages import stages, update
+from pure_loop.stages import engine, ownership, update, workspace
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import ours
 from tests.benchmarks.turns import OfGenerator
@@ -35,12 +33,12 @@ _MEASURED = ("W1", "W2", "W4")
 # The name of a part, and the function that it is, by its owner's name for it.
 _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
-    ("backward", stages, "gradient_of"),
+    ("backward", engine, "gradient_of"),
     ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
     ("the check for NaN", update, "is_nonfinite"),
-    ("counting references", donation.Donation, "donate"),
-    ("hooks and gradients on parameters", donation.Donation, "leaves"),
-    ("the consumer's variable", driver, "rebinds_loop_variable"),
+    ("counting references", ownership.Ownership, "_has_mapping_alone"),
+    ("leaves of autograd", workspace.Workspace, "leaves"),
+    ("the consumer's variable", ownership, "rebinds_loop_variable"),
 ]
 
 

@@ -81,6 +81,15 @@ def _memory(results: Results) -> Table:
     return rows
 
 
+def _attached(results: Results) -> Table:
+    rows = [["", "", "first four steps, MB", "later steps, MB", "ratio"]]
+    for workload, found in results["attached"].items():
+        for place, (name, cell) in enumerate(found.items()):
+            megabytes = [f"{cell[key]:.1f}" for key in ("first_mb", "mb")]
+            rows.append(["" if place else workload, name, *megabytes, f"{cell['ratio']:.2f}"])
+    return rows
+
+
 def _imports(results: Results) -> Table:
     rows = [["", "CPU seconds", "MB"]]
     for name, cell in results["imports"].items():
@@ -187,6 +196,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "compilation": _compilation,
     "parts": _parts,
     "memory": _memory,
+    "attached": _attached,
     "imports": _imports,
     "processes": _processes,
     "events": _events,

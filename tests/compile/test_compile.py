@@ -21,6 +21,7 @@ from pure_loop import Event
 from pure_loop.algorithms import ema, gradient_clipping, sam
 from pure_loop.compile import record
 from pure_loop.frozendict import FrozenDict
+from pure_loop.stages.ownership import Ownership
 from tests.support.compiling import (
     BATCHES,
     MICROBATCHES,
@@ -47,14 +48,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps a State, so that memory is reused."""
-    from pure_loop.compile import compiler
-
-    original = compiler.Segment.__init__
-
-    def init(self: Any, *args: Any, own: Any = None, shown: Any = None, **settings: Any) -> None:
-        original(self, *args, own=lambda tensors, _: tensors, **settings)
-
-    monkeypatch.setattr(compiler.Segment, "__init__", init)
+    monkeypatch.setattr(Ownership, "writable_or_copies", lambda self, tensors, are_private: tensors)
 
 
 TWO_LAYERS = {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_first": True}

@@ -25,16 +25,27 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
-from pure_loop.donation import donation, references
-from tests.donation.test_donation import a_comprehension, a_for_loop, a_while_loop, through_a_generator, with_progress
-from tests.donation.test_kept import WAYS
-from tests.support.donating import CONSUMERS, DATA, Kept, consume, plain, tensors_of
+from pure_loop.stages.ownership import Ownership, can_count
+from tests.support.donating import (
+    CONSUMERS,
+    DATA,
+    WAYS,
+    Kept,
+    a_comprehension,
+    a_for_loop,
+    a_while_loop,
+    consume,
+    plain,
+    tensors_of,
+    through_a_generator,
+    with_progress,
+)
 from tests.support.streams import assert_same
 from tests.support.tiers import examples, tiers
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted", "every_gradient_is_large"),
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
 ]
 
 BATCHES = {Event.BATCH_END}
@@ -46,14 +57,14 @@ class Copied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[bool] = []
-        real = donation.Donation.writable_or_copy
+        real = Ownership.writable_or_copies
 
         def own(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
             given = real(this, tensors, alone)
             self.asked.append(given is not tensors)
             return given
 
-        monkeypatch.setattr(donation.Donation, "writable_or_copy", own)
+        monkeypatch.setattr(Ownership, "writable_or_copies", own)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import replay, trace
 from pure_loop.compile.numbers import Number
-from pure_loop.donation import donation, references
+from pure_loop.stages.ownership import Ownership, can_count
 from tests.support.donating import DATA, Kept
 from tests.support.replaying import Double
 from tests.support.streams import assert_same
@@ -32,7 +32,7 @@ from tests.support.tiers import examples, tiers
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
 ]
 
 BATCHES, EPOCHS = {Event.BATCH_END}, {Event.EPOCH_END}
@@ -107,14 +107,14 @@ def test_a_step_is_recorded_once_for_each_state_that_is_shown(double: Double, se
 
 def test_a_recording_refers_to_nothing_that_it_was_called_with(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
-    real = donation.Donation.writable_or_copy
+    real = Ownership.writable_or_copies
 
     def own(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
         given = real(this, tensors, alone)
         copied.append(given is not tensors)
         return given
 
-    monkeypatch.setattr(donation.Donation, "writable_or_copy", own)
+    monkeypatch.setattr(Ownership, "writable_or_copies", own)
     for _, _state in fit():
         pass
     assert copied == [True] + [False] * (STEPS - 1)

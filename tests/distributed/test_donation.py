@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from sys import getrefcount
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -19,10 +18,10 @@ from pure_loop._internal.dtensor import local_tensor
 from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.distributed.shard import ShardEngine
-from pure_loop.donation.donation import Donation
-from pure_loop.donation.references import OwnedBuffers
 from pure_loop.errors import DonatedStateError
-from pure_loop.stages import engine
+from pure_loop.stages import engine, nonfinite, ownership
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.workspace import Workspace
 from tests.support.streams import leaves
 from tests.support.tiers import examples, pairwise
 from tests.support.worlds import ALGORITHMS, KINDS
@@ -89,15 +88,17 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_unti
 
     def program(rank):
         copies, kept, taken = [], [], []
-        real = Donation.donate
+        real = Workspace.writable
 
-        def take(self, state, *, shared):
-            found = real(self, state, shared=shared)
+        def take(self, state):
+            found = real(self, state)
             taken.append(found is not None)
             return found
 
-        asked = patch.object(engine, "_LARGE", 0 if large else engine._LARGE)
-        with wrong(), interpreted(), asked, patch.object(Donation, "donate", take):
+        with wrong(), interpreted(), ExitStack() as patches:
+            patches.enter_context(patch.object(Workspace, "writable", take))
+            for user in (engine, nonfinite, ownership) if large else ():
+                patches.enter_context(patch.object(user, "LARGE", 0))
             for event, state in stream(**options):
                 numbers = numbers_of(state)
                 copies.append((event, numbers))
@@ -261,19 +262,15 @@ def test_a_sharded_engine_whose_module_stays_behind_is_caught():
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["a part", "a view of one"])
 def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
-    def tensors_alone(self, memory, *, shared=False, unread=False):
-        counted = (self._of_params, self._of_memory)
-        wholes = [tensor for each in counted for tensor in each.tensors if tensor is not local_tensor(tensor)]
-        counts = [
-            count + 1
-            for each in counted
-            for tensor, count in zip(each.tensors, each.counts, strict=True)
-            if tensor is not local_tensor(tensor)
-        ]
-        return list(map(getrefcount, wholes)) == counts
+    real = ownership.Tensors.have_uses
+
+    def have_uses(self, *expected, **more):
+        if not self._wrappers:
+            return real(self, *expected, **more)
+        return set(map(ownership.count, self._wrappers)) <= {use[0] for use in expected}
 
     def wrong():
-        return patch.object(OwnedBuffers, "tensors_alone", tensors_alone)
+        return patch.object(ownership.Tensors, "have_uses", have_uses)
 
     (_, taken, changed), _ = seen({Event.BATCH_END}, what=what, kind="shard", wrong=wrong)
     assert all(taken)
@@ -285,7 +282,7 @@ def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
 @pytest.mark.parametrize("what", ["a view of one", "memory of the optimizer"])
 def test_a_loop_that_does_not_count_is_caught(what, kind):
     def wrong():
-        return patch.object(OwnedBuffers, "tensors_alone", lambda *_, **__: True)
+        return patch.object(Ownership, "has_tensors_alone", lambda *_: True)
 
     (_, _, changed), _ = seen({Event.BATCH_END}, what=what, kind=kind, wrong=wrong)
     assert changed

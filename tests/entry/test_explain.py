@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.algorithm import bind
-from pure_loop.donation import references
 from pure_loop.entry.explain import explain
 from pure_loop.loggers import InMemoryLogger
+from tests.support.uncounted import without_counts
 
 torch.set_num_threads(1)
 
@@ -230,12 +230,12 @@ def test_what_is_compiled_and_what_is_overwritten_is_said():
     assert "each step copies: strict=True" in " ".join(text(strict=True).split())
 
 
-def test_where_references_are_not_counted_that_is_said(monkeypatch):
-    monkeypatch.setattr(references, "MEASURED", references.measure(None))
+def test_where_references_are_not_counted_that_is_said():
     why = "references are not counted here, because this interpreter does not count references"
-    assert f"each step copies: {why}" in " ".join(text().split())
-    assert f"kept by themselves: {why}" in " ".join(text(donate=True).split())
-    compiled = " ".join(text(donate=True, compile=True).split())
+    with without_counts():
+        assert f"each step copies: {why}" in " ".join(text().split())
+        assert f"kept by themselves: {why}" in " ".join(text(donate=True).split())
+        compiled = " ".join(text(donate=True, compile=True).split())
     assert f"a compiled step copies wherever the State before it was observed: {why}" in compiled
 
 

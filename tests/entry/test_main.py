@@ -15,7 +15,8 @@ import torch
 import pure_loop as pl
 from pure_loop import __main__ as command
 from pure_loop._internal import torch_private
-from pure_loop.donation import references
+from pure_loop.stages.ownership import can_count
+from tests.support.uncounted import without_counts
 
 
 def test_text_is_aligned_and_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,14 +42,14 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     described = json.loads(capsys.readouterr().out)
     assert described == command.describe()
     assert described["extras"]["progress"] == {"rich": metadata.version("rich")}
-    assert described["donation"]["counts_references"] is references.can_count()
+    assert described["donation"]["counts_references"] is can_count()
 
 
 def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_private.missing, "torch._one", "a microsecond")
     monkeypatch.setitem(torch_private.missing, "torch._two", "nothing")
-    monkeypatch.setattr(references, "MEASURED", references.measure(None))
-    lines = command.render(command.describe()).splitlines()
+    with without_counts():
+        lines = command.render(command.describe()).splitlines()
     *_, one, two, compiler = lines
     assert one.startswith("torch, eager")
     assert one.endswith("lacks torch._one, which costs: a microsecond")

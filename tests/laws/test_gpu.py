@@ -19,11 +19,11 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal import scalars as _cells
 from pure_loop.compile import interpreted, replay
-from pure_loop.donation.donation import Donation
-from pure_loop.donation.references import held_once
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
 from pure_loop.random.seeds import rng_lock
-from pure_loop.stages import engine
+from pure_loop.stages import engine, ownership
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.workspace import Workspace
 from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
 from tests.support.models import batches, mlp
 from tests.support.streams import assert_same, assert_same_stream, leaves
@@ -320,14 +320,15 @@ def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
 def test_large_gradients_are_added_up_in_place(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread of autograd's has them when that is asked."""
-    alone = []
+    alone, take = [], Workspace.take_gradients
 
-    def asking(tensors: Any, *, mappings: int = 0) -> bool:
-        alone.append(held_once(tensors, mappings=mappings))
+    def taking(self: Workspace, state: pl.State) -> bool:
+        alone.append(take(self, state))
         return alone[-1]
 
-    monkeypatch.setattr(engine, "held_once", asking)
-    monkeypatch.setattr(engine, "_LARGE", 0)
+    monkeypatch.setattr(Workspace, "take_gradients", taking)
+    for module in (engine, ownership):
+        monkeypatch.setattr(module, "LARGE", 0)
     stream = on_device(
         mlp(),
         batches((8,) * 5, seed=0),
@@ -448,14 +449,14 @@ def test_what_was_kept_of_steps_as_a_cuda_graph_never_changes() -> None:
 @pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
 def test_compiled_steps_write_where_their_numbers_are(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
-    real = Donation.writable_or_copy
+    real = Ownership.writable_or_copies
 
     def own(this: Any, tensors: list[torch.Tensor], alone: Any) -> list[torch.Tensor]:
         given = real(this, tensors, alone)
         copied.append(given is not tensors)
         return given
 
-    monkeypatch.setattr(Donation, "writable_or_copy", own)
+    monkeypatch.setattr(Ownership, "writable_or_copies", own)
     for _, _state in compiled(**settings):
         pass
     assert copied == [True] + [False] * 19

@@ -19,8 +19,8 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver, _scored, checkpoint_saver
 from pure_loop.compile import interpreted
-from pure_loop.donation import donation, references
-from pure_loop.donation.references import held_once
+from pure_loop.stages import ownership
+from pure_loop.stages.ownership import Ownership, are_unaliased, can_count
 from tests.support.donating import Count
 from tests.support.models import batches, mlp
 
@@ -193,7 +193,7 @@ def test_a_score_is_read_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_on == [stream] * len(read_on)
 
 
-needs_counts = pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter")
+needs_counts = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
 SENT: dict[str, Callable[[pl.State], Tensor]] = {
     "parameter": lambda state: state.params["0.weight"],
     "view": lambda state: state.params["0.weight"][1:],
@@ -227,7 +227,7 @@ def test_what_another_process_was_given_is_not_written_to(
 @needs_counts
 def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     count = Count(monkeypatch)
-    monkeypatch.setattr(references, "storage_goes_back", None)
+    monkeypatch.setattr(ownership, "storage_goes_back", None)
     for event, state in fit(DATA):
         if event is Event.BATCH_END and state.timestamp.batch == 2:
             before = count.copied
@@ -237,14 +237,14 @@ def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch:
 
 @needs_counts
 def test_compiled_steps_do_not_write_to_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, own = [], donation.Donation.writable_or_copy
+    copied, own = [], Ownership.writable_or_copies
 
     def noting(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
         given = own(this, tensors, alone)
         copied.append(given is not tensors)
         return given
 
-    monkeypatch.setattr(donation.Donation, "writable_or_copy", noting)
+    monkeypatch.setattr(Ownership, "writable_or_copies", noting)
     with interpreted():
         for _, state in fit(DATA, compile=True, watch={Event.BATCH_END}):
             if state.timestamp.batch == 2:
@@ -255,7 +255,7 @@ def test_compiled_steps_do_not_write_to_it_either(monkeypatch: pytest.MonkeyPatc
 @needs_counts
 def test_nothing_is_added_to_gradients_that_another_process_was_given() -> None:
     gradients = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
-    assert held_once(gradients)
+    assert are_unaliased(gradients)
     hand_over(gradients[0])
-    assert not held_once(gradients)
-    assert held_once([torch.ones(3, device="cuda")])
+    assert not are_unaliased(gradients)
+    assert are_unaliased([torch.ones(3, device="cuda")])

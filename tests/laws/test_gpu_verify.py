@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", OPTIONS)
 def test_a_verified_run_is_a_run(way: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if size == "large":
-        monkeypatch.setattr(engine, "_LARGE", 0)
+        monkeypatch.setattr(engine, "LARGE", 0)
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:

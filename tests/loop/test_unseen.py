@@ -18,18 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import donation
 from pure_loop.errors import DonatedStateError
-from pure_loop.loop import driver
 from pure_loop.model import model as model_file
+from pure_loop.model.instance import Instance
+from pure_loop.random import seeds
 from pure_loop.random.seeds import pop_cpu_seed
-from pure_loop.stages import stages
-from tests.loop.test_fast import one_by_one
+from pure_loop.stages import ownership, workspace
+from pure_loop.stages.workspace import Workspace
 from tests.support.streams import assert_same, assert_same_stream, frozen_copy
 from tests.support.tiers import examples
 
 # A hook of all modules has those of the first one, too.
 no_gradients_of_inputs = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+
+read_buffers = Instance.read_buffers
 
 UNSEEN = [set(), {Event.BATCH_END}, {Event.BATCH_CHECKPOINT}, {Event.BATCH_END, Event.EPOCH_CHECKPOINT}]
 
@@ -105,6 +107,12 @@ def fit(name: str = "torch's", model: Any = None, **arguments: Any) -> Any:
     return pl.fit(MODELS[name]() if model is None else model, batches, **{**settings, **arguments})
 
 
+def all_seen(*args: Any, **arguments: Any) -> Any:
+    """The same events of a stream of all."""
+    watch = arguments.pop("watch", {Event.BATCH_END})
+    return (pair for pair in fit(*args, watch=None, **arguments) if pair[0] in watch)
+
+
 @functools.wraps(functional.cross_entropy)
 def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """By its module one of torch's, which gives a tensor."""
@@ -131,7 +139,7 @@ def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     ),
     every=st.sampled_from([1, 3, 1000]),
 )
-def test_training_is_the_same_as_one_by_one(
+def test_training_is_the_same_with_every_event_seen(
     name: str, sizes: list[int], watch: set[Event], optimizer: Any, options: dict[str, Any], every: int
 ) -> None:
     size = options.get("microbatch_size")
@@ -150,24 +158,23 @@ def test_training_is_the_same_as_one_by_one(
         return found
 
     given = read(fit(name, **options))
-    with one_by_one():
-        wanted = read(fit(name, **options | {"donate": False}))
+    wanted = read(all_seen(name, **options | {"donate": False}))
     assert [event for event, _ in given] == [event for event, _ in wanted]
     for (event, one), (_, other) in zip(given, wanted, strict=True):
-        assert_same(one, other, f"unseen and one by one, at {event.name}")
+        assert_same(one, other, f"unseen and seen, at {event.name}")
 
 
 @pytest.mark.parametrize("watch", [set(), {Event.BATCH_END}, {Event.EPOCH_END}], ids=["none", "batches", "epochs"])
 def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
-    real = donation.Donation.donate
+    real = Workspace.writable
 
     def take(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(donation.Donation, "donate", take)
+    monkeypatch.setattr(Workspace, "writable", take)
     for _event, _state in fit(watch=watch):
         pass
     # Of a State that is followed by none, the loop variable has the parameters still.
@@ -176,8 +183,8 @@ def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stage", ["forward", "loss", "shape", "detached", "nan"])
 @pytest.mark.parametrize("at", [0, 5])
-def test_an_error_says_the_same_one_by_one(stage: str, at: int) -> None:
-    def error() -> tuple[Any, ...]:
+def test_an_error_says_the_same_with_every_event_seen(stage: str, at: int) -> None:
+    def error(fit: Any) -> tuple[Any, ...]:
         calls = [0]
 
         class Model(nn.Linear):
@@ -199,13 +206,12 @@ def test_an_error_says_the_same_one_by_one(stage: str, at: int) -> None:
             seen.extend(fit(model=Model(4, 3), loss=loss))
         return seen, type(caught.value), str(caught.value), getattr(caught.value, "__notes__", [])
 
-    given = error()
-    with one_by_one():
-        wanted = error()
+    given, wanted = error(fit), error(all_seen)
     assert given[1:] == wanted[1:]
     assert_same_stream(given[0], wanted[0], "before the error")
 
 
+@pytest.mark.usefixtures("every_gradient_is_large")
 def test_the_parameters_that_a_consumer_has_after_an_error_are_those_that_he_was_given() -> None:
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -304,12 +310,11 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (driver, "rebinds_loop_variable", lambda *_: True),
-        (donation, "have_hooks_or_grads", lambda *_, **__: False),
-        (donation, "hook_counter", lambda: 0),
-        (model_file, "has_backward_hooks", lambda *_: False),
-        (model_file, "any_global_hook", lambda: False),
-        (stages, "pop_cpu_seed", lambda _: pop_cpu_seed(torch.get_rng_state())),
+        (ownership, "rebinds_loop_variable", lambda *_: True),
+        (workspace, "have_hooks_or_grads", lambda *_, **__: False),
+        (model_file, "is_users", lambda code: False),
+        (Instance, "read_buffers", lambda self, before, *, copy: read_buffers(self, before, copy=False)),
+        (seeds, "pop_cpu_seed", lambda _: pop_cpu_seed(torch.get_rng_state())),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -328,8 +333,7 @@ def test_a_wrong_loop_is_caught(owner: Any, name: str, wrong: Any) -> None:
             before = torch.get_rng_state()
             given = list(stream)
             assert torch.equal(torch.get_rng_state(), before)
-            with one_by_one():
-                assert_same_stream(given, list(fit("own")), "both ways")
+            assert_same_stream(given, list(all_seen("own")), "both ways")
         except (AssertionError, DonatedStateError):
             return False
         return True

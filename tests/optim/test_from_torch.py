@@ -80,9 +80,8 @@ def test_from_torch_overwrites_with_the_same_numbers(cls: type[torch.optim.Optim
             assert_same(memory, state)
             assert [None if grad is None else grad._version for grad in grads] == versions
             assert not any(tensor.requires_grad for tensor in params.values())
-            if batch:
-                assert params is given
-                assert [tensor.data_ptr() for tensor in params.values()] == places
+            assert params is given
+            assert [tensor.data_ptr() for tensor in params.values()] == places
 
 
 def test_a_class_that_writes_to_gradients_where_it_chooses_other_kernels_copies(

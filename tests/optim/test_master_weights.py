@@ -166,9 +166,8 @@ def test_steps_in_place_are_the_same(name: str) -> None:
         mine, kept = optimizer.overwrite(grads, kept, mine, timestamp)
         assert_same(mine, params)
         assert_same(kept, memory)
-        if batch:
-            assert mine is before
-            assert [param.data_ptr() for param in mine.values()] == places
+        assert mine is before
+        assert [param.data_ptr() for param in mine.values()] == places
 
 
 @pytest.mark.parametrize("donate", [False, "auto"])

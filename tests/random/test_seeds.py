@@ -1,4 +1,4 @@
-"""What a backward begins with: a number as a tensor, which is used again while it is unchanged."""
+"""What a backward begins with: a number as a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal import autograd as _autograd
 from pure_loop._internal.autograd import gradient_of
 
 NUMBERS = [1.0, 0.5, 0.3]
@@ -109,7 +108,7 @@ def test_a_backward_inside_of_a_backward_and_one_beside_it_have_their_own() -> N
             return gradient
 
     x = torch.tensor(1.0, requires_grad=True)
-    gradient_of(x * 1, [x])  # one is kept from now on
+    gradient_of(x * 1, [x])
     loss = Inside.apply(x)
     loss.register_hook(seen.append)
     gradient_of(loss, [x])
@@ -117,14 +116,3 @@ def test_a_backward_inside_of_a_backward_and_one_beside_it_have_their_own() -> N
     assert outer is not first
     assert outer is not second
     assert [each for each in seen if isinstance(each, float)] == [4.0, 4.0]
-
-
-def test_it_is_used_again_and_few_are_kept() -> None:
-    seen: list[Tensor] = []
-    x = torch.tensor(1.0, requires_grad=True)
-    for number in [*[0.5] * 2, *[1 / (2 + i) for i in range(200)]]:
-        loss = x * 1
-        loss.register_hook(lambda gradient: seen.append(gradient))
-        gradient_of(loss, [x], number)
-    assert seen[0] is seen[1]
-    assert len(_autograd._seeds) <= _autograd._MOST_SEEDS

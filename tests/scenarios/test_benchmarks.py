@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks import costs, limits, parts, tables
+from tests.benchmarks import attached, costs, limits, parts, tables
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import BASE, EPOCH, HAND, OURS, ours
 from tests.benchmarks.malloc import KEPT
@@ -96,7 +96,8 @@ def test_every_workload_trains_in_our_loop_and_by_hand(workload: Workload) -> No
 
 @pytest.mark.parametrize("name", costs.LOADERS)
 def test_loaders_give_batches_of_the_workload_again_and_again(name: str) -> None:
-    for loop in (hand_written(fused=True, loader=costs.LOADERS[name]), ours(loader=costs.LOADERS[name])):
+    loader = costs.LOADERS[name]
+    for loop in (hand_written(fused=True, loader=loader), ours(loader=loader), ours(loader=loader, read=True)):
         steps = loop(W1)
         assert [next(steps) for _ in range(EPOCH + 2)] == [1] * (EPOCH + 2)
     first, *rest = costs.LOADERS[name](W1)
@@ -122,23 +123,40 @@ def test_the_peak_of_the_loop_by_hand_is_what_adamw_needs() -> None:
         assert 4 * 4 * parameters < peak - batches < 2 * 4 * 4 * parameters
 
 
+def test_the_peak_of_what_is_attached_is_beside_a_loop_that_does_the_same() -> None:
+    found = attached.measure([W1])["W1"]
+    parameters = sum(each.nbytes for each in W1.model().parameters()) / 1e6
+    assert found[attached.AVERAGED]["mb"] - found[BASE]["mb"] == pytest.approx(parameters, rel=0.3)
+    assert found[BASE]["ratio"] == found[attached.AVERAGED]["ratio"] == 1
+    ratio = found["pl.fit, ema"]["mb"] / found[attached.AVERAGED]["mb"]
+    assert found["pl.fit, ema"]["ratio"] == ratio
+    assert {name for name in found if name.startswith("pl.fit")} >= {"pl.fit", "pl.fit, GradMonitor"}
+    rows = tables.of("attached", {"attached": {"W1": found}})
+    assert len(rows) == 1 + len(found)
+
+
 def test_limits_are_of_loops_that_there_are() -> None:
     names = {loop.name for loop in OURS}
-    assert set(limits.RATIOS) <= names
+    assert set(limits.RATIOS) | {"pl.fit, watch={BATCH_END}"} <= names
     assert {each for found in limits.RATIOS.values() for each in found} <= {each.name for each in WORKLOADS}
 
 
 def test_what_is_above_its_limit_is_named() -> None:
+    watch = "pl.fit, watch={BATCH_END}"
+
     def results(scale: float) -> dict[str, Any]:
         steps: dict[str, Any] = {}
         for loop, found in limits.RATIOS.items():
             for workload, limit in found.items():
                 steps.setdefault(workload, {})[loop] = {"ratio": limit * scale}
         ours, cost = OURS[0].name, limits.ATTACHED * scale
+        for loops in steps.values():
+            loops[watch] = {"ratio": loops[ours]["ratio"] * limits.WATCHED * scale}
         return {
             "steps": steps,
             "imports": {"pure_loop": {"cpu_seconds": 0.1 * scale, "mb": 15 * scale}},
             "memory": {ours: {"ratio": 1.02 * scale, "microbatches_ratio": 1.02 * scale}},
+            "attached": {"W4": {BASE: {"ratio": 9.0}, "pl.fit, ema": {"ratio": limits.MEMORY * scale}}},
             "processes": {ours: {"peak_mb": 300 * scale}, BASE: {"peak_mb": 300}},
             "costs": {name: {"ratio": limit * scale} for name, limit in limits.COSTS.items()},
             "events": {"an algorithm, not due": {"us": 1.0, "of_a_step": cost}},
@@ -150,7 +168,10 @@ def test_what_is_above_its_limit_is_named() -> None:
 
     assert list(limits.exceeded(results(0.99))) == []
     counted = sum(map(len, limits.RATIOS.values()))
-    assert len(list(limits.exceeded(results(1.01)))) == counted + 2 + 2 + 1 + len(limits.COSTS) + 1 + 3
+    assert (
+        len(list(limits.exceeded(results(1.01))))
+        == counted + len(WORKLOADS) + 2 + 2 + 1 + 1 + len(limits.COSTS) + 1 + 3
+    )
 
 
 def test_a_table_is_as_wide_in_all_rows() -> None:

@@ -12,8 +12,9 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation.references import can_count, held_once
 from pure_loop.stages import engine
+from pure_loop.stages.ownership import are_unaliased, can_count
+from pure_loop.stages.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted on this interpreter")
 
@@ -52,28 +53,44 @@ def two_views() -> tuple[Tensor, ...]:
     ],
 )
 def test_who_has_a_tensor_is_counted(make: Callable[[], Sequence[Tensor]], wanted: bool) -> None:
-    assert held_once(make()) is wanted
+    assert are_unaliased(make()) is wanted
 
 
 def test_who_has_the_tensor_behind_a_view_is_counted() -> None:
     base = torch.ones(6)
-    assert not held_once((base.view(2, 3),))
+    assert not are_unaliased((base.view(2, 3),))
     storage = torch.ones(3).untyped_storage()
-    assert not held_once((torch.empty(0).set_(storage),))
+    assert not are_unaliased((torch.empty(0).set_(storage),))
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What the loop asked about, and what it found out."""
+    """What the loop asked about, the sum before or the gradients that were found, and what came out."""
     found: list[tuple[str, bool]] = []
+    take = Workspace.take_gradients
 
-    def asking(tensors: Any, *, mappings: int = 0) -> bool:
-        alone = held_once(tensors, mappings=mappings)
-        found.append(("before" if mappings else "found", alone))
-        return alone
+    def taking(self: Workspace, state: pl.State) -> bool:
+        found.append(("before", take(self, state)))
+        return found[-1][1]
 
-    monkeypatch.setattr(engine, "held_once", asking)
+    def asking(tensors: Any) -> bool:
+        found.append(("found", are_unaliased(tensors)))
+        return found[-1][1]
+
+    monkeypatch.setattr(engine, "are_unaliased", asking)
+    monkeypatch.setattr(Workspace, "take_gradients", taking)
     return found
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Says that from now on gradients are added up in new memory."""
+
+    def copy() -> None:
+        monkeypatch.setattr(engine, "are_unaliased", lambda tensors: False)
+        monkeypatch.setattr(Workspace, "take_gradients", lambda self, state: False)
+
+    return copy
 
 
 def stream(model: nn.Module, data: Any = None, **options: Any) -> Any:
@@ -95,13 +112,11 @@ def layers() -> nn.Module:
     ids=["every event", "one", "two"],
 )
 def test_large_gradients_are_added_up_in_place(
-    answers: list[tuple[str, bool]], watch: Any, monkeypatch: pytest.MonkeyPatch
+    answers: list[tuple[str, bool]], watch: Any, copying: Callable[[], None]
 ) -> None:
     in_place = pl.run(stream(layers(), microbatch_size=2, watch=watch))
-    # Three batches of four microbatches, whose sum is divided. The first shows what the body does with what it sees.
-    first = [("before", True)] * 4 if watch == {Event.BATCH_END} else [("found", True)] * 3
-    assert answers == [*first, *[("before", True)] * 8]
-    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
+    assert answers == [("before", True)] * 12  # three batches of four microbatches, whose sum is divided
+    copying()
     copied = pl.run(stream(layers(), microbatch_size=2, watch=watch))
     for name, tensor in in_place.params.items():
         assert torch.equal(tensor, copied.params[name])
@@ -141,7 +156,7 @@ def test_an_aliased_gradient_is_not_written_to(answers: list[tuple[str, bool]], 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
 def test_writing_to_it_is_caught(monkeypatch: pytest.MonkeyPatch, watch: Any) -> None:
-    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: True)
+    monkeypatch.setattr(engine, "are_unaliased", lambda tensors: True)
     Given.gradient = torch.ones(WIDTH, WIDTH)
     pl.run(stream(Odd(), microbatch_size=4, watch=watch))
     assert not torch.equal(Given.gradient, torch.ones(WIDTH, WIDTH))
@@ -160,7 +175,7 @@ class Partly(nn.Module):
 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
-def test_parameters_that_some_microbatches_leave_out(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_some_microbatches_leave_out(watch: Any, copying: Callable[[], None]) -> None:
     def run() -> Any:
         torch.manual_seed(0)
         signs = torch.tensor([[1.0], [-1.0], [1.0], [1.0], [-1.0], [-1.0]])
@@ -168,7 +183,7 @@ def test_parameters_that_some_microbatches_leave_out(watch: Any, monkeypatch: py
         return pl.run(stream(Partly(), data=data, microbatch_size=1, watch=watch)).params
 
     in_place = run()
-    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
+    copying()
     for name, tensor in run().items():
         assert torch.equal(tensor, in_place[name])
 
@@ -261,13 +276,13 @@ class Inner(nn.Linear):
 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
-def test_a_gradient_that_is_taken_inside_a_backward_is_its_own(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_taken_inside_a_backward_is_its_own(watch: Any, copying: Callable[[], None]) -> None:
     def run() -> Any:
         torch.manual_seed(0)
         return pl.run(stream(Inner(WIDTH, WIDTH), microbatch_size=2, watch=watch)).params
 
     in_place = run()
-    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: False)
+    copying()
     for name, tensor in run().items():
         assert torch.equal(tensor, in_place[name])
 
@@ -289,7 +304,7 @@ def test_gradients_are_added_up_by_name() -> None:
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_small_gradients_are_not_asked_about(answers: list[tuple[str, bool]]) -> None:
+def test_small_gradients_are_added_up_in_new_memory(answers: list[tuple[str, bool]]) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH))
     pl.run(stream(model, microbatch_size=2))
-    assert not answers
+    assert set(answers) == {("before", False)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -22,9 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.frozendict import OVERWRITTEN
-from pure_loop.stages.host_draws import has_moved, host_state, is_harmless, may_use_rng
-from tests.support.cpu_time import within
 from tests.support.tiers import examples
 
 DATA = [(torch.full((4, 3), 0.1 * i), torch.full((4, 2), 0.2 * i)) for i in range(1, 5)]
@@ -67,7 +63,17 @@ DRAWS: dict[str, Factor] = {
     "both": lambda: random.random() + float(numpy.random.rand()),
     "torch": lambda: float(torch.rand(())),
 }
-PLACES = ("forward", "hook", "loss", "task forward", "task loss", "submodule", "own loss")
+PLACES = (
+    "forward",
+    "hook",
+    "loss",
+    "task forward",
+    "task loss",
+    "submodule",
+    "own loss",
+    "attribute",
+    "hook of a loss",
+)
 MODES: dict[str, dict[str, Any]] = {
     "every event": {},
     "watch": {"watch": {Event.BATCH_END}},
@@ -92,6 +98,11 @@ class Net(nn.Module):
         return outputs if self.factor is None else outputs * self.factor()
 
 
+def of_torch() -> nn.Module:
+    """A model without code of the user's, for a hook."""
+    return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+
+
 class WithLoss(Net):
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0])
@@ -109,7 +120,14 @@ def stream(factor: Factor, place: str, start: Any = None, **options: Any) -> Any
     settings: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.1), "max_duration": "2ep", **options}
     model: nn.Module = Net(factor if place == "forward" else None, hidden=factor if place == "submodule" else None)
     settings["loss"] = functional.mse_loss
-    if place == "hook":
+    if place == "attribute":
+        module: Any = nn.TransformerEncoderLayer(3, 1, 4, 0.0, activation=lambda inputs: inputs * factor())
+        model = nn.Sequential(module, nn.Linear(3, 2))
+    elif place == "hook of a loss":
+        model, settings["loss"] = of_torch(), nn.MSELoss()
+        settings["loss"].register_forward_hook(lambda module, inputs, output: output * factor())
+    elif place == "hook":
+        model = of_torch()
         model.register_forward_hook(lambda module, inputs, output: output * factor())
     elif place == "loss":
         settings["loss"] = lambda outputs, targets: functional.mse_loss(outputs, targets) * factor()
@@ -156,8 +174,8 @@ def states() -> tuple[Any, ...]:
 def test_what_a_forward_or_loss_draws_is_seeded(draw: str, place: str, mode: str, kept: int) -> None:
     """Runs are bitwise equal whatever the generators' states, which are left alone, and after resuming.
 
-    Neighbours tried: evaluation and prediction; a draw that a name doesn't show, from the first batch on ("by name"),
-    and from a later one (an error under strict); numbers that a checkpointed segment draws.
+    Neighbours tried: evaluation and prediction; a draw that no name shows ("by name"), and one that comes late; numbers
+    that a checkpointed segment draws.
     """
     factor = DRAWS[draw]
     before = around(1)
@@ -178,6 +196,67 @@ def test_what_a_forward_or_loss_draws_is_seeded(draw: str, place: str, mode: str
             break
     around(4)
     assert same(first, pl.run(stream(factor, place, start=state, **options)))
+
+
+class Backward(torch.autograd.Function):
+    """The identity, with a gradient that draws."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, factor: Factor) -> Tensor:
+        context.factor = factor
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * context.factor(), None
+
+
+@pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
+@pytest.mark.parametrize("place", ["backward of a loss", "hook of a backward", "hook of all modules"])
+@pytest.mark.xfail(strict=False)  # TEMPORARY: until the stages call StageSettings.seeding
+def test_what_a_backward_draws_is_seeded(draw: str, place: str) -> None:
+    """The model and the loss are torch's own, but for this one place."""
+
+    def trained(seed: int) -> pl.State:
+        torch.manual_seed(0)
+        model, loss, factor = of_torch(), functional.mse_loss, DRAWS[draw]
+        handle: Any = None
+        if place == "backward of a loss":
+            loss = lambda outputs, targets: functional.mse_loss(Backward.apply(outputs, factor), targets)  # noqa: E731
+        elif place == "hook of a backward":
+            model[1].register_full_backward_hook(lambda module, before, after: (before[0] * factor(),))  # type: ignore[index]
+        else:
+            handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * factor())
+        before = around(seed)
+        settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
+        try:
+            state = pl.run(pl.fit(model, DATA, loss=loss, **settings))
+        finally:
+            if handle is not None:
+                handle.remove()
+        assert states() == before
+        return state
+
+    assert same(trained(1), trained(2))
+
+
+def test_a_draw_that_comes_late_is_seeded() -> None:
+    def trained(seed: int) -> pl.State:
+        count = itertools.count()
+        around(seed)
+        return pl.run(stream(lambda: random.random() if next(count) > 2 else 1.0, "task forward", strict=True))
+
+    assert same(trained(1), trained(2))
+
+
+@pytest.mark.parametrize("place", ["model", "loss"])
+def test_code_of_torch_alone_leaves_pythons_generator_where_it_is(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even set aside: seeding it takes longer than a small forward."""
+    monkeypatch.setattr(random, "getstate", None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
+    loss: Any = nn.MSELoss() if place == "loss" else functional.mse_loss
+    pl.run(pl.fit(model, DATA, loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"))
 
 
 def test_the_numbers_differ_from_batch_to_batch() -> None:
@@ -207,15 +286,6 @@ def test_evaluation_and_prediction_are_seeded(draw: str) -> None:
     assert all(map(torch.equal, outputs, others))
 
 
-def test_a_draw_that_no_name_shows_and_that_comes_late_is_an_error_under_strict() -> None:
-    def made() -> Factor:
-        count = itertools.count()
-        return lambda: getattr(globals()["ran" + "dom"], "ran" + "dom")() if next(count) > 2 else 1.0
-
-    with pytest.raises(pl.errors.ImpurityError, match="the forward of batch 3 drew from Python"):
-        pl.run(stream(made(), "task forward", strict=True))
-
-
 def test_a_checkpointed_segment_leaves_the_generators_alone() -> None:
     class Segment(Net):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -233,22 +303,6 @@ def test_a_checkpointed_segment_leaves_the_generators_alone() -> None:
         return state
 
     assert same(trained(1), trained(2))
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (nn.Dropout(), (False, False)),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (False, False)),
-        (functional.mse_loss, (False, False)),
-        (Net(None), (False, True)),
-        (lambda x: numpy.abs(x), (False, True)),
-        *[(Net(factor), (True, True)) for name, factor in DRAWS.items() if name not in ("by name", "torch", "object")],
-        (DRAWS["object"], (True, True)),
-    ],
-)
-def test_code_that_may_draw_is_known_by_its_names(value: Any, expected: tuple[bool, bool]) -> None:
-    assert may_use_rng([value]) == expected
 
 
 class Drawer(nn.Module):
@@ -344,54 +398,3 @@ def left_alone() -> Iterator[None]:
     yield
     random.setstate(before[0])
     numpy.random.set_state(before[1])
-
-
-def test_a_mapping_whose_memory_was_donated_may_be_found() -> None:
-    """Code is read before the first batch: what it refers to may hold an earlier State, which refuses to be read."""
-    donated = OVERWRITTEN
-    with pytest.raises(pl.errors.DonatedStateError):
-        donated.keys()
-    assert may_use_rng([functools.partial(functional.mse_loss, {"kept": donated})]) == (False, False)
-
-
-def test_each_object_is_looked_at_once() -> None:
-    """A loss may refer to thousands of objects that refer to each other; they were walked from each of them."""
-    objects = [types.SimpleNamespace() for _ in range(3000)]
-    for item in objects:
-        item.all = objects
-    loss = functools.partial(functional.mse_loss, objects)
-    assert within(2.0, lambda: may_use_rng([loss])) == (False, False)
-
-
-def test_a_draw_moves_a_generator() -> None:
-    state = random.getstate(), numpy.random.get_state()
-    try:
-        before = host_state()
-        assert not has_moved(before)
-        random.random()
-        assert has_moved(before)
-        before = host_state()
-        numpy.random.rand()
-        assert has_moved(before)
-    finally:
-        random.setstate(state[0])
-        numpy.random.set_state(state[1])
-
-
-@pytest.mark.parametrize(
-    "module", [None, types.ModuleType("numpy.random")], ids=["not imported", "while it is imported"]
-)
-def test_a_generator_that_was_not_imported_has_not_moved(
-    module: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "numpy.random", module)
-        before = host_state()
-        assert not has_moved(before)
-    assert not has_moved(before)
-
-
-def test_the_code_of_named_tuples_is_harmless() -> None:
-    assert is_harmless("namedtuple_Pair")
-    assert is_harmless("torch.nn")
-    assert not is_harmless("mine")

@@ -114,17 +114,6 @@ def test_the_backward_ends_before_them(donate: bool) -> None:
     assert reached == [whole, whole[-1:], whole, whole[-3:]]
 
 
-def test_a_kernel_of_all_gradients_is_not_given_some() -> None:
-    """An optimizer lays parameters out in memory, and gradients of the same layout go to one kernel."""
-    plan = (frozenset(), FIRST, FIRST, frozenset())
-    laid_out = []
-    settings: dict[str, Any] = {"optimizer": OPTIMIZERS["adamw"](), "max_duration": "1ep", "strict": False}
-    for event, state in stream(net(), points(4), [freezing(plan)], **settings):
-        if event is Event.AFTER_BACKWARD:
-            laid_out.append((hasattr(state.params, "layout"), hasattr(state.grads, "layout")))
-    assert laid_out == [(False, False), (True, False), (True, False), (True, True)]
-
-
 def _operations(outputs: torch.Tensor) -> tuple[str, ...]:
     """The operations of a graph from its beginning."""
     names, nodes = [], [outputs.grad_fn]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
-from collections.abc import Callable
-from sys import getrefcount
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import donation
 from pure_loop.loop.bits import same
+from pure_loop.stages.workspace import Workspace
 from tests.support import streams as sameness
 
 NAMESPACE = "pure_loop"
@@ -46,30 +46,22 @@ def partition() -> pl.optim.Optimizer:
     )
 
 
-# What a count of references may come out as: on this interpreter, on one that counts the caller's own reference too, on
-# one that borrows those on the stack, and on one whose counts can't be trusted.
-COUNTERS: dict[str, Callable[[Any], int] | None] = {
-    "as here": getrefcount,
-    "one more": lambda value: getrefcount(value) + 1,
-    "borrowed": lambda value: getrefcount(value) - 3,
-    "none": None,
-}
-
-
 class Count:
     """How many updates wrote in place, and how many copied."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reused = self.copied = 0
-        real = donation.Donation.donate
+        real = Workspace.writable
 
-        def take(this: Any, state: Any, *, shared: bool) -> Any:
-            taken = real(this, state, shared=shared)
+        def take(this: Any, state: Any) -> Any:
+            taken = real(this, state)
+            if this.ownership is None:  # of a run with donate=False
+                return taken
             self.reused += taken is not None
             self.copied += taken is None
             return taken
 
-        monkeypatch.setattr(donation.Donation, "donate", take)
+        monkeypatch.setattr(Workspace, "writable", take)
 
 
 def tensors_of(tree: Any) -> list[Any]:
@@ -126,3 +118,121 @@ def consume(stream: Any, how: str, keeps: Callable[[str, Event, pl.State], None]
             for (_, state), numbers in last:
                 assert all(same(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
         keeps("body", *last[-1][0])
+
+
+def a_for_loop(stream: Any) -> None:
+    for _event, _state in stream:
+        pass
+
+
+def a_while_loop(stream: Any) -> None:
+    while True:
+        try:
+            _event, _state = next(stream)
+        except StopIteration:
+            return
+
+
+def a_comprehension(stream: Any) -> None:
+    assert [1 for _event, _state in stream]
+
+
+def through_a_generator(stream: Any) -> None:
+    def again() -> Iterator[Any]:
+        yield from stream
+
+    for _event, _state in again():
+        pass
+
+
+def with_progress(stream: Any) -> None:
+    for _event, _state in pl.progress(stream, file=io.StringIO()):
+        pass
+
+
+def gradients(state: pl.State) -> Any:
+    # What an algorithm reads where there are none yet is an error.
+    return state._grads if isinstance(state._grads, dict) else {}
+
+
+def some_tensor(state: pl.State, which: int) -> Tensor:
+    found = tensors_of((state.params, state.opt_state))
+    tensor: Tensor = found[which % len(found)]
+    return tensor
+
+
+WAYS: dict[str, Callable[[Kept, pl.State, int], None]] = {
+    "the State": lambda kept, state, i: kept.keep("a State", state),
+    "the State in a tuple": lambda kept, state, i: kept.keep("a State in a tuple", (1, state)),
+    "its parameters": lambda kept, state, i: kept.keep("a mapping", state.params),
+    "its memory": lambda kept, state, i: kept.keep("a memory", state.opt_state),
+    "a mapping in its memory": lambda kept, state, i: kept.keep("an inner mapping", state.opt_state["exp_avg"]),
+    "a tensor": lambda kept, state, i: kept.keep("a tensor", some_tensor(state, i)),
+    "a view": lambda kept, state, i: kept.keep("a view", some_tensor(state, i).view(-1)[:1]),
+    "a detached tensor": lambda kept, state, i: kept.keep("a detached tensor", some_tensor(state, i).detach()),
+    "an array": lambda kept, state, i: kept.keep(
+        "an array", some_tensor(state, i).detach().numpy(), lambda array: [torch.from_numpy(array.copy())]
+    ),
+    "a list of views": lambda kept, state, i: kept.keep(
+        "views", [tensor.t() if tensor.ndim == 2 else tensor[:1] for tensor in tensors_of(state.params)]
+    ),
+    "a storage": lambda kept, state, i: kept.keep(
+        "a storage",
+        some_tensor(state, i).untyped_storage(),
+        lambda storage: [torch.empty(0).set_(storage).clone()],
+    ),
+    "a graph": lambda kept, state, i: kept.keep(
+        "a graph",
+        (state.params["0.weight"].detach().requires_grad_(), torch.ones(5, 4)),
+        lambda pair: list(torch.autograd.grad((pair[0] * pair[0] * pair[1]).sum(), [pair[0]])),
+    ),
+    "its gradients": lambda kept, state, i: kept.keep("gradients", gradients(state)),
+    "a gradient": lambda kept, state, i: kept.keep("a gradient", list(gradients(state).values())[i % 4 :][:1]),
+    "a view of a gradient": lambda kept, state, i: kept.keep(
+        "a view of a gradient", [each.view(-1)[:1] for each in gradients(state).values()]
+    ),
+    "an array of a gradient": lambda kept, state, i: kept.keep(
+        "an array", [each.numpy() for each in gradients(state).values()], lambda kept: [torch.tensor(a) for a in kept]
+    ),
+    "a module": lambda kept, state, i: kept.keep("a module", state.module(), lambda module: list(module.parameters())),
+}
+
+
+def own_graph(kept: Kept, state: pl.State, which: int) -> None:
+    """A graph saves the very tensor, not one that shares its storage."""
+    tensor = some_tensor(state, which)
+    factor = torch.ones_like(tensor).requires_grad_()
+    product = (factor * tensor).sum()
+    kept.keep(
+        "a graph through a tensor itself",
+        (factor, product),
+        lambda pair: list(torch.autograd.grad(pair[1], [pair[0]], retain_graph=True)),
+    )
+
+
+def own_capsule(kept: Kept, state: pl.State, which: int) -> None:
+    # Only what needs no gradient can be exported as it is.
+    tensor = some_tensor(state, which)
+    _keep_capsule(kept, tensor.detach() if tensor.requires_grad else tensor)
+
+
+def capsule(kept: Kept, state: pl.State, which: int) -> None:
+    _keep_capsule(kept, some_tensor(state, which).detach())
+
+
+def _keep_capsule(kept: Kept, tensor: Tensor) -> None:
+    held = torch.utils.dlpack.to_dlpack(tensor)
+    numbers = tensor.clone()
+    seen: list[Tensor] = []
+
+    def read(held: Any) -> list[Any]:
+        if not seen:
+            seen.append(torch.utils.dlpack.from_dlpack(held))
+        return seen
+
+    kept.things.append(("a DLPack capsule", held, read, [numbers]))
+
+
+WAYS["a capsule"] = capsule
+WAYS["a capsule of a tensor itself"] = own_capsule
+WAYS["a graph through a tensor itself"] = own_graph

@@ -1,7 +1,7 @@
-"""A plugin of pytest for ``make coverage``: donation works while lines are counted.
+"""A plugin of pytest for ``make coverage``: steps write in place while lines are counted.
 
 A step copies where a trace function is set, because a debugger reads the variables of the loop and may write them back.
-coverage's trace function does neither. Without this plugin most of what donation does would not run, and its tests
+coverage's trace function does neither. Without this plugin most of what decides on that would not run, and its tests
 would fail.
 """
 
@@ -22,6 +22,6 @@ def _debugger() -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from pure_loop.donation import consumer
+    from pure_loop.stages import ownership
 
-    consumer._gettrace = _debugger
+    ownership.gettrace = _debugger

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -19,8 +18,6 @@ from pure_loop.testing.law import Law
 from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
 from pure_loop.testing.wrong_loops import WRONG_LOOPS
 from tests.conftest import THOROUGH
-from tests.loop.test_fast import one_by_one
-from tests.support.streams import assert_same, frozen_copy
 
 PLAN = Plan(
     batches=(3, 1, 4),
@@ -77,40 +74,6 @@ def test_exactly_the_intended_law_catches_the_algorithm(make: Callable[[], Any],
 @pytest.mark.parametrize(("make", "law"), WRONG_LOOPS.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_exactly_the_intended_law_catches_the_loop(make: Callable[[], Any], law: str) -> None:
     assert failing(check_loop, make(), skip=others(law, laws.OF_LOOPS)) == [law]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "law"), WRONG_LOOPS.items(), ids=lambda value: getattr(value, "__name__", value))
-def test_exactly_the_intended_law_catches_the_loop_event_by_event(make: Callable[[], Any], law: str) -> None:
-    """The same where scripts have no fast text, and the driver runs them."""
-    with one_by_one():
-        assert failing(check_loop, make(), skip=others(law, laws.OF_LOOPS)) == [law]
-
-
-@pytest.mark.parametrize(
-    "watch",
-    [None, {Event.BATCH_END}, {Event.AFTER_LOSS, Event.BATCH_END}],
-    ids=["every event", "the end of a batch", "some"],
-)
-@pytest.mark.parametrize("make", WRONG_LOOPS, ids=lambda make: make.__name__)
-def test_a_wrong_loop_is_as_wrong_by_each_fast_text(make: Callable[[], Any], watch: Any) -> None:
-    """So the law that catches it proves something of every text that runs, whatever is watched."""
-
-    def pairs() -> list[Any]:
-        """What is yielded, copied at once: some write to what was yielded, or take its memory."""
-        copies = []
-        with suppress(pl.errors.DonatedStateError):
-            for event, state in CASE.stream([], fit=make(), watch=watch):
-                copies.append((event, frozen_copy(state)))
-        return copies
-
-    by_text = pairs()
-    with one_by_one():
-        by_driver = pairs()
-    assert by_text
-    assert [event for event, _ in by_text] == [event for event, _ in by_driver]
-    for (event, state), (_, expected) in zip(by_text, by_driver, strict=True):
-        assert_same(state, expected, f"by its fast text and event by event, at {event.name}")
 
 
 def test_every_law_of_loops_catches_a_loop() -> None:

@@ -279,6 +279,7 @@ UNSEEN_OF_LOOPS: dict[Any, str] = {
     loops.leaves_the_module_in_eval_mode: "the user's module is not in the State",
     loops.leaks_gradients: "the user's module is not in the State",
     loops.leaves_a_thread: "a thread is not in the State",
+    loops.overwrites_what_was_read: "pl.diff has the State itself in a variable of its own, so each step copies",
 }
 # Generators around the stream of fit, which have neither its handlers nor its steps: pl.diff refuses them.
 NO_STREAM_OF_FIT = {

@@ -160,7 +160,7 @@ def test_nothing_is_left_of_it(name: str) -> None:
     # Checking by value what an evaluation's forward draws takes seconds, once.
     evaluators = None if name == "strict" else {"val": pl.Evaluator(points(1), metrics=[pl.metrics.accuracy()])}
     stream = fit(algorithms=[spy], loggers=[logger], evaluators=evaluators, **OPTIONS[name])
-    script = stream if name == "plain" else stream.gi_frame.f_locals["script"]
+    script = stream.gi_frame.f_locals["script"]
     parts: Fit = script.gi_frame.f_locals["fit"]
     before, methods = [evaluator.metrics for evaluator in parts.evaluators], {**vars(logger)}
     pl.profile(stream, warmup=1, batches=2)
@@ -180,7 +180,7 @@ def test_an_error_of_the_run_is_raised_and_leaves_nothing() -> None:
         raise ValueError("in the middle")
 
     stream = fit(algorithms=[fail])
-    parts: Fit = stream.gi_frame.f_locals["fit"]
+    parts: Fit = stream.gi_frame.f_locals["script"].gi_frame.f_locals["fit"]
     with pytest.raises(ValueError, match="in the middle"):
         pl.profile(stream, warmup=0)
     assert type(parts.stages) is LoopStages

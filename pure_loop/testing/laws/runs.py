@@ -44,14 +44,18 @@ def order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 
 @law("a State that was yielded never changes afterwards", rests_on=("purity", "order"))
 def value(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
-    """Keeps every State, and compares each at the end with a copy taken when it was yielded."""
-    keeper = Keeper()
-    for _, state in case.stream(subject.make(), fit=fit):
-        keeper.keep(state)
-    changed = keeper.changed()
-    if changed is not None:
-        state, difference = changed
-        raise written_to(f"the State of {moment(state)}, was written to after it was yielded.", state.event, difference)
+    """Keeps every State, and then only the tensors of each; compares them at the end with copies taken when they were
+    yielded.
+    """
+    for states in (True, False):
+        keeper = Keeper(states=states)
+        for _, state in case.stream(subject.make(), fit=fit):
+            keeper.keep(state)
+        changed = keeper.changed()
+        if changed is not None:
+            state, difference = changed
+            finding = f"the State of {moment(state)}, was written to after it was yielded."
+            raise written_to(finding, state.event, difference)
 
 
 @law(

@@ -16,14 +16,15 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import donation, references
-from pure_loop.stages import engine
+from pure_loop.stages import nonfinite, ownership
 from pure_loop.stages.nonfinite import gradients_nonfinite
+from pure_loop.stages.ownership import can_count
+from pure_loop.stages.workspace import Workspace
 from tests.state.test_memory import live_tensors, without_collector
 from tests.support.donating import DATA, Count, assert_same, fit, partition
 
 pytestmark = [
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
     pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 
@@ -123,7 +124,7 @@ def test_what_was_noted_for_a_step_that_is_left_out_holds_for_no_later_gradients
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small ones, whose references are not counted anew."""
-    monkeypatch.setattr(engine, "_LARGE", 2**18)
+    monkeypatch.setattr(ownership, "LARGE", 2**18)
     kept = []
     for event, state in fit(algorithms=[infinite_gradients], nonfinite="skip", clip_grad=1.0):
         if event is Event.AFTER_BACKWARD:  # clipping comes next
@@ -211,15 +212,16 @@ def test_a_loss_on_the_host(optimizer: pl.optim.Optimizer, precision: str) -> No
 @pytest.mark.parametrize("optimizer", ["adamw", "dampening"])
 def test_where_steps_copy_nothing_of_the_start_is_kept(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
-    real = donation.Donation.forget
+    real = Workspace.made
 
-    def forget(this: Any) -> None:
-        real(this)
-        kept.append((this.held, this._shown(), this._alone))
+    def made(this: Workspace, state: pl.State, *, lent: bool = False) -> None:
+        real(this, state, lent=lent)
+        assert this.ownership is not None
+        kept.append((this.ownership._granted(), this.ownership._last()))
 
-    monkeypatch.setattr(donation.Donation, "forget", forget)
+    monkeypatch.setattr(Workspace, "made", made)
     pl.run(fit(HalfUsed(), optimizer=OPTIMIZERS[optimizer], nonfinite="skip", device="cuda"))
-    assert kept == [(None, None, False)] * 16, "at each step, and at the end"
+    assert kept == [(None, None)] * 15
 
 
 @pytest.mark.parametrize("options", SETTINGS[:2], ids=str)
@@ -340,7 +342,7 @@ def tensor_of(numbers: list[float], dtype: torch.dtype) -> torch.Tensor:
 def test_it_finds_what_is_not_finite(grads: list[torch.Tensor], loss: float, large: bool) -> None:
     before = [each.clone() for each in grads]
     versions = [each._version for each in grads]
-    with patch.object(engine, "_LARGE", 0 if large else 2**18):
+    with patch.object(nonfinite, "LARGE", 0 if large else 2**18):
         found = gradients_nonfinite(torch.tensor(loss), grads)
     assert (found.dtype, found.shape) == (torch.float32, (1,))
     finite = math.isfinite(loss) and all(bool(torch.isfinite(each).all()) for each in grads)
@@ -351,7 +353,7 @@ def test_it_finds_what_is_not_finite(grads: list[torch.Tensor], loss: float, lar
 
 @pytest.mark.parametrize("many", [0, 2**18])
 def test_large_numbers_and_sparse_ones(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_LARGE", many)
+    monkeypatch.setattr(nonfinite, "LARGE", many)
     large = torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([math.nan]), (3,), check_invariants=True)
     look = partial(gradients_nonfinite, torch.tensor(1.0))

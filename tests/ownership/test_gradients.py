@@ -1,4 +1,4 @@
-"""Donation of gradients: a backward adds to those of the microbatches before, where they are not aliased."""
+"""Gradients: a backward adds to those of the microbatches before, where they are not aliased."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import references
-from pure_loop.donation.donation import Donation
-from pure_loop.stages import engine
+from pure_loop.stages.ownership import can_count
+from pure_loop.stages.workspace import Workspace
 from tests.benchmarks.memory import peaks
 from tests.benchmarks.turns import OfGenerator
 from tests.support.tiers import tiers
 
-pytestmark = pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter")
+pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
 
 WIDTH = 512
 ONE, SOME = {Event.BATCH_END}, {Event.AFTER_BACKWARD, Event.BATCH_END}
@@ -170,13 +169,8 @@ def test_gradients_that_an_algorithm_began_with_stay() -> None:
     assert all((each == 1).all() for state in kept for each in state.grads.values())
 
 
-def always(self: Donation, state: pl.State) -> Any:
-    return state.grads
-
-
 def test_writing_to_gradients_that_were_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "held_once", lambda tensors, **_: True)
-    monkeypatch.setattr(Donation, "take_gradients", always)
+    monkeypatch.setattr(Workspace, "take_gradients", lambda self, state: True)
     assert not unchanged({Event.BEFORE_BACKWARD})
 
 
@@ -189,7 +183,7 @@ def test_a_backward_that_fails_half_way_leaves_no_wrong_gradients(watch: Any) ->
                 kept = state
     assert kept.grads["layers.0.weight"].any()
     assert state.timestamp.batch == 1
-    with pytest.raises(pl.errors.DonatedStateError, match="half-way"):
+    with pytest.raises(pl.errors.DonatedStateError, match=r"state\.grads .* batch "):
         state.grads["layers.0.weight"]
 
 
@@ -213,7 +207,7 @@ def test_where_a_step_fails_training_resumes_from_the_state_before(
         for _, state in stream(watch=ONE):  # noqa: B007
             pass
     assert state.timestamp.batch == 2
-    with pytest.raises(pl.errors.DonatedStateError, match="half-way"):
+    with pytest.raises(pl.errors.DonatedStateError, match=r"state\.grads .* batch "):
         state.grads["layers.0.weight"]
     went_on = pl.run(stream(start(state, tmp_path / "state.safetensors")))
     for name, tensor in whole.params.items():

@@ -1,4 +1,4 @@
-"""Donation: what keeps references where the counts of mappings and tensors alone would not show it."""
+"""Ownership: what keeps references where the counts of mappings and tensors alone would not show it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import references
 from pure_loop.frozendict import FrozenDict
+from pure_loop.stages.ownership import can_count
 from tests.support.donating import NAMESPACE, Count, Kept, assert_same, fit, partition, plain, tensors_of
 
 pytestmark = [
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
     pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 
@@ -171,3 +171,20 @@ def test_parameters_that_an_algorithm_put_in_are_its_own(donate: Any, frozen: bo
     assert kept.things
     kept.check()
     assert_same(last, pl.run(fit(model, algorithms=[replace], donate=False)))
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+@pytest.mark.parametrize("name", ["own", "sam", "gradient_clipping"])
+def test_an_algorithm_that_puts_in_gradients_costs_no_copy(count: Count, name: str, watch: Any) -> None:
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def halves(state: pl.State) -> pl.State:
+        return state.replace(grads={name: tensor / 2 for name, tensor in state.grads.items()})
+
+    algorithms: dict[str, Any] = {
+        "own": halves,
+        "sam": pl.algorithms.sam(),
+        "gradient_clipping": pl.algorithms.gradient_clipping(kind="norm", threshold=0.1),
+    }
+    last = pl.run(fit(algorithms=[algorithms[name]], watch=watch))
+    assert (count.copied, count.reused) == (0, 15)
+    assert_same(last, pl.run(fit(algorithms=[algorithms[name]], watch=watch, donate=False)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -14,13 +16,13 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import references
-from pure_loop.frozendict import FrozenDict
+from pure_loop.frozendict import FrozenDict, Overwritten
+from pure_loop.stages.ownership import can_count
 from pure_loop.state import raw_opt_state
 from tests.support.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 
 pytestmark = [
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
     pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 
@@ -95,30 +97,51 @@ def test_donate_true_leaves_tensors_that_were_kept_and_algorithm_state() -> None
     assert_same(state, again)
 
 
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=str)
-def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(watch: Any) -> None:
-    """The kernel has overwritten the parameters when the NaN is found: the loop variable's State says so."""
+def poisoned() -> dict[str, Any]:
+    """Gradients of one batch are NaN, and so are the parameters that the kernel has written; its loss isn't."""
+    calls = itertools.count()
 
-    def poison(state: pl.State) -> pl.State:
-        if state.timestamp.batch != 6:
-            return state
-        return state.replace(grads={name: g * float("nan") for name, g in state.grads.items()})
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        poison = (0 * outputs.sum()).sqrt() if next(calls) == 6 else 0
+        return functional.cross_entropy(outputs, targets) + poison
 
+    return {"loss": loss, "strict": False}
+
+
+def failing() -> dict[str, Any]:
+    """An optimizer of one's own raises after it has written to the first parameter."""
+    inner = pl.optim.sgd(lr=0.1, momentum=0.9)
+
+    def overwrite(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        if timestamp.batch == 6:
+            params["0.weight"].zero_()
+            raise ArithmeticError("batch 6")
+        assert inner.overwrite is not None
+        return inner.overwrite(grads, memory, params, timestamp)
+
+    return {"optimizer": attrs.evolve(inner, overwrite=overwrite)}
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
+@pytest.mark.parametrize("options", [poisoned, failing])
+def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(options: Callable[[], dict[str, Any]], watch: Any) -> None:
+    """The State in the loop variable says that it has none; one that was kept has its own."""
     kept: Any = None
     numbers: list[Tensor] = []
     failed: Any = None
-    poisoned = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="poison")(poison)
     try:
-        for event, state in fit(algorithms=[poisoned], watch=watch):
+        for event, state in fit(watch=watch, **options()):
             if event is Event.BATCH_END and state.timestamp.batch == 4:
                 kept = state
                 numbers = [tensor.clone() for tensor in tensors_of(state)]
-    except pl.NonFiniteError as error:
+    except (pl.NonFiniteError, ArithmeticError) as error:
         failed = error
     assert "batch 6" in str(failed)
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(kept), numbers, strict=True))
-    with pytest.raises(pl.errors.DonatedStateError):
+    with pytest.raises(pl.errors.DonatedStateError, match=r"state\.params .* the step of batch 6"):
         state.params["0.weight"]
+    with pytest.raises(pl.errors.DonatedStateError, match=r"state\.opt_state .* the step of batch 6"):
+        len(state.opt_state)
     assert "overwritten" in repr(state)
 
 
@@ -162,5 +185,5 @@ def test_other_values_are_refused(donate: Any) -> None:
 
 
 def test_mappings_that_were_overwritten_are_frozen_dicts_still() -> None:
-    assert isinstance(pl.frozendict.OVERWRITTEN, FrozenDict)
-    assert "overwritten" in repr(pl.frozendict.OVERWRITTEN)
+    assert isinstance(Overwritten.by("params", 3), FrozenDict)
+    assert "overwritten" in repr(Overwritten.by("params", 3))

@@ -9,13 +9,21 @@ import pytest
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.donation import references
-from tests.donation.test_donation import a_for_loop, a_while_loop, through_a_generator, with_progress
+from pure_loop.stages.ownership import can_count
 from tests.state.test_memory import live_tensors, without_collector
-from tests.support.donating import Count, assert_same, fit, plain
+from tests.support.donating import (
+    Count,
+    a_for_loop,
+    a_while_loop,
+    assert_same,
+    fit,
+    plain,
+    through_a_generator,
+    with_progress,
+)
 
 pytestmark = [
-    pytest.mark.skipif(not references.can_count(), reason="references can't be counted in this interpreter"),
+    pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
     pytest.mark.usefixtures("gradients_of_each_size"),
 ]
 

@@ -1,0 +1,798 @@
+"""Ownership: whether a step may write where a State's tensors are, or has to copy them. A State that is kept stays.
+
+A step writes in place if nothing outside of the loop has read the tensors since the last step, which their mapping
+notes (:func:`pure_loop.state.lend`), and if no State that is alive has that mapping, but for the loop's own variables
+and the variable of the loop that reads the stream, which the next State replaces. The second is one count of references
+to the mapping and one to the State. If tensors were read, one precise look follows, at the references to each, to its
+storage, and to what is behind it. In doubt the step copies.
+
+No number of references is written down. Each was counted once, on this interpreter and with this torch, where nothing
+was kept. This is the only module that counts references, and the only one that looks at frames and at bytecode.
+"""
+
+from __future__ import annotations
+
+import opcode
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from functools import cache
+from operator import attrgetter, is_
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+from weakref import getweakrefcount, ref
+
+import optree
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.multiprocessing.reductions import shared_cache
+
+from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.dtensor import is_sharded, local_tensor
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
+from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict, Overwritten
+from pure_loop.model.leaves import have_hooks_or_grads
+from pure_loop.state import State, raw_opt_state, raw_params
+
+__all__ = [
+    *("LARGE", "Ownership", "Request", "are_torchs", "are_unaliased", "can_count", "consumer_doubt", "count_in"),
+    *("counting_doubt", "look_through", "rebinds_loop_variable", "storages_are_unshared", "was_sent"),
+]
+
+
+class Request(Enum):
+    """What a script of the library may yield in the place of an event; the driver serves it and sends the State back.
+
+    Attributes:
+        COUNT_REFERENCES: the next computation writes to what this State has, where nothing else refers to it.
+    """
+
+    COUNT_REFERENCES = auto()
+
+
+def _gone(_: object) -> None:
+    """What a weak reference of the stream's own calls."""
+
+
+def _nothing() -> None:
+    """In the place of a weak reference, before there is one."""
+
+
+class Ownership:
+    """What one stream knows of its tensors, and its decisions.
+
+    Args:
+        always: whether States that are kept lose their tensors, too (``donate=True``).
+        watch: the events that the consumer is given; None: all.
+        attached: those with an algorithm or a callback.
+        compiled: whether graphs ask for memory, by :meth:`writable_or_copies`, and not the stages.
+        measures: whether nothing of the stream is kept, and its counts are what those of all others are compared with.
+
+    Attributes:
+        leaves: those of autograd, which share the memory of the parameters; None: there are none yet.
+        instance: the private module in which the leaves stand.
+        observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
+            asked.
+        is_of_ranks: whether an engine of several ranks has a weak reference to the parameters.
+        shares_storage: whether tensors of the engine's own have the memory of these parameters.
+    """
+
+    __slots__ = (
+        *("_arrived", "_granted", "_is_first", "_is_large", "_last", "_memory", "_observed_at", "_params", "_tensors"),
+        "_yields_next",
+        *(
+            "always",
+            "compiled",
+            "counted",
+            "instance",
+            "is_of_ranks",
+            "leaves",
+            "measures",
+            "observed",
+            "shares_storage",
+        ),
+    )
+
+    expected: tuple[int, ...] | None = None  # what is counted where nothing is kept (see loop/driver.py)
+
+    def __init__(
+        self,
+        *,
+        always: bool = False,
+        watch: Collection[Event] | None = None,
+        attached: Collection[Event] = (),
+        compiled: bool = False,
+        measures: bool = False,
+    ) -> None:
+        self.always, self.compiled, self.measures, self.observed = always, compiled, measures, True
+        self.is_of_ranks = False
+        self.shares_storage: Callable[[FrozenDict[str, Tensor]], bool] = lambda params: False
+        # The State after a step then replaces the one in the variable of the consumer before that is read.
+        self._yields_next = watch is None or Event.BATCH_END in watch
+        self._observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
+        self.counted: frozenset[Event | Request] = frozenset({_BEFORE_STEP, Event.BATCH_START})
+        self._is_first = True
+        if compiled:
+            self.counted = self._observed_at | _OF_GRAPHS
+        self._is_large: bool | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """The tensors may be those of others, too, from now on: the stream is over, or computes in another way."""
+        self._params: Callable[[], Any] = _nothing
+        self._memory: Callable[[], Any] = _nothing
+        self._granted: Callable[[], State | None] = _nothing
+        self._last: Callable[[], State | None] = _nothing
+        self.leaves: FrozenDict[str, Tensor] | None = None
+        self.instance: Any = None
+        self._arrived: tuple[Any, ...] = ()
+        # The parameters that were looked at last, by a weak reference to their mapping.
+        self._tensors: tuple[Callable[[], Any], Tensors] | None = None
+
+    def adopt(self, state: State) -> None:
+        """Parameters and optimizer state of this State were made by the stream for itself."""
+        params, memory = raw_params(state), raw_opt_state(state)
+        if self._tensors is not None and self._tensors[0]() is not params:
+            self._tensors = None  # which would keep other tensors alive
+        both = type(params) is FrozenDict and type(memory) is FrozenDict
+        # With a callback each is a weak reference of its own, beside which another one counts.
+        self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
+        if both and not self.compiled and self._has_large_gradients(state):
+            self.counted |= _OF_GRADIENTS
+
+    def _has_large_gradients(self, state: State) -> bool:
+        """Whether a check of references is cheaper than to copy the gradients, or to have them once more."""
+        if self._is_large is None:
+            self._is_large = sum(map(Tensor.numel, raw_params(state).values())) >= LARGE
+        return self._is_large
+
+    def has_made_params(self, state: State) -> bool:
+        """Whether the parameters are those that were adopted."""
+        return self._params() is raw_params(state)
+
+    def owns(self, state: State) -> bool:
+        """Whether parameters and optimizer state are those that were adopted."""
+        return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
+
+    def arrives(self, state: State) -> None:
+        """A script has yielded this State, and has it in its variable, while algorithms may make others of it."""
+        self._arrived = raw_params(state), raw_opt_state(state), state._grads
+
+    def before(self, event: Event | Request, state: State, last: Callable[[], State | None]) -> None:
+        """Decide, right before a script goes on, whether what it computes next may write to what this State has.
+
+        Args:
+            event: the one after which it goes on, one of ``counted``.
+            state: what the script is sent; the caller is the driver, which has it in one variable.
+            last: a weak reference to the State that the consumer was given last.
+        """
+        arrived, self._arrived = self._arrived, ()
+        written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
+        unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
+        del arrived
+        self.observed = self.observed or event in self._observed_at
+        if counting_doubt() or (self.compiled and event not in _OF_GRAPHS):
+            return
+        frame = sys._getframe(1).f_back
+        if self._is_first and event is Event.BATCH_START:
+            self._is_first = False
+            # Between the stream and the variable something may pick events out, as `filter` does, which has no frame.
+            if last() is state and not rebinds_loop_variable(frame, state):
+                self._yields_next = False
+            if not self._has_large_gradients(state) and not self.compiled:
+                self.counted -= {event}
+        if event is Event.BATCH_START or (self.compiled and self._has_large_gradients(state)):
+            self._make_room(state, last, frame)
+        if event is not Event.BATCH_START:
+            self._granted = self._last = _nothing
+            # Else an algorithm put in others, and the script's variable has those before.
+            if unchanged and self._is_unseen(event, state, last, frame):
+                self._granted = ref(state)
+
+    def _is_unseen(
+        self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
+    ) -> bool:
+        """Whether nothing that stays refers to what is written to next."""
+        # At a request the script has this very State in its variable, and not the one that it was made of.
+        same = isinstance(event, Request)
+        yielded = last()
+        if yielded is state:
+            yielded = None
+        counts, shares = _counts(state, yielded), [False] * 3
+        if yielded is not None:
+            pairs = zip(_mappings(yielded), _mappings(state), strict=True)
+            shares = [one is other is not None for one, other in pairs]
+        if self.measures:
+            Ownership.expected = tuple(map(int.__sub__, counts, (0, *shares, 0)))
+        if self.measures or Ownership.expected is None:
+            return False
+        held, params, memory, grads, shown = map(int.__sub__, counts, Ownership.expected)
+        if not any(shares):
+            yielded = None
+        elif shown:
+            return False
+        if held != same:
+            # One more may be the variable of the consumer, of this State itself.
+            if held != same + 1 or yielded is not None or not self._is_replaced(frame, state):
+                return False
+        elif yielded is not None:
+            if not self._is_replaced(frame, yielded):
+                return False
+            self._last = last
+        if self.compiled:
+            return True  # the segment counts the rest
+        if event is not _BEFORE_STEP:
+            return grads == shares[2] and not _is_lent(state._grads) and are_unaliased(state._grads)
+        if not self.owns(state) or memory != shares[1] or not self._has_mapping_alone(state, params - shares[0]):
+            return False
+        return self.has_tensors_alone(state)
+
+    def _is_replaced(self, frame: FrameType | None, state: State) -> bool:
+        """Whether the consumer has this State in the variable that it puts the next one in."""
+        return self._yields_next and rebinds_loop_variable(frame, state)
+
+    def _make_room(self, state: State, last: Callable[[], State | None], frame: FrameType | None) -> None:
+        """A batch begins: let go of the gradients of the State that only the variable of the consumer has."""
+        yielded = last()
+        if yielded is None or yielded._grads is None or yielded._grads is state._grads:
+            return
+        if count(yielded) != _in_two_places() or not self._has_large_gradients(state):
+            return
+        if self._is_replaced(frame, yielded):
+            _set_grads(yielded, Overwritten.by("grads", yielded.timestamp.batch))
+
+    def _has_mapping_alone(self, state: State, others: int) -> bool:
+        """Whether no other reference exists to the parameters of a State, or to their leaves, than the stream's own.
+
+        Args:
+            state: the one that has them.
+            others: how many references to the mapping of parameters there are besides those of States.
+        """
+        leaves = self._leaves_of(state)
+        if leaves is None:
+            return others == 0
+        bound = self._is_bound(leaves)
+        return others == 1 and count(leaves) == _in_two_places() + (bound and self.instance.params is leaves)
+
+    def has_tensors_alone(self, state: State) -> bool:
+        """Whether nothing but its mappings, and the stream's own leaves, has what a State has to be written to.
+
+        Where nothing outside of the loop has read a mapping it is so. Else each tensor is looked at. Leaves with a hook
+        or a gradient stay noted as read, for the next forward.
+        """
+        params, memory, leaves = raw_params(state), raw_opt_state(state), self._leaves_of(state)
+        read, read_memory = _is_lent(params) or (leaves is not None and _is_lent(leaves)), _is_lent(memory)
+        if not read and not read_memory:
+            return True
+        if tensor_uses is None or storage_uses is None:
+            return False
+        # Of the stream's own; engines of several ranks have one, too.
+        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
+        if getweakrefcount(params) > own or getweakrefcount(memory) > 1:
+            return False
+        if read and not self._has_parameters_alone(state, leaves):
+            return False
+        if read_memory and not _is_private(memory):
+            return False
+        # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
+        marked = leaves is not None and _is_lent(leaves) and have_hooks_or_grads(leaves)
+        for mapping in (params, memory, None if marked else leaves):
+            if mapping is not None and not isinstance(getattr(mapping, "lent", None), set):
+                mapping.lent = None
+        return True
+
+    def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
+        """Whether nothing else has the parameters that are trained, or their leaves."""
+        params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
+        if self._tensors is None or self._tensors[0]() is not params:
+            self._tensors = ref(params, _gone), Tensors(params[name] for name in names)
+        shared = leaves is not None or self.shares_storage(params)
+        # The tensors are in a list here, as they were where this was counted.
+        if not self._tensors[1].have_uses(expected.shared if shared else expected.alone):
+            return False
+        if leaves is None:
+            return True
+        # Their memory is that of the parameters.
+        places, found = self.instance.places if self._is_bound(leaves) else {}, list(map(leaves.get, names))
+        wanted = [expected.alone[0] + places.get(name, 0) for name in names]
+        return list(map(count, found)) == wanted and _uses_of(found) <= {expected.alone[1:3]}
+
+    def _leaves_of(self, state: State) -> FrozenDict[str, Tensor] | None:
+        """The leaves of the parameters of a State, if there are some."""
+        leaves = self.leaves
+        return leaves if leaves is not None and leaves.origin is raw_params(state) else None
+
+    def _is_bound(self, leaves: FrozenDict[str, Tensor]) -> bool:
+        """Whether these leaves stand in the private module."""
+        return self.instance is not None and self.instance.bound() is leaves
+
+    def take(self, state: State) -> bool:
+        """Whether a step may write to parameters and optimizer state; the State has none any more then."""
+        return self._take(state, ("params", "opt_state"))
+
+    def take_gradients(self, state: State) -> bool:
+        """Whether gradients may be written to; the State has none any more then."""
+        return self._take(state, ("grads",))
+
+    def _take(self, state: State, fields: tuple[str, ...]) -> bool:
+        if self.compiled or self._granted() is not state:
+            return False
+        shown, self._granted, self._last = self._last(), _nothing, _nothing
+        for field in fields:
+            read, write = _SLOTS[field]
+            mapping = read(state)
+            for owner in (state, shown):
+                if owner is not None and read(owner) is mapping:
+                    write(owner, Overwritten.by(field, state.timestamp.batch))
+        return True
+
+    def writable_or_copies(
+        self, tensors: list[Tensor], are_private: Callable[[State | None], bool] | None
+    ) -> list[Tensor]:
+        """For tensors that a graph made: the list itself, to be written to, if nothing else has them; or copies.
+
+        A graph calls no Python code, so a State that was not observed can't have been stored. After copies were
+        returned, the memory is the graph's own until a State is observed again.
+
+        Args:
+            tensors: what is about to be written to.
+            are_private: whether only the graph, the State that it is called with, and the one that it is passed, refer
+                to them; takes them out of both.
+        """
+        shown, granted, observed = self._last(), self._granted() is not None, self.observed
+        self._granted, self._last, self.observed = _nothing, _nothing, False
+        if not observed or (granted and are_private is not None and are_private(shown)):
+            return tensors
+        return clone_all(tensors)
+
+
+_BEFORE_STEP = Event.AFTER_TRAIN_BATCH
+# At which graphs ask for memory, and the gradients of the batch before are of no use any more.
+_OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Event.BATCH_START})
+# After these, gradients are added to, divided or clipped, or those of the batch before are of no use any more.
+_OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
+# Numbers in gradients from which a check of references is cheaper than a copy.
+LARGE = 2**18
+_SLOTS: dict[str, tuple[Callable[[State], Any], Callable[[State, Any], None]]] = {
+    name: (slot.__get__, slot.__set__)
+    for name, slot in [(name, vars(State)[f"_{name}"]) for name in ("params", "opt_state", "grads")]
+}
+_set_grads = _SLOTS["grads"][1]
+
+
+def _mappings(state: State) -> tuple[Any, Any, Any]:
+    """What a step may write to."""
+    return raw_params(state), raw_opt_state(state), state._grads
+
+
+def _is_lent(mapping: Any) -> bool:
+    """Whether code outside of the loop has read a mapping."""
+    return getattr(mapping, "lent", None) is not None
+
+
+# Counts of references.
+
+count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
+gettrace: Callable[[], Any] = sys.gettrace
+
+
+def _counts(state: State, yielded: State | None) -> tuple[int, ...]:
+    """References to a State, to its mappings of parameters, optimizer state and gradients, and to another State."""
+    own = count(state), count(raw_params(state)), count(raw_opt_state(state)), count(state._grads)
+    return (*own, 0 if yielded is None else count(yielded))
+
+
+@cache
+def _in_two_places() -> int:
+    """What is counted of an object in a variable of a function, to which one other object refers."""
+    mapping = FrozenDict[str, Any]()
+    _holder = [mapping]
+    return count(mapping)
+
+
+class Tensors:
+    """Tensors in a mapping, of which references are counted.
+
+    Args:
+        tensors: those that are counted; nothing else refers to the mapping meanwhile.
+
+    Attributes:
+        are_plain: whether counts say something of each: no wrapper, sparse one, or one of a transform.
+    """
+
+    __slots__ = ("_addresses", "_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        listed, self._wrappers = list(tensors), list[Tensor]()
+        if any(map(is_sharded, listed)):  # a shard is in its DTensor as another tensor is in its mapping
+            self._wrappers, listed = listed, list(map(local_tensor, listed))
+        self._tensors = listed
+        self.are_plain = set(map(type, listed)) <= {Tensor} and set(map(_layout, listed)) <= {torch.strided}
+        self.are_plain = self.are_plain and transforms() is None
+        self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
+        self._pointers = [storage._cdata for storage in self._storages]
+        self._addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
+
+    def uses(self) -> list[list[Any]]:
+        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; and whether
+        another process has it.
+        """
+        tensors, storages = self._tensors, self._storages
+        # Handing one to another process moves it; on an accelerator it stays where it is.
+        sent = [
+            address != before if tensor.is_cpu else was_sent(pointer)
+            for tensor, pointer, address, before in zip(
+                tensors, self._pointers, map(torch.UntypedStorage.data_ptr, storages), self._addresses, strict=True
+            )
+        ]
+        of_tensors = list(map(count, tensors)), list(map(tensor_uses, tensors)), list(map(getweakrefcount, tensors))
+        return [*of_tensors, list(map(count, storages)), list(map(storage_uses, self._pointers)), sent]
+
+    def have_uses(self, *expected: tuple[Any, ...], more: Sequence[int] = ()) -> bool:
+        """Whether what refers to each is one of these, plus so many variables."""
+        if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
+            return False
+        variables, *rest = self.uses()
+        if more:
+            variables = list(map(int.__sub__, variables, more))
+        return set(zip(variables, *rest, strict=True)) <= set(expected)
+
+
+_layout = attrgetter("layout")
+
+
+def _uses_of(tensors: Sequence[Any]) -> set[tuple[Any, ...]]:
+    """What refers to tensors besides variables: torch, and weak references."""
+    return set(zip(map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True))
+
+
+@frozen
+class _Expected:
+    """What refers to tensors in a mapping to which nothing else does.
+
+    Attributes:
+        alone: to a tensor.
+        shared: to one with whose memory there is one tensor more.
+        viewed: to a view, as autograd may give it; behind: to the tensor behind it.
+        nested: to a mapping in a mapping.
+    """
+
+    alone: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    viewed: tuple[Any, ...]
+    behind: tuple[Any, ...]
+    nested: int
+
+
+@cache
+def _expected_uses() -> _Expected:
+    mapping = FrozenDict(one=torch.zeros(2, 3, device="cpu"))
+    tensors = Tensors(mapping.values())
+    (alone,) = zip(*tensors.uses(), strict=True)
+    leaf = mapping["one"].detach()
+    (shared,) = zip(*tensors.uses(), strict=True)
+    del leaf
+    transposed = FrozenDict(one=torch.zeros(2, 3, device="cpu").t())
+    (viewed,) = zip(*Tensors(transposed.values()).uses(), strict=True)
+    (behind,) = _uses_behind(list(transposed.values()))
+    outer = FrozenDict(one=FrozenDict[str, Any]())
+    (nested,) = map(count, list(outer.values()))
+    return _Expected(alone, shared, viewed, behind, nested)
+
+
+def _is_private(memory: Any) -> bool:
+    """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
+    # Mappings of numbers alone are written to by nothing, and several States may have them.
+    inner = [value for value in memory.values() if type(value) is FrozenDict and _has_tensors(value)]
+    if set(map(count, inner)) - {_expected_uses().nested} or any(map(getweakrefcount, inner)):
+        return False
+    if any(not isinstance(value, Tensor | FrozenDict) and _has_tensors(value) for value in memory.values()):
+        return False
+    tensors = Tensors(value for value in memory.values() if isinstance(value, Tensor))
+    return tensors.have_uses(_expected_uses().alone) and all(map(_is_private, inner))
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(tree, namespace=NAMESPACE))
+
+
+def are_unaliased(gradients: Mapping[str, Tensor | None] | Sequence[Tensor | None]) -> bool:
+    """Whether nothing but this mapping or tuple has these tensors, and each has memory of its own.
+
+    >>> weight = torch.ones(2)
+    >>> are_unaliased((torch.ones(2), torch.ones(3))), are_unaliased((weight,)), are_unaliased((weight[:1],))
+    (True, False, False)
+    """
+    values: Any = gradients.values() if isinstance(gradients, Mapping) else gradients
+    if counting_doubt() or any(map(is_sharded, values)) or not all(map(_is_own, values)):
+        return False
+    expected = _expected_uses()
+    tensors = Tensors(value for value in values if value is not None)
+    # Behind a view there is one tensor more, which may be that of others.
+    views = [value for value in values if value is not None and value._is_view()]
+    if not views:
+        return tensors.have_uses(expected.alone)
+    if set(_uses_behind(views)) != {expected.behind}:
+        return False
+    del views
+    return tensors.have_uses(expected.alone, expected.viewed)
+
+
+def _uses_behind(views: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """What refers to the tensors behind views, each of which has one of its own."""
+    bases = [view._base for view in views]
+    return list(zip(map(count, bases), map(tensor_uses, bases), strict=True))
+
+
+def are_torchs(tensors: Iterable[Any]) -> bool:
+    """Whether the memory of these tensors is torch's: no array's, and no file's."""
+    parts = [local_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+    plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts) and transforms() is None
+    return plain and all(part.untyped_storage().resizable() for part in parts)
+
+
+def _is_own(tensor: Tensor | None) -> bool:
+    """Whether each element has a place of its own, in memory that is torch's and may be written to."""
+    orders = torch.contiguous_format, torch.channels_last
+    if tensor is None:
+        return True
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+        return False
+    return any(tensor.is_contiguous(memory_format=order) for order in orders) and tensor.untyped_storage().resizable()
+
+
+def was_sent(pointer: int) -> bool:
+    """Whether a storage that is not on the CPU, by its pointer, was handed to another process, where it stays.
+
+    Torch lists what was handed over by the allocation that it is in. But it also sees to it that memory which another
+    process may have doesn't go straight back to its allocator, and that tells of each storage.
+    """
+    if not shared_cache:
+        return False
+    if storage_goes_back is not None:
+        return not storage_goes_back(pointer)
+    return any(weak.cdata == pointer for weak in list(shared_cache.values()))
+
+
+@cache
+def counting_doubt() -> str:
+    """Why references are not counted here, so that steps copy; empty where they are: one reference more, of any kind,
+    shows.
+    """
+    if not hasattr(sys, "getrefcount"):
+        return "this interpreter does not count references"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "threads run without a global lock here, and take references while they are counted"
+    if tensor_uses is None or storage_uses is None:
+        return "this torch does not say how many references it has itself"
+    try:
+        memory = FrozenDict(inner=FrozenDict(one=torch.zeros(2, device="cpu")))
+        if not _is_private(memory):
+            return "tensors seem to have references that none made"
+        for kind, take in _KINDS.items():
+            kept = take(memory["inner"])
+            if _is_private(memory):
+                return f"{kind} does not show in a count of references"
+            kept = None  # noqa: F841
+        if not _is_private(memory):
+            return "the end of a reference does not show in a count of references"
+    except Exception as error:  # whatever a counter does elsewhere; pl.explain says it
+        return f"counting references raised {type(error).__name__}: {error}"
+    return ""
+
+
+# What refers to a mapping, to a tensor or to its memory.
+_KINDS: dict[str, Callable[[FrozenDict[str, Any]], Any]] = {
+    "a mapping in a variable": lambda mapping: mapping,
+    "a tensor in a variable": lambda mapping: mapping["one"],
+    "a tensor in a list": lambda mapping: [mapping["one"]],
+    "a view": lambda mapping: mapping["one"][:1],
+    "a tensor on the same memory": lambda mapping: mapping["one"].detach(),
+    "a storage": lambda mapping: mapping["one"].untyped_storage(),
+    "a DLPack capsule": lambda mapping: mapping["one"].__dlpack__(),
+    "a weak reference": lambda mapping: ref(mapping["one"]),
+}
+
+
+def can_count() -> bool:
+    """Whether references are counted on this interpreter; if not, :func:`counting_doubt` says why."""
+    return not counting_doubt()
+
+
+def count_in(objects: Sequence[Any]) -> list[int]:
+    """How many references there are to the objects, besides that of this list or tuple.
+
+    >>> one = FrozenDict()
+    >>> count_in([one, FrozenDict()])
+    [1, 0]
+    """
+    (once,) = map(count, [FrozenDict()])
+    return [references - once for references in map(count, objects)]
+
+
+def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of these has a storage of its own, that torch has in this process, and no other tensor has."""
+    own = Tensors(tensors)
+    return own.are_plain and all(
+        set(found) == {one} for found, one in zip(own.uses()[1:], _expected_uses().alone[1:], strict=True)
+    )
+
+
+# The frame of the consumer.
+
+_UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
+_PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")
+_SEND, _EXTENDED = opcode.opmap.get("SEND"), opcode.opmap.get("EXTENDED_ARG")
+# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
+_STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"}
+
+
+def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
+    """Whether the first thing that this frame does with the pair it waits for is to put it where it has ``value`` now.
+
+    Generators that only delegate (``yield from``) are looked through. False where it can't be told.
+
+    Args:
+        frame: the one that called ``next`` on the generator that asks.
+        value: the second half of the pair before.
+
+    >>> def numbers():
+    ...     last = None
+    ...     for i in range(3):
+    ...         print(rebinds_loop_variable(sys._getframe(1), last), end=" ")
+    ...         last = [i]
+    ...         yield i, last
+    >>> for i, held in numbers():
+    ...     pass
+    False True True
+    >>> _ = list(numbers())
+    False False False
+    """
+    # A debugger reads, and may write back, the variables that are read here.
+    return not consumer_doubt() and gettrace() is None and _rebinds(frame, value)
+
+
+def _rebinds(frame: FrameType | None, value: Any) -> bool:
+    plan: Plan = None
+    while frame is not None:
+        code = frame.f_code
+        known = _plans.get((id(code), frame.f_lasti))
+        if code in _LOOKED_THROUGH:
+            frame, plan = frame.f_back, None
+            continue
+        plan = known[1] if known is not None and known[0] is code else _plan(code, frame.f_lasti)
+        if plan is not _DELEGATES:
+            break
+        frame = frame.f_back
+    if frame is None or plan is None:
+        return False
+    name, place = plan
+    if place is _GLOBALS:
+        return frame.f_globals.get(name, frame) is value
+    variables: Any = frame.f_locals
+    result = variables.get(name, frame) is value
+    # A dict is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
+    if place is _COPIES:
+        variables.clear()
+    elif place is _SHOWN_COPIES:
+        for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
+            del variables[key]
+    return result
+
+
+_LOOKED_THROUGH: set[CodeType] = set()
+
+
+def look_through(code: CodeType) -> None:
+    """Say of a function that it returns what ``next`` gives it, and keeps no reference to that."""
+    _LOOKED_THROUGH.add(code)
+
+
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies,
+# which its own code may have asked for.
+_GLOBALS, _NAMES, _COPIES, _SHOWN_COPIES = "globals", "names", "copies", "shown copies"
+# A name, and where it is; None: the pair goes elsewhere.
+Plan: TypeAlias = "tuple[str, str] | None"
+_DELEGATES = ("yield from", "")
+_ASK_FOR_COPIES = {"locals", "vars", "eval", "exec", "dir", "f_locals", "currentframe", "_getframe", "stack"}
+# By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
+_plans: dict[tuple[int, int], tuple[CodeType, Plan]] = {}
+
+
+def _plan(code: CodeType, at: int) -> Plan:
+    """What happens to a pair after this instruction; looked up once."""
+    if len(_plans) >= 256:
+        _plans.clear()
+    begin = at
+    while begin > 0 and code.co_code[begin] == _CACHE:  # Python 3.12 may stand on what comes after an instruction
+        begin -= 2
+    plan = _DELEGATES if _SEND is not None and code.co_code[begin] == _SEND else _target(code, at)
+    _plans[id(code), at] = code, plan
+    return plan
+
+
+def _target(code: CodeType, at: int) -> Plan:
+    """The variable into which the second half of a pair goes after this instruction, and whether it is a global."""
+    raw = code.co_code
+    following: list[tuple[int, int]] = []
+    for i in range(at + 2, len(raw), 2):
+        # Python 3.11 does some calls in the instruction before CALL.
+        if raw[i] != _CACHE and not (raw[at] == _PRECALL and raw[i] == _CALL and not following):
+            following.append((raw[i], raw[i + 1]))
+        if len(following) == 3:
+            break
+    if len(following) < 2 or following[0] != (_UNPACK, 2) or any(op == _EXTENDED for op, _ in following):
+        return None
+    name, argument = opcode.opname[following[1][0]], following[1][1]
+    if name == "STORE_FAST_STORE_FAST":
+        return _variable(code, argument & 15)
+    if name not in _STORES or len(following) < 3:
+        return None
+    name, argument = opcode.opname[following[2][0]], following[2][1]
+    if name == "STORE_FAST_LOAD_FAST":
+        return _variable(code, argument >> 4)
+    if name in ("STORE_NAME", "STORE_GLOBAL"):
+        return code.co_names[argument], _GLOBALS if name == "STORE_GLOBAL" else _NAMES
+    if name == "STORE_FAST":
+        return _variable(code, argument)
+    return None
+
+
+def _variable(code: CodeType, argument: int) -> Plan:
+    """A function's variable."""
+    name = code._varname_from_oparg(argument)  # type: ignore[attr-defined]
+    if not _LOCALS_ARE_COPIED:
+        return name, _NAMES
+    return name, _COPIES if _ASK_FOR_COPIES.isdisjoint(code.co_names) else _SHOWN_COPIES
+
+
+def _locals_are_copied() -> bool:
+    """Whether a function frame's variables can only be read through a copy of them, a dict."""
+    return type(sys._getframe().f_locals) is dict
+
+
+def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
+    """A stream that notes before each pair but the first whether its consumer rebinds its variable."""
+    last = object()
+    yield 0, last
+    for number in range(1, 4):
+        answers.append(_rebinds(sys._getframe(1), last))
+        last = object()
+        yield number, last
+
+
+def _delegating(answers: list[bool]) -> Iterator[tuple[int, object]]:
+    yield from _asked(answers)
+
+
+@cache
+def consumer_doubt() -> str:
+    """Why it can't be told here what becomes of a loop variable; empty where it can."""
+    try:
+        rebinding: list[bool] = []
+        for number, last in _asked(rebinding):  # noqa: B007
+            pass
+        for number, last in _delegating(rebinding):  # noqa: B007
+            pass
+        exec("for number, last in stream: pass", {"stream": _asked(rebinding)})  # as in a module
+        if rebinding != [True] * 9:
+            return "the variable of a for loop over a generator is not recognised"
+        keeping: list[bool] = []
+        kept = list(_asked(keeping))
+        for _pair in _delegating(keeping):
+            pass
+        for number, last in _asked(keeping):
+            kept.append((number, last))
+            last = None  # so that the variable no longer holds what was yielded
+        if keeping != [False] * 9:
+            return "a list of a stream's States is taken for a variable"
+    except Exception as error:  # of frames or bytecode that are none of those known; pl.explain says it
+        return f"reading the frame of a stream's consumer raised {type(error).__name__}: {error}"
+    return ""
+
+
+_LOCALS_ARE_COPIED = hasattr(sys, "_getframe") and _locals_are_copied()

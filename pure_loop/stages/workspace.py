@@ -1,0 +1,147 @@
+"""The workspace of a stream: the only thing of it that changes. What a step may write to stays where it is.
+
+The leaves of autograd share the memory of the parameters and stand in a private module. While the mapping of the
+parameters is the same, so are they: after a step in place nothing has to be bound anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import optree
+from torch import Tensor
+
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop.frozendict import FrozenDict, Overwritten
+from pure_loop.model.leaves import have_hooks_or_grads
+from pure_loop.stages.ownership import Ownership, are_torchs
+from pure_loop.state import State, lend, raw_opt_state, raw_params
+
+if TYPE_CHECKING:
+    from pure_loop.stages.engine import Engine
+
+__all__ = ["Workspace", "protect"]
+
+
+class Workspace:
+    """Where the tensors of a stream are.
+
+    Args:
+        ownership: decides where a step may write; None: it copies.
+    """
+
+    __slots__ = ("ownership",)
+
+    def __init__(self, ownership: Ownership | None = None) -> None:
+        self.ownership = ownership
+
+    def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
+        """The leaves for a forward: those of the forward before, while parameters and frozen names are the same."""
+        ownership = self.ownership
+        if ownership is None or engine.ranks > 1:
+            return engine.leaves(state, index=index, last=last)
+        leaves = ownership.leaves
+        if (
+            leaves is not None
+            and leaves.origin is raw_params(state)
+            and leaves.frozen == state.frozen
+            and leaves.holder is None  # else a graph still goes through them
+            and not (getattr(leaves, "lent", None) is not None and have_hooks_or_grads(leaves))
+        ):
+            return leaves
+        leaves = engine.leaves(state, index=index, last=last)
+        # Those of others would live on: of whole parameters, which were gathered for this forward.
+        ownership.leaves, ownership.instance = leaves if ownership.has_made_params(state) else None, None
+        return leaves
+
+    def went_through(self, leaves: FrozenDict[str, Tensor], *, lent: bool) -> None:
+        """A forward went through these leaves; ``lent``: code of the user's was in it, which may keep one."""
+        if lent:
+            lend(leaves)
+            lend(getattr(leaves, "origin", None))
+        if self.ownership is not None:
+            self.ownership.observed = True
+            if self.ownership.leaves is leaves and leaves.holder is not None:
+                self.ownership.instance = leaves.holder
+
+    def take_gradients(self, state: State) -> bool:
+        """Whether the gradients of a State may be written to; the State has none any more then."""
+        return self.ownership is not None and self.ownership.take_gradients(state)
+
+    def made(self, state: State, *, lent: bool = False) -> None:
+        """The stream has made the parameters and the optimizer state of this State for itself.
+
+        ``lent``: code of the user's was in it, which may keep them.
+        """
+        if self.ownership is not None:
+            self.ownership.adopt(state)
+            if lent:
+                lend(raw_params(state))
+                lend(raw_opt_state(state))
+
+    def begins_with(self, state: State) -> None:
+        """A fresh start: parameters and optimizer state are the stream's own, unless an algorithm put others there."""
+        memory: Any = raw_opt_state(state)
+        tensors = [*raw_params(state).values(), *optree.tree_leaves(memory, namespace=NAMESPACE)]
+        if self.ownership is not None and are_torchs(tensors):
+            self.made(state, lent=True)
+
+    def writable(self, state: State) -> tuple[FrozenDict[str, Tensor], Any] | None:
+        """Parameters and optimizer state, to be written to; the State has none any more. None: copy them."""
+        ownership = self.ownership
+        if ownership is None:
+            return None
+        params, memory = raw_params(state), raw_opt_state(state)
+        if ownership.take(state):
+            return params, memory
+        if not ownership.always or ownership.compiled or not ownership.owns(state) or _is_protected(params):
+            return None
+        # What an algorithm keeps in the State is no State of the past.
+        memories: Any = state.algorithm_state
+        kept: list[Any] = optree.tree_leaves(
+            memories, is_leaf=lambda tree: tree is params or tree is memory, namespace=NAMESPACE
+        )
+        if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state):
+            return None
+        # Whoever keeps one of these mappings finds it overwritten.
+        batch, leaves = state.timestamp.batch, ownership.leaves
+        if leaves is not None:
+            state.model.unbind()
+            ownership.leaves = None
+            _overwritten(leaves, "params", batch)
+        return _overwritten(params, "params", batch), _overwritten(memory, "opt_state", batch)
+
+
+def _overwritten(value: Any, field: str, batch: int) -> Any:
+    """Another mapping with the same tensors; to read this one, or one in it, is an error, through any reference."""
+    if type(value) is not FrozenDict:
+        return value  # numbers, which other States may share
+    other = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
+    dict.clear(value)
+    value.__class__ = Overwritten
+    value.lent = field, batch
+    return other
+
+
+_lock = threading.Lock()
+
+
+def protect(state: State) -> Callable[[], None]:
+    """See to it that no step takes the tensors of this State, with ``donate=True`` either: they are being read.
+
+    Returns:
+        What to call when they aren't any more, in any thread.
+    """
+    params, reader = raw_params(state), object()
+    with _lock:
+        readers = params.lent if isinstance(getattr(params, "lent", None), set) else set()
+        readers.add(reader)
+        params.lent = readers
+    return lambda: readers.discard(reader)
+
+
+def _is_protected(params: FrozenDict[str, Tensor]) -> bool:
+    readers = getattr(params, "lent", None)
+    return isinstance(readers, set) and bool(readers)

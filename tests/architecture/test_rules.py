@@ -1,0 +1,523 @@
+"""The rules of the core: where events are yielded, where anything is mutable, and where Python's frames are looked at.
+
+Each rule has a table of what is allowed, with a reason. A test fails for what is not in its table, and for what is in
+the table and no longer in the package.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+import pure_loop as pl
+
+PACKAGE = Path(pl.__file__).parent
+
+# R1. Events of training are yielded by scripts alone, and one function drives them.
+
+SCRIPTS = {
+    "loop/training.py": "the script of training",
+    "loop/evaluation.py": "the scripts of evaluation and prediction",
+    "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
+    "loop/auto_size.py": "a batch that is tried before training, to find a size that fits",
+    "loop/verify.py": "a batch that is computed twice",
+    "compile/compiler.py": "a batch of which parts are graphs",
+    "testing/wrong_loops.py": "loops that the laws must refuse",
+}
+
+# Who refers to a method ``send``: (module, function, what is sent to).
+SENDS = {
+    ("loop/driver.py", "drive", "script"): "the driver",
+    ("loop/verify.py", "Verification._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
+    ("loop/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
+    ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
+    ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
+    ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
+    ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
+    ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
+    ("testing/ranks/processes.py", "_Team._ask", "rank"): "no script: messages between processes",
+}
+
+# Who sends to a script, and seals what it yields, or passes it to who is attached: (module, function).
+DRIVERS = {
+    ("loop/driver.py", "drive"): "the driver",
+}
+
+# R2. What changes is a record under way, or the workspace.
+
+_DRAFT = "a draft of a record becomes one"
+_SURGERY = "an algorithm changes layers of a module, before training"
+# Who sets the class of an object: (module, function).
+SETS_CLASS = {
+    ("_internal/records.py", "changed"): _DRAFT,
+    ("_internal/records.py", "copier"): _DRAFT,
+    ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
+    ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
+    ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
+    ("model/tree.py", "own_classes"): "a copy of a parametrized module",
+    ("tools/profile.py", "_time"): "the stages of a run that is profiled",
+    ("algorithms/_low_precision.py", "with_low_precision"): _SURGERY,
+    ("algorithms/blurpool.py", "apply_blurpool"): _SURGERY,
+    ("algorithms/gated_linear_units.py", "_gate"): _SURGERY,
+    ("algorithms/ghost_batchnorm.py", "apply_ghost_batchnorm"): _SURGERY,
+    ("algorithms/gyro_dropout.py", "apply_gyro_dropout"): _SURGERY,
+    ("algorithms/weight_standardization.py", "apply_weight_standardization"): _SURGERY,
+    ("algorithms/weight_standardization.py", "bake"): _SURGERY,
+}
+
+# What mappings carry besides their items: (module, class), and each slot with a reason.
+SLOTS = {
+    ("frozendict.py", "FrozenDict"): {
+        "__weakref__": "who owns a mapping is forgotten with it",
+        "frozen": "of leaves of autograd: those that need no gradient",
+        "holder": "of leaves of autograd: the module instance that a graph goes through",
+        "lent": "whether code outside of the loop has read the mapping, and who is reading it now",
+        "origin": "of leaves of autograd, which have to be mappings as any other to a pytree: the parameters",
+    },
+    ("frozendict.py", "Overwritten"): {},
+    ("compile/trees.py", "LazyField"): {},
+    ("distributed/_leaves.py", "LazyLeaves"): {
+        "_make": "from a name to the tensor that is shown",
+        "_after": "the same after the backward",
+        "buffers": "those that the forward went through",
+        "index": "the number of the microbatch",
+        "last": "whether no other microbatch follows",
+        "seen": "the tensors that were accessed",
+    },
+}
+
+_CACHE = "a cache: a tensor takes longer to make than to look up"
+_STREAMS = "how this process and the other ranks have met"
+# Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
+# they gave, by functools.cache, say so where they are defined.
+MUTABLE = {
+    ("_internal/scalars.py", "_ones"): _CACHE,
+    ("random/numpy_state.py", "_spare"): "a cache: bit generators that are lent",
+    ("state.py", "_NAMES"): "a cache: the names of the fields of a class",
+    ("state.py", "_FIELDS"): "a cache: the fields of a class",
+    ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
+    ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
+    ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
+    ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
+    ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
+    ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
+    ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
+    ("_internal/registry.py", "_by_class"): "classes that checkpoints may hold",
+    ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
+    ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
+    ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
+    ("progress/screens.py", "_hinted"): "whether the hint was shown in this process",
+    ("_internal/forks.py", "_generation"): "how often this process was forked",
+    ("_internal/forks.py", "_forgetting"): "who is told of a fork",
+    ("_internal/owned_files.py", "_held"): "the locks that this process holds",
+    ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
+    ("data/source.py", "_iterators"): "iterators whose workers are of this process",
+    ("data/source.py", "_inherited"): "iterators whose workers are of its parent",
+    ("loop/stream.py", "_open"): "streams that have not ended",
+    ("algorithms/alibi.py", "_active"): "the mode of a thread",
+    ("compile/compilations.py", "_listening"): "who is told of what is compiled",
+    ("checkpoint/signals.py", "_DEFERRING"): "who defers signals of this process",
+    ("checkpoint/signals.py", "_LISTENING"): "who is told of signals of this process",
+    ("checkpoint/signals.py", "_child_handler"): "the handler of SIGCHLD that was there before",
+    ("distributed/_rendezvous.py", "_fell"): _STREAMS,
+    ("distributed/_rendezvous.py", "_group"): _STREAMS,
+    ("distributed/_rendezvous.py", "_left"): _STREAMS,
+    ("distributed/_rendezvous.py", "_opened"): _STREAMS,
+    ("distributed/_rendezvous.py", "_unread"): _STREAMS,
+    ("distributed/ranks.py", "_patience"): _STREAMS,
+}
+
+# R3. Frames, counts of references and bytecode are looked at in one module; the memory of a process in none.
+
+# The one file that counts references, and whose business frames are. The other looks are at no State's owners.
+OWNERSHIP = {
+    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("_getframe", "f_locals")},
+    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("co_code", "opcode", "currentframe")},
+    ("stages/ownership.py", "getrefcount"): "whether a State is kept",
+    ("loop/stream.py", "f_locals"): "the arguments of a generator that has not begun",
+    ("loop/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",
+    ("checkpoint/signals.py", "_getframe"): "a signal: what it interrupts",
+    ("data/source.py", "f_locals"): "a signal: whether it interrupts the loading of a batch",
+    ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
+    ("compile/trace_guards.py", "_getframe"): "whether a comparison of numbers is a check of torch's own",
+    ("compile/trace_guards.py", "f_locals"): "whether a comparison of numbers is a check of torch's own",
+    ("testing/wrong_algorithms.py", "_getframe"): "an algorithm that the laws must refuse",
+    ("testing/wrong_algorithms.py", "f_locals"): "an algorithm that the laws must refuse",
+}
+CTYPES = {
+    "_internal/scalars.py": "numbers in the memory of a tensor",
+    "_internal/torch_private.py": "the bytes of a tensor without numpy",
+    "checkpoint/container.py": "the bytes of a tensor without numpy",
+    "checkpoint/flight.py": "the bytes of a tensor without numpy",
+    "compile/trace.py": "numbers in the memory of a tensor",
+}
+
+Modules: TypeAlias = Mapping[str, ast.Module]
+Place: TypeAlias = tuple[str, ...]
+
+
+@cache
+def modules() -> Modules:
+    """The modules of the package, by their paths in it."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def differences(found: Collection[Place] | Collection[str], allowed: Collection[Place] | Collection[str]) -> list[str]:
+    """What is found and not allowed, and what is allowed and not found."""
+    return [f"new: {each}" for each in sorted({*found} - {*allowed}, key=str)] + [
+        f"gone: {each}" for each in sorted({*allowed} - {*found}, key=str)
+    ]
+
+
+Scope: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def walk(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """All nodes but docstrings, each with the qualified name of the function or class that it is in."""
+    for field, value in ast.iter_fields(tree):
+        nodes = value if isinstance(value, list) else [value]
+        for place, node in enumerate(nodes):
+            if not isinstance(node, ast.AST):
+                continue
+            if field == "body" and place == 0 and isinstance(tree, ast.Module | Scope) and _is_text(node):
+                continue
+            yield name, node
+            inner = f"{name}.{node.name}".lstrip(".") if isinstance(node, Scope) else name
+            yield from walk(node, inner)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+# R1
+
+
+def _is_event(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("Event", "pl.Event")
+
+
+def yields_events(modules: Modules) -> set[str]:
+    """The modules in which an event that is named is yielded."""
+    return {
+        module
+        for module, tree in modules.items()
+        for _, node in walk(tree)
+        if isinstance(node, ast.Yield) and node.value is not None and any(map(_is_event, ast.walk(node.value)))
+    }
+
+
+def sends(modules: Modules) -> set[Place]:
+    """Who refers to a method ``send``, whether it is called there or kept for later."""
+    found: set[Place] = set()
+    for module, tree in modules.items():
+        for name, node in walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "send":
+                found.add((module, name, ast.unparse(node.value)))
+            elif isinstance(node, ast.Call) and any(_is_constant(each, "send") for each in node.args):
+                found.add((module, name, ast.unparse(node.args[0])))
+    return found
+
+
+def _is_constant(node: ast.AST, value: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == value
+
+
+_SEALS = {"seal", "at_event", "at_position", "check_returned", "apply", "dispatch"}
+
+
+def drives(modules: Modules) -> set[Place]:
+    """The functions that send to something, and seal a State or pass it on to who is attached."""
+    sending = {place[:2] for place in sends(modules)}
+    sealing = set()
+    for module, tree in modules.items():
+        for name, node in walk(tree):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+                if called in _SEALS:
+                    sealing.add((module, name))
+    return sending & sealing
+
+
+def test_events_are_yielded_by_scripts_alone() -> None:
+    assert differences(yields_events(modules()), SCRIPTS) == []
+
+
+def test_one_function_drives_scripts() -> None:
+    assert differences(sends(modules()), SENDS) == []
+    assert differences(drives(modules()), DRIVERS) == []
+
+
+# R2
+
+
+def sets_class(modules: Modules) -> set[Place]:
+    """Who assigns to ``__class__``, also by a function that is given its name, and in the text of code."""
+    found: set[Place] = set()
+    for module, tree in modules.items():
+        for name, node in walk(tree):
+            stored = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+            named = isinstance(node, ast.Call) and any(_is_constant(each, "__class__") for each in node.args[1:])
+            text = isinstance(node, ast.Constant) and isinstance(node.value, str) and _assigns_class(node.value)
+            if stored or (named and not _only_reads(node)) or text:
+                found.add((module, name))
+    return found
+
+
+def _only_reads(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("getattr", "hasattr")
+
+
+def _assigns_class(text: str) -> bool:
+    _, found, after = text.partition("__class__")
+    after = after.lstrip("'\" ")
+    return bool(found) and (after.startswith(",") or (after.startswith("=") and not after.startswith("==")))
+
+
+def slots_of_mappings(modules: Modules) -> dict[Place, frozenset[str]]:
+    """The slots of FrozenDict and of the classes that derive from it."""
+    found: dict[Place, frozenset[str]] = {}
+    mappings = {"FrozenDict"}
+    classes = [(module, name, node) for module, tree in modules.items() for name, node in _classes(tree)]
+    for _ in range(3):  # as deep as classes derive from each other
+        for module, name, node in classes:
+            bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+            if node.name == "FrozenDict" or not mappings.isdisjoint(bases):
+                mappings.add(node.name)
+                slots: set[str] = set()
+                for each in node.body:
+                    if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__slots__":
+                        slots |= {str(item.value) for item in ast.walk(each.value) if isinstance(item, ast.Constant)}
+                found[module, f"{name}.{node.name}".lstrip(".")] = frozenset(slots)
+    return found
+
+
+def _classes(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef]]:
+    return ((name, node) for name, node in walk(tree) if isinstance(node, ast.ClassDef))
+
+
+_CHANGES = {
+    *("append", "appendleft", "extend", "extendleft", "insert", "remove", "pop", "popleft", "popitem", "clear", "sort"),
+    *("add", "discard", "update", "setdefault", "difference_update", "intersection_update", "reverse", "__setitem__"),
+}
+
+
+def _names_of(targets: Collection[ast.expr]) -> set[str]:
+    """The variables that are assigned by these targets."""
+    return {
+        node.id
+        for target in targets
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _assigned(body: Collection[ast.stmt]) -> set[str]:
+    """The variables that the statements of a module assign, in branches too."""
+    found: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.Assign):
+            found |= _names_of(statement.targets)
+        elif isinstance(statement, ast.AnnAssign):
+            found |= _names_of([statement.target])
+        elif isinstance(statement, ast.If | ast.Try | ast.With):
+            for field in ("body", "orelse", "finalbody"):
+                found |= _assigned(getattr(statement, field, []))
+    return found
+
+
+def mutable(modules: Modules) -> set[Place]:
+    """The variables of modules that a function declares as global, or whose value a function of the module changes."""
+    found: set[Place] = set()
+    for module, tree in modules.items():
+        variables = _assigned(tree.body)
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for function in (node for _, node in walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            declared = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
+            own = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+            own |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and _stores(node)}
+            seen = (variables | classes) - (own - declared)
+            changed = {name for node in ast.walk(function) for name in _changed(node) if name in seen}
+            found |= {(module, name) for name in declared | changed}
+    return found
+
+
+def _stores(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """The variable whose value a node changes: an item, an attribute, or by a method."""
+    changed: ast.AST | None = None
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        changed = node.func.value
+    if isinstance(changed, ast.Name):
+        yield changed.id
+
+
+def test_the_class_of_an_object_is_set_where_records_are_made() -> None:
+    assert differences(sets_class(modules()), SETS_CLASS) == []
+
+
+def test_mappings_carry_nothing_hidden() -> None:
+    assert slots_of_mappings(modules()) == {place: frozenset(slots) for place, slots in SLOTS.items()}
+
+
+def test_modules_have_no_state() -> None:
+    assert differences(mutable(modules()), MUTABLE) == []
+
+
+# R3
+
+LOOKS = frozenset({"_getframe", "getrefcount", "f_locals", "currentframe", "dis", "opcode", "co_code"})
+
+
+def names_in(modules: Modules, names: Collection[str]) -> set[Place]:
+    """Which of the names occur in a module: as a name, an attribute, an import, or a string that is the name."""
+    return {
+        (module, each) for module, tree in modules.items() for _, node in walk(tree) for each in _named(node, names)
+    }
+
+
+def _named(node: ast.AST, names: Collection[str]) -> Iterator[str]:
+    said: list[str] = []
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+            said = [name]
+        case ast.Import(names=aliases):
+            said = [part for alias in aliases for part in alias.name.split(".")]
+        case ast.ImportFrom(module=module, names=aliases, level=0):
+            said = [*(module or "").split("."), *(alias.name for alias in aliases)]
+    yield from (name for name in said if name in names)
+
+
+def test_one_module_looks_at_frames_counts_and_bytecode() -> None:
+    assert differences(names_in(modules(), LOOKS), OWNERSHIP) == []
+
+
+def test_no_module_reads_memory_by_its_address() -> None:
+    assert differences({module for module, _ in names_in(modules(), {"ctypes"})}, CTYPES) == []
+
+
+# That each rule finds what breaks it.
+
+
+def parsed(source: str) -> Modules:
+    return {"wrong.py": ast.parse(source)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def script(state):\n    state = yield Event.BATCH_START, state",
+        "def script(state):\n    return (yield pl.Event.BATCH_START, state)",
+        "class Loop:\n    def run(self):\n        yield Event.BATCH_END if self.last else Event.EPOCH_END, self.state",
+    ],
+)
+def test_a_script_elsewhere_is_found(source: str) -> None:
+    assert yields_events(parsed(source)) == {"wrong.py"}
+
+
+def test_what_yields_no_event_by_its_name_is_no_script() -> None:
+    source = (
+        '"""state = yield Event.INIT, state"""\ndef driver():\n    yield event, state\n    take(Event.INIT)\n    yield'
+    )
+    assert yields_events(parsed(source)) == set()
+
+
+@pytest.mark.parametrize("ways", ["script.send(state)", "advance = script.send", "getattr(script, 'send')(state)"])
+def test_another_driver_is_found(ways: str) -> None:
+    source = f"class Run:\n    def go(self, script):\n        new = {ways}\n        return seal(new, event)"
+    assert sends(parsed(source)) == {("wrong.py", "Run.go", "script")}
+    assert drives(parsed(source)) == {("wrong.py", "Run.go")}
+    assert drives(parsed(source.replace("seal", "keep"))) == set()
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("state.__class__ = Draft", True),
+        ("state.__class__, other = Draft, 1", True),
+        ("setattr(state, '__class__', Draft)", True),
+        ("object.__setattr__(state, '__class__', Draft)", True),
+        ("write('state.__class__ = Draft')", True),
+        ("write(\"set_attribute(state, '__class__', Draft)\")", True),
+        ("state.__class__ is Draft", False),
+        ("getattr(state, '__class__')", False),
+        ("write('state.__class__ == Draft')", False),
+    ],
+)
+def test_another_place_that_sets_a_class_is_found(statement: str, found: bool) -> None:
+    assert sets_class(parsed(f"def function(state):\n    {statement}")) == (
+        {("wrong.py", "function")} if found else set()
+    )
+
+
+def test_a_slot_of_a_mapping_is_found() -> None:
+    source = "class Leaves(FrozenDict[str, Tensor]):\n    __slots__ = (*('a', 'b'), 'hidden')"
+    assert slots_of_mappings(parsed(source)) == {("wrong.py", "Leaves"): frozenset({"a", "b", "hidden"})}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("X = {}\ndef function(key):\n    X[key] = 1", True),
+        ("X: dict[str, int] = {}\ndef function(key):\n    del X[key]", True),
+        ("X = set()\nclass Class:\n    def method(self):\n        X.add(self)", True),
+        ("X = []\ndef function():\n    X[0] += 1", True),
+        ("X = local()\ndef function():\n    X.value = 1", True),
+        ("class X:\n    known = None\ndef function():\n    X.known = 1", True),
+        ("X = 1\ndef function():\n    global X\n    X = 2", True),
+        ("if there:\n    X = {}\ndef function():\n    return lambda key: X.setdefault(key, 1)", True),
+        ("X = {}\ndef function(X):\n    X[1] = 1", False),
+        ("X = {}\ndef function():\n    X = {}\n    X[1] = 1", False),
+        ("X = {}\nX[1] = 1\ndef function():\n    return X[1], X.get(2)", False),
+    ],
+)
+def test_state_of_a_module_is_found(source: str, found: bool) -> None:
+    assert mutable(parsed(source)) == ({("wrong.py", "X")} if found else set())
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from sys import _getframe", "_getframe"),
+        ("import sys\nsys._getframe(1)", "_getframe"),
+        ("getattr(sys, 'getrefcount', None)", "getrefcount"),
+        ("frame.f_locals['x']", "f_locals"),
+        ("inspect.currentframe()", "currentframe"),
+        ("import dis", "dis"),
+        ("from opcode import opmap", "opcode"),
+        ("function.__code__.co_code", "co_code"),
+    ],
+)
+def test_another_look_at_a_frame_is_found(source: str, name: str) -> None:
+    assert (("wrong.py", name)) in names_in(parsed(source), LOOKS)
+
+
+@pytest.mark.parametrize(
+    "source", ["import ctypes", "from ctypes import addressof", "def f():\n    import ctypes.util"]
+)
+def test_memory_that_is_read_by_its_address_is_found(source: str) -> None:
+    assert names_in(parsed(source), {"ctypes"}) == {("wrong.py", "ctypes")}
+
+
+def test_words_and_modules_of_the_package_are_no_looks() -> None:
+    source = (
+        '"""Not by sys._getframe."""\nfrom tensor import distribute\nfrom .dis import f\nsay("the f_locals of a frame")'
+    )
+    assert names_in(parsed(source), LOOKS) == set()
+
+
+def test_what_is_new_and_what_is_gone_is_named() -> None:
+    assert differences({("a", "b")}, {("a", "c"): "a reason"}) == ["new: ('a', 'b')", "gone: ('a', 'c')"]
+    table: dict[str, Callable[[Modules], set[Place]]] = {"sends": sends, "class": sets_class, "mutable": mutable}
+    assert all(find(parsed("")) == set() for find in table.values())

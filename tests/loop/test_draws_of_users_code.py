@@ -1,0 +1,201 @@
+"""Every function of the user's that a run calls may draw from a global generator, and the run is what it was.
+
+Tried: each place by itself and several at once; torch's, Python's and NumPy's generator; other states of the
+generators around the run, which are found there afterwards; a run that resumes from any of its batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.optim import Optimizer
+from tests.support.tiers import examples
+
+Places = Iterable[str]
+PLACES = (
+    *("algorithm", "when", "callback", "metric", "train metric", "forward", "task forward", "validate", "loss"),
+    *("dataset", "collate", "optimizer", "interval"),
+)
+
+
+class Drawn:
+    """Factors near 1 from one of the global generators, where a place is among those that draw."""
+
+    def __init__(self, kind: str, places: Places) -> None:
+        self.kind, self.places = kind, frozenset(places)
+        # What a callback drew, which changes nothing.
+        self.log: list[tuple[int, float]] = []
+
+    def factor(self, place: str) -> float:
+        if place not in self.places:
+            return 1.0
+        if self.kind == "torch":
+            return 1 + float(torch.rand((), dtype=torch.float64)) / 10
+        return 1 + (random.random() if self.kind == "python" else float(numpy.random.rand())) / 10
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn = drawn
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.linspace(-1, 1, 3) * (index + 1)
+        return inputs * self.drawn.factor("dataset"), torch.full((2,), index / 8)
+
+
+class Net(nn.Module):
+    def __init__(self, drawn: Drawn) -> None:
+        super().__init__()
+        self.layer, self.drawn = nn.Linear(3, 2), drawn
+        nn.init.constant_(self.layer.weight, 0.1)
+        nn.init.constant_(self.layer.bias, 0.2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) * self.drawn.factor("forward")  # type: ignore[no-any-return]
+
+
+def metric(drawn: Drawn, place: str) -> pl.Metric:
+    return pl.metrics.mean(lambda outputs, batch: outputs.mean(1) * drawn.factor(place), "drawn")
+
+
+def arguments(drawn: Drawn) -> dict[str, Any]:
+    def update(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
+        rate = 0.1 * drawn.factor("optimizer")
+        return {name: tensor - rate * grads[name] for name, tensor in params.items()}, opt_state
+
+    def clip(grads: Any, params: Any) -> Any:
+        return {name: gradient * drawn.factor("clip_grad") for name, gradient in grads.items()}
+
+    def collate(rows: Any) -> Any:
+        inputs, targets = default_collate(rows)
+        return inputs * drawn.factor("collate"), targets
+
+    def scaled(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * 1.5 * drawn.factor("algorithm"))  # type: ignore[operator]
+
+    def watch(event: Event, state: pl.State) -> None:
+        if event is Event.AFTER_LOSS:
+            drawn.log.append((state.timestamp.batch, drawn.factor("callback")))
+
+    def loader() -> Any:
+        return DataLoader(Rows(drawn), batch_size=2, shuffle=True, collate_fn=collate)
+
+    def forward(place: str) -> Any:
+        return lambda model, batch: model(batch[0]) * drawn.factor(place)
+
+    return {
+        "train_dataloader": loader(),
+        "evaluators": {
+            "val": pl.Evaluator(
+                loader(), metrics=[metric(drawn, "metric")], interval=lambda state: drawn.factor("interval") < 1.07
+            )
+        },
+        "task": pl.Task(
+            forward=forward("task forward"),
+            validate=forward("validate"),
+            loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]) * drawn.factor("loss"),
+        ),
+        "train_metrics": [metric(drawn, "train metric")],
+        "algorithms": [
+            pl.Algorithm("scaled", {Event.AFTER_LOSS: scaled}, when=lambda state: drawn.factor("when") < 1.05)
+        ],
+        "callbacks": [watch],
+        "optimizer": Optimizer(name="own", init=lambda params: {}, update=update, lr=lambda timestamp: 0.1),
+        "clip_grad": clip,
+        "max_duration": "2ep",
+        "clock": lambda: 0.0,
+        "donate": False,  # States are kept
+    }
+
+
+def around(seed: int) -> tuple[Any, ...]:
+    """Seed the global generators; their states."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return states()
+
+
+def states() -> tuple[Any, ...]:
+    name, words, *rest = numpy.random.get_state()
+    return random.getstate(), (name, words.tobytes(), *rest), torch.get_rng_state().tolist()
+
+
+def trained(drawn: Drawn, seed: int, start: pl.State | None = None) -> list[pl.State]:
+    """The States at the end of each batch, and the last one."""
+    model = Net(drawn) if start is None else start  # its layer draws
+    before = around(seed)
+    found = []
+    for event, state in pl.fit(model, **arguments(drawn)):
+        if event in (Event.BATCH_END, Event.FIT_END):
+            found.append(state)
+    assert states() == before, "another state than before the run"
+    return found
+
+
+def numbers(state: pl.State) -> tuple[Any, ...]:
+    values = [tensor.flatten().tolist() for tensor in state.params.values()]
+    return values, {label: {key: float(value) for key, value in some.items()} for label, some in state.metrics.items()}
+
+
+def check(kind: str, places: Places, kept: int) -> None:
+    first, again, resumed = Drawn(kind, places), Drawn(kind, places), Drawn(kind, places)
+    stream = trained(first, 1)
+    assert list(map(numbers, trained(again, 2))) == list(map(numbers, stream))
+    assert first.log == again.log
+    rest = trained(resumed, 3, stream[kept])
+    assert numbers(rest[-1]) == numbers(stream[-1])
+    assert resumed.log == first.log[kept + 1 :]
+
+
+@pytest.fixture(autouse=True)
+def left_alone() -> Any:
+    before = random.getstate(), numpy.random.get_state()
+    yield
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+
+
+KINDS = ["torch", "python", "numpy"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_that_draws(place: str) -> None:
+    check("python", [place], kept=4)
+
+
+def test_a_clipping_function_that_draws() -> None:
+    check("python", ["clip_grad"], kept=4)
+
+
+@given(st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES)), st.integers(0, 6))
+@examples(8, 200)
+def test_code_of_the_users_that_draws(kind: str, places: set[str], kept: int) -> None:
+    check(kind, places, kept)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_draws_and_matters(place: str) -> None:
+    """Without which the laws above would hold of places that are never called."""
+    one, other = Drawn("python", [place]), Drawn("python", ())
+    drawing, plain = trained(one, 1), trained(other, 1)
+    if place == "callback":
+        assert one.log != other.log
+    else:
+        assert list(map(numbers, drawing)) != list(map(numbers, plain))

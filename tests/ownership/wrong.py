@@ -1,0 +1,121 @@
+"""Deliberately wrong decisions about who owns memory, which the tests of this folder have to catch.
+
+Most of this folder uses the public API alone; how the decision is made is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pure_loop as pl
+from pure_loop.loop.driver import measure_references
+from pure_loop.stages import ownership
+from pure_loop.stages.ownership import Ownership
+from pure_loop.state import raw_opt_state
+
+__all__ = ["WRONG", "always_in_place", "wrong"]
+
+
+@contextmanager
+def always_in_place() -> Iterator[None]:
+    """An update writes in place whoever refers to the State, its mappings, its tensors or their memory."""
+    measure_references()
+    with patch.object(Ownership, "_is_unseen", lambda *_: True):
+        yield
+
+
+@contextmanager
+def _no_look_at_states() -> Iterator[None]:
+    """References to the State, and to the one before, are not counted."""
+    real = ownership._counts
+
+    def counts(state: pl.State, yielded: pl.State | None) -> tuple[int, ...]:
+        assert Ownership.expected is not None
+        return Ownership.expected[0], *real(state, yielded)[1:4], Ownership.expected[4]
+
+    with patch.object(ownership, "_counts", counts):
+        yield
+
+
+@contextmanager
+def _no_count_of_mappings() -> Iterator[None]:
+    """Mappings have the references that they would have if nothing else had them."""
+    count = ownership.count
+
+    def counts(state: pl.State, yielded: pl.State | None) -> tuple[int, ...]:
+        assert Ownership.expected is not None
+        _, *mappings, _ = Ownership.expected
+        if yielded is not None:
+            pairs = zip(ownership._mappings(yielded), ownership._mappings(state), strict=True)
+            shares = [one is other is not None for one, other in pairs]
+            mappings = list(map(int.__add__, mappings, shares))
+        return count(state), *mappings, 0 if yielded is None else count(yielded)
+
+    with (
+        patch.object(ownership, "_counts", counts),
+        patch.object(Ownership, "_has_mapping_alone", lambda *_: True),
+    ):
+        yield
+
+
+@contextmanager
+def _no_look_at_tensors() -> Iterator[None]:
+    with patch.object(Ownership, "has_tensors_alone", lambda *_: True):
+        yield
+
+
+@contextmanager
+def _no_look_at_storages() -> Iterator[None]:
+    """References to tensors are counted, and those to their memory are not."""
+    real = ownership.Tensors.uses
+
+    def uses(this: ownership.Tensors) -> list[list[Any]]:
+        variables, torchs, weak, *of_storages = real(this)
+        return [variables, [0] * len(torchs), weak, *[[0] * len(found) for found in of_storages]]
+
+    ownership._expected_uses.cache_clear()
+    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "_uses_of", lambda _: set()):
+        yield
+    ownership._expected_uses.cache_clear()
+
+
+@contextmanager
+def _opt_state_counts_as_unread() -> Iterator[None]:
+    real = Ownership.has_tensors_alone
+
+    def has_tensors_alone(this: Ownership, state: pl.State) -> bool:
+        memory: Any = raw_opt_state(state)
+        memory.lent = None
+        return real(this, state)
+
+    with patch.object(Ownership, "has_tensors_alone", has_tensors_alone):
+        yield
+
+
+@contextmanager
+def _each_variable_is_replaced() -> Iterator[None]:
+    with patch.object(ownership, "rebinds_loop_variable", lambda frame, value: True):
+        yield
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "always in place": always_in_place,
+    "no look at States": _no_look_at_states,
+    "no count of mappings": _no_count_of_mappings,
+    "no look at tensors": _no_look_at_tensors,
+    "no look at storages": _no_look_at_storages,
+    "the optimizer state counts as unread": _opt_state_counts_as_unread,
+    "each variable is replaced": _each_variable_is_replaced,
+}
+
+
+@contextmanager
+def wrong(name: str) -> Iterator[None]:
+    """With one of the wrong decisions."""
+    measure_references()  # as it is
+    with ExitStack() as stack:
+        stack.enter_context(WRONG[name]())
+        yield
