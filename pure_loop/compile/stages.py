@@ -420,7 +420,7 @@ class TracedStages(LoopStages):
     def seeding(self, state: State, stage: str, index: int = 0, *, seed: int | None = None) -> Any:
         if stage == "update" or stage == "clip_grad":  # what is drawn there is refused
             return NO_CONTEXT
-        if not self.runs_users_code(state, stage) and not self._draws(state.model, stage):
+        if self.code_of(state, stage) is None:
             return NO_CONTEXT
         return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
 

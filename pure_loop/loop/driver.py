@@ -122,7 +122,7 @@ def drive(
             counted = ownership is not None and event in ownership.counted
             if counted and ownership is not None:
                 ownership.arrives(state)
-            if strict is not None:
+            if strict is not None and (strict.computing is not None or strict.checker is not None):
                 strict.advance(event)
             state = at_event[type(state)](
                 state, event, position_at(event, state) if event in POSITIONS else state.position
@@ -140,8 +140,6 @@ def drive(
                 last_yielded = ref(state)
             elif strict is not None:
                 strict.before_computation(state, event)
-            if strict is not None and strict.is_over():
-                strict = None
             if counted and ownership is not None:
                 ownership.before(event, state, last_yielded)
     except BaseException as ended_by:

@@ -72,7 +72,8 @@ class Strict:
         batches: and all events in so many batches.
 
     Attributes:
-        always: the argument.
+        checker, always: the arguments.
+        computing: a State that a computation has, and its event; None: none is checked.
         handled: the events whose next algorithms and callbacks are checked.
         yielded: the events after which the loop's body is checked.
     """
@@ -85,7 +86,7 @@ class Strict:
         always: bool = True,
         batches: int = 0,
     ) -> None:
-        self._checker, self.always = checker, always
+        self.checker, self.always = checker, always
         self._in_batches = _OF_A_BATCH if batches else frozenset[Event]()
         self._batches = batches
         self.handled, self.yielded = set(observed), set(observed)
@@ -100,8 +101,7 @@ class Strict:
         self._value: Value | None = None
         self._valued: Callable[[], State | None] = _no_state
         self._is_out = False
-        # A State that a computation has, and its event.
-        self._computing: tuple[State, Event] | None = None
+        self.computing: tuple[State, Event] | None = None
 
     @classmethod
     def of(
@@ -142,15 +142,11 @@ class Strict:
             OrderError: the event may not come here.
             ImpurityError: what was computed since the last event wrote to its State.
         """
-        if self._computing is not None:
-            (state, before), self._computing = self._computing, None
+        if self.computing is not None:
+            (state, before), self.computing = self.computing, None
             self.take_back(state, _COMPUTED_AFTER.get(before, "the computation that followed"), before)
-        if self._checker is not None:
-            self._checker.advance(event)
-
-    def is_over(self) -> bool:
-        """Whether nothing is left to be checked."""
-        return not (self.always or self.handled or self.yielded or self._computing)
+        if self.checker is not None:
+            self.checker.advance(event)
 
     def begin(self, event: Event, state: State, handlers: Sequence[Handler]) -> None:
         """Before the algorithms and callbacks of an event in ``handled``."""
@@ -195,7 +191,7 @@ class Strict:
         """Before the script goes on after an event that is observed."""
         if event in self._computed and (event in self.handled or event in self.yielded):
             self.hand_over(state)
-            self._computing = (state, event)
+            self.computing = (state, event)
 
     def _is_among_first(self, event: Event, state: State) -> bool:
         if event not in self._in_batches:

@@ -28,6 +28,7 @@ from pure_loop.optim.optimizer import (
     OptState,
     Params,
     RateFunction,
+    fixed_rate,
     options_in_step,
     rate_at,
 )
@@ -74,9 +75,14 @@ class Rule:
     takes_found_inf: bool = False
     told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
-    # The names in the optimizer state, and whether an option is a schedule.
+    # The names in the optimizer state; whether an option is a schedule; the learning rate where it is always the same.
     keys: tuple[str, ...] = attrs.field(init=False)
     scheduled: bool = attrs.field(init=False)
+    rate: float | None = attrs.field(init=False)
+
+    @rate.default
+    def _rate(self) -> float | None:
+        return fixed_rate(self.lr)
 
     @keys.default
     def _keys(self) -> tuple[str, ...]:
@@ -146,40 +152,56 @@ class Rule:
         if found_inf is not None and not self.takes_found_inf:
             raise ArgumentError(f"{self.name} with these options takes no found_inf: see Optimizer.takes_found_inf")
         options = options_in_step(self.options, timestamp) if self.scheduled else dict(self.options)
-        options |= {"lr": rate_at(self.name, self.lr, timestamp), "found_inf": found_inf}
-        with GradMode(False):
-            check_state(self.name, opt_state, self.keys)
-            names = list(params)
-            gradients = gradients_of(grads, names)
-            skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
-            started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
-            given = [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
-            own = given if in_place else list(map(clone_all, given))
-            alike = are_alike([*own, gradients])  # as most are
-            lists, gradients = (own, gradients) if alike else laid_out(names, own, gradients)
-            # So far nothing was written to, and from here on nothing is refused.
-            changed = {} if alike and not started else _noted(names, gradients, skipped, started)
-            steps: list[Tensor] = []
-            new_state = {**opt_state, **changed}
-            if self.counts:
-                step = opt_state["step"] if in_place else opt_state["step"].clone()
-                step.add_(1 if found_inf is None else 1 - found_inf[0])
-                # Bias correction counts the steps that a parameter took part in.
-                steps = [step - missed if missed else step for missed in skipped]
-                new_state["step"] = step
-            for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
-                options["first"] = first
-                self._run(options, lists, chosen, steps, alike=alike and chosen is gradients)
-            if in_place and lists is own:
-                return params, FrozenDict(new_state) if changed else opt_state
-            if in_place:
-                for tensors, copies in zip(given, lists, strict=True):
-                    for tensor, copied in zip(tensors, copies, strict=True):
-                        if copied is not tensor:
-                            tensor.copy_(copied)
-                return params, FrozenDict(new_state) if changed else opt_state
-            new, *memories = (FrozenDict(zip(names, tensors, strict=True)) for tensors in lists)
-            return new, FrozenDict(new_state | dict(zip(self.memories, memories, strict=True)))
+        rate = self.rate if type(timestamp) is Timestamp else None
+        options |= {"lr": rate_at(self.name, self.lr, timestamp) if rate is None else rate, "found_inf": found_inf}
+        if torch.is_grad_enabled():
+            with GradMode(False):
+                return self._written(grads, opt_state, params, options, found_inf, in_place=in_place)
+        return self._written(grads, opt_state, params, options, found_inf, in_place=in_place)
+
+    def _written(
+        self,
+        grads: Grads,
+        opt_state: OptState,
+        params: Params,
+        options: dict[str, Any],
+        found_inf: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[Params, OptState]:
+        """What a step gives with these options."""
+        check_state(self.name, opt_state, self.keys)
+        names = list(params)
+        gradients = gradients_of(grads, names)
+        skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
+        started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
+        given = [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
+        own = given if in_place else list(map(clone_all, given))
+        alike = are_alike([*own, gradients])  # as most are
+        lists, gradients = (own, gradients) if alike else laid_out(names, own, gradients)
+        # So far nothing was written to, and from here on nothing is refused.
+        changed = {} if alike and not started else _noted(names, gradients, skipped, started)
+        steps: list[Tensor] = []
+        new_state = {**opt_state, **changed}
+        if self.counts:
+            step = opt_state["step"] if in_place else opt_state["step"].clone()
+            step.add_(1 if found_inf is None else 1 - found_inf[0])
+            # Bias correction counts the steps that a parameter took part in.
+            steps = [step - missed if missed else step for missed in skipped]
+            new_state["step"] = step
+        for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
+            options["first"] = first
+            self._run(options, lists, chosen, steps, alike=alike and chosen is gradients)
+        if in_place and lists is own:
+            return params, FrozenDict(new_state) if changed else opt_state
+        if in_place:
+            for tensors, copies in zip(given, lists, strict=True):
+                for tensor, copied in zip(tensors, copies, strict=True):
+                    if copied is not tensor:
+                        tensor.copy_(copied)
+            return params, FrozenDict(new_state) if changed else opt_state
+        new, *memories = (FrozenDict(zip(names, tensors, strict=True)) for tensors in lists)
+        return new, FrozenDict(new_state | dict(zip(self.memories, memories, strict=True)))
 
     def _run(
         self,

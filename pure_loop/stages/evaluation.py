@@ -48,7 +48,7 @@ class EvaluationStage(StageSettings):
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         self._forget_casts()
-        self.workspace.went_through(params, lent=self.runs_users_code(state, "validate"))
+        self.workspace.went_through(params, lent=self.code_of(state, "validate") == "users")
         return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:

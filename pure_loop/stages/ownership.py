@@ -251,10 +251,10 @@ class Ownership:
             state: the one that has them.
             others: how many references to the mapping of parameters there are besides those of States.
         """
-        leaves = self._leaves_of(state)
-        if leaves is None:
+        leaves = self.leaves
+        if leaves is None or leaves.origin is not raw_params(state):
             return others == 0
-        bound = self._is_bound(leaves)
+        bound = self.instance is not None and self.instance.bound() is leaves
         return others == 1 and count(leaves) == _in_two_places() + (bound and self.instance.params is leaves)
 
     def has_tensors_alone(self, state: State) -> bool:
@@ -263,8 +263,10 @@ class Ownership:
         Where nothing outside of the loop has read a mapping it is so. Else each tensor is looked at. Leaves with a hook
         or a gradient stay noted as read, for the next forward.
         """
-        params, memory, leaves = raw_params(state), raw_opt_state(state), self._leaves_of(state)
-        read, read_memory = _is_lent(params) or (leaves is not None and _is_lent(leaves)), _is_lent(memory)
+        params, memory, leaves = raw_params(state), raw_opt_state(state), self.leaves
+        if leaves is not None and leaves.origin is not params:
+            leaves = None
+        read, read_memory = _is_lent(params) or _is_lent(leaves), _is_lent(memory)
         if not read and not read_memory:
             return True
         if tensor_uses is None or storage_uses is None:
@@ -299,11 +301,6 @@ class Ownership:
         places, found = self.instance.places if self._is_bound(leaves) else {}, list(map(leaves.get, names))
         wanted = [expected.alone[0] + places.get(name, 0) for name in names]
         return list(map(count, found)) == wanted and _uses_of(found) <= {expected.alone[1:3]}
-
-    def _leaves_of(self, state: State) -> FrozenDict[str, Tensor] | None:
-        """The leaves of the parameters of a State, if there are some."""
-        leaves = self.leaves
-        return leaves if leaves is not None and leaves.origin is raw_params(state) else None
 
     def _is_bound(self, leaves: FrozenDict[str, Tensor]) -> bool:
         """Whether these leaves stand in the private module."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import any_autocast_enabled, any_global_hook, set_grad_enabled
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.guards import Place, guard, is_users
@@ -83,10 +82,6 @@ class StageSettings:
         """Whether the gradient of a microbatch of weight 0 is known to be 0, and not NaN."""
         return self.task.harmless
 
-    def running(self, state: State, stage: str, index: int) -> Running:
-        """What a forward or a loss of training runs in."""
-        return Running(self, state, stage, index)
-
     def seeding(
         self, state: State, stage: str, index: int = 0, *, seed: int | None = None
     ) -> AbstractContextManager[None]:
@@ -102,38 +97,39 @@ class StageSettings:
             index: the number of the microbatch.
             seed: default: :meth:`seed_of`.
         """
-        users = self.runs_users_code(state, stage)
-        if not users and not self._draws(state.model, stage):
+        code = self.code_of(state, stage)
+        if code is None:
             return NO_CONTEXT
         if seed is None:
             seed = self.seed_of(state, stage, index)
         device = device_of(state)
         if _tracer() is not None:
             return seeded(seed, device)
-        context = SeededHosts(seed, device) if users else seeded(seed, device)
+        context = SeededHosts(seed, device) if code == "users" else seeded(seed, device)
         if self.strict and stage in _CHECKED:
             return CheckedDraws(context, stage, state.timestamp.batch, device)
         return context
 
-    def runs_users_code(self, state: State, stage: str) -> bool:
-        """Whether code that is neither torch's nor the library's runs in a stage."""
+    def code_of(self, state: State, stage: str) -> Literal["users", "torch"] | None:
+        """Whose code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
+        draw from any generator, and keep what it is given; None: nothing is drawn. In an update the optimizer says so.
+        """
         if stage in self.users_stages:
-            return True
+            return "users"
         if stage == "update" or stage == "clip_grad":
-            return False
-        if self.task.loss is not None and (stage == "loss" or stage == "validation loss"):
-            return any_global_hook()  # a module may be the loss
-        return state.model.runs_users_code or any_global_hook()
-
-    def _draws(self, model: ModelDef, stage: str) -> bool:
-        """Whether code of torch's or the library's may draw in a stage; in an update the optimizer says so."""
+            return None
+        task, model = self.task, state.model
+        if any_global_hook():
+            return "users"
         if stage == "loss" or stage == "validation loss":
-            return self.task.loss_may_use_rng
-        if stage == "update" or stage == "clip_grad":
-            return False
-        if stage == "validate" and self.task.validate is not None:
-            return True
-        return model.may_use_rng or self.task.forward is not default_forward
+            if task.loss is None and model.runs_users_code:
+                return "users"
+            return "torch" if task.loss_may_use_rng else None
+        if model.runs_users_code:
+            return "users"
+        if stage == "validate" and task.validate is not None:
+            return "torch"
+        return "torch" if model.may_use_rng or task.forward is not default_forward else None
 
     @users_stages.default
     def _users_stages(self) -> frozenset[str]:
@@ -185,23 +181,27 @@ class Running:
     """With gradients on, in the precision of stages, and with the random numbers of a stage, a batch and a microbatch.
 
     An error says where it was raised.
+
+    Attributes:
+        code: whose code runs; see :meth:`StageSettings.code_of`.
     """
 
-    __slots__ = ("_contexts", "_grad_mode", "_index", "_stage", "_stages", "_state")
+    __slots__ = ("_contexts", "_grad_mode", "_index", "_stage", "_stages", "_state", "code")
 
     def __init__(self, stages: StageSettings, state: State, stage: str, index: int) -> None:
         self._stages, self._state, self._stage, self._index = stages, state, stage, index
         self._contexts: ExitStack | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Running:
         stages, state = self._stages, self._state
-        seeding = stages.seeding(state, self._stage, self._index)
+        self.code = stages.code_of(state, self._stage)
+        seeding = NO_CONTEXT if self.code is None else stages.seeding(state, self._stage, self._index)
         plain = stages.precision.dtype is None and not any_autocast_enabled()
         autocast = NO_CONTEXT if plain else stages._autocast(state)
         self._grad_mode = torch.is_grad_enabled()
         set_grad_enabled(True)
         if seeding is NO_CONTEXT and plain:
-            return
+            return self
         try:
             with ExitStack() as contexts:
                 contexts.enter_context(seeding)
@@ -210,6 +210,7 @@ class Running:
         except BaseException:
             set_grad_enabled(self._grad_mode)
             raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode, refuse_strangers
+from pure_loop._internal.torch_private import any_autocast_enabled
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
@@ -22,6 +23,7 @@ from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_
 from pure_loop.stages.evaluation import EvaluationStage
 from pure_loop.stages.loss import check_loss, detached, detached_loss
 from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.settings import NO_CONTEXT, Running
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -85,11 +87,11 @@ class Stages(UpdateStage, EvaluationStage):
         params = self.workspace.leaves(state, self.engine, index=index, last=last)
         if state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_use_rng:
             forward = state.model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
-        with self.running(state, "forward", index):
+        with Running(self, state, "forward", index) as running:
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: forward(module, microbatch), params, training=True, hold=True
             )
-        self.workspace.went_through(params, lent=self.runs_users_code(state, "forward"))
+        self.workspace.went_through(params, lent=running.code == "users")
         return _forwarded[type(state)](state, params, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def loss(self, state: State, *, index: int = 0) -> State:
@@ -101,9 +103,9 @@ class Stages(UpdateStage, EvaluationStage):
         task = self.task
         if task.implied is not None and task.implied.class_weights:
             self._refuse_other_targets(state)
-        with self.running(state, "loss", index):
+        with Running(self, state, "loss", index) as running:
             loss, buffers, model = self._loss(state, training=True)
-        if self.runs_users_code(state, "loss"):
+        if running.code == "users":
             lend(raw_params(state))
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
@@ -163,8 +165,12 @@ class Stages(UpdateStage, EvaluationStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        with self.seeding(state, "backward", 0), self._without_autocast(state):
+        seeding = self.seeding(state, "backward")
+        if seeding is NO_CONTEXT and not any_autocast_enabled():
             result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
+        else:
+            with seeding, self._without_autocast(state):
+                result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
         model.release_graph(leaves)
         if result is not None:
             if counts and (not result or result[0] is None) and all(gradient is None for gradient in result):

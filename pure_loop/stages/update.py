@@ -15,6 +15,7 @@ from torch import Tensor
 from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
@@ -83,9 +84,13 @@ class UpdateStage(StageSettings):
                 found_inf = None  # a step like any other
         elif self.engine.ranks == 1 and self._is_nonfinite_at_once(state):  # before anything is written to
             raise self._nonfinite_error(state, before)
-        with GradMode(False):
+        grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             noted = self._refuse_nonfinite(state, optimizer, fresh, found_inf, before, overwritten=in_place)
+        finally:
+            set_grad_enabled(grad_mode)
         result: State
         if tuple(counted) == _COUNTED and not noted:  # as in the loop
             result = _updated[type(state)](state, params, opt_state, scale, *counted.values())
