@@ -345,6 +345,8 @@ class ShardEngine(MultiRankEngine):
         trained: FrozenDict[str, Tensor],
         memory: Any,
         found_inf: Tensor | None = None,
+        *,
+        fits: bool = False,
     ) -> Any:
         assert state._grads is not None
         assert optimizer.overwrite is not None

@@ -103,6 +103,7 @@ class Rule:
             init=self.init,
             update=self.update,
             overwrite=self.overwrite,
+            fits=self.fits,
             takes_found_inf=self.takes_found_inf,
             lr=self.lr,
             options=FrozenDict(self.options),
@@ -126,7 +127,13 @@ class Rule:
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        return self._step(grads, opt_state, params, timestamp, None, in_place=False)
+        """The step on copies of what it writes to."""
+        check_state(self.name, opt_state, self.keys)
+        with GradMode(False):
+            copies = {key: _copied(opt_state[key]) for key in self.memories}
+            if self.counts:
+                copies["step"] = opt_state["step"].clone()
+            return self.overwrite(grads, FrozenDict({**opt_state, **copies}), _copied(params), timestamp)
 
     def overwrite(
         self,
@@ -136,86 +143,54 @@ class Rule:
         timestamp: Timestamp,
         *,
         found_inf: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        return self._step(grads, opt_state, params, timestamp, found_inf, in_place=True)
-
-    def _step(
-        self,
-        grads: Grads,
-        opt_state: OptState,
-        params: Params,
-        timestamp: Timestamp,
-        found_inf: Tensor | None,
-        *,
-        in_place: bool,
+        fits: bool = False,
     ) -> tuple[Params, OptState]:
         if found_inf is not None and not self.takes_found_inf:
             raise ArgumentError(f"{self.name} with these options takes no found_inf: see Optimizer.takes_found_inf")
         options = options_in_step(self.options, timestamp) if self.scheduled else dict(self.options)
         rate = self.rate if type(timestamp) is Timestamp else None
         options |= {"lr": rate_at(self.name, self.lr, timestamp) if rate is None else rate, "found_inf": found_inf}
-        if torch.is_grad_enabled():
-            with GradMode(False):
-                return self._written(grads, opt_state, params, options, found_inf, in_place=in_place)
-        return self._written(grads, opt_state, params, options, found_inf, in_place=in_place)
-
-    def _written(
-        self,
-        grads: Grads,
-        opt_state: OptState,
-        params: Params,
-        options: dict[str, Any],
-        found_inf: Tensor | None,
-        *,
-        in_place: bool,
-    ) -> tuple[Params, OptState]:
-        """What a step gives with these options."""
         check_state(self.name, opt_state, self.keys)
         names = list(params)
         gradients = gradients_of(grads, names)
         skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
         started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
-        given = [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
-        own = given if in_place else list(map(clone_all, given))
-        alike = are_alike([*own, gradients])  # as most are
-        lists, gradients = (own, gradients) if alike else laid_out(names, own, gradients)
-        # So far nothing was written to, and from here on nothing is refused.
-        changed = {} if alike and not started else _noted(names, gradients, skipped, started)
-        steps: list[Tensor] = []
-        new_state = {**opt_state, **changed}
-        if self.counts:
-            step = opt_state["step"] if in_place else opt_state["step"].clone()
-            step.add_(1 if found_inf is None else 1 - found_inf[0])
-            # Bias correction counts the steps that a parameter took part in.
-            steps = [step - missed if missed else step for missed in skipped]
-            new_state["step"] = step
-        for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
-            options["first"] = first
-            self._run(options, lists, chosen, steps, alike=alike and chosen is gradients)
-        if in_place and lists is own:
-            return params, FrozenDict(new_state) if changed else opt_state
-        if in_place:
-            for tensors, copies in zip(given, lists, strict=True):
-                for tensor, copied in zip(tensors, copies, strict=True):
-                    if copied is not tensor:
-                        tensor.copy_(copied)
-            return params, FrozenDict(new_state) if changed else opt_state
-        new, *memories = (FrozenDict(zip(names, tensors, strict=True)) for tensors in lists)
-        return new, FrozenDict(new_state | dict(zip(self.memories, memories, strict=True)))
+        given = lists = self._lists(opt_state, params)
+        alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
+        with GradMode(False):
+            if not alike:
+                lists, gradients = laid_out(names, given, gradients)
+            # So far nothing was written to, and from here on nothing is refused.
+            changed = {} if alike and not started else _noted(names, gradients, skipped, started)
+            steps: list[Tensor] = []
+            if self.counts:
+                step = opt_state["step"].add_(1 if found_inf is None else 1 - found_inf[0])
+                # Bias correction counts the steps that a parameter took part in.
+                steps = [step - missed if missed else step for missed in skipped]
+            for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
+                options["first"] = first
+                if self.told is not None:
+                    options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
+                kernel = partial(self.kernel, options)
+                run_in_place(kernel, lists[0], chosen, lists[1:], steps, alike=alike and chosen is gradients)
+            for tensor, copied in zip(chain(*given), chain(*lists), strict=True) if lists is not given else ():
+                if copied is not tensor:
+                    tensor.copy_(copied)
+        return params, FrozenDict({**opt_state, **changed}) if changed else opt_state
 
-    def _run(
-        self,
-        options: dict[str, Any],
-        lists: list[list[Tensor]],
-        grads: list[Tensor | None],
-        steps: list[Tensor],
-        *,
-        alike: bool,
-    ) -> None:
-        if self.told is not None:
-            stepped = [param for param, grad in zip(lists[0], grads, strict=True) if grad is not None]
-            options |= self.told(stepped)
-        run_in_place(partial(self.kernel, options), lists[0], grads, lists[1:], steps, alike=alike)
+    def fits(self, opt_state: OptState, params: Params) -> bool:
+        """Whether parameters and memories lie in memory as the kernel needs it; see :class:`Optimizer`."""
+        lists = self._lists(opt_state, params)
+        return are_alike(lists[0], *lists)
+
+    def _lists(self, opt_state: OptState, params: Params) -> list[list[Tensor]]:
+        """The parameters, and each memory in their order."""
+        names = list(params)
+        return [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    return FrozenDict(zip(tensors, clone_all(list(tensors.values())), strict=True))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -121,18 +121,19 @@ def laid_out(
 _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
 
 
-def are_alike(lists: list[Any]) -> bool:
-    """Whether all are contiguous, of one dtype on one device, and of the sizes of the first list: as of most models."""
+def are_alike(params: list[Tensor], *lists: list[Any]) -> bool:
+    """Whether these tensors are contiguous, of the dtype and device of the first parameter and of the sizes of all."""
     tensors = list(chain(*lists))
     if not tensors or not all(map(is_not, tensors, repeat(None))):
         return False
+    one = params[0]
     return (
         all(map(Tensor.is_contiguous, tensors))
-        and list(map(Tensor.size, tensors)) == list(map(Tensor.size, lists[0])) * len(lists)
-        and len(set(map(_dtype, tensors))) == 1
-        and (all(map(_is_cpu, tensors)) or len(set(map(_device, tensors))) == 1)
+        and list(map(Tensor.size, tensors)) == list(map(Tensor.size, params)) * len(lists)
+        and set(map(_dtype, tensors)) == {one.dtype}
+        and ((one.is_cpu and all(map(_is_cpu, tensors))) or set(map(_device, tensors)) == {one.device})
         and not any(map(Tensor.is_neg, tensors))
-        and (not lists[0][0].is_complex() or not any(map(Tensor.is_conj, tensors)))
+        and (not one.is_complex() or not any(map(Tensor.is_conj, tensors)))
     )
 
 

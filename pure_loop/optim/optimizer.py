@@ -56,6 +56,9 @@ class Optimizer:
             as ``update``, written to all tensors of ``params`` and ``opt_state``, to which nothing else may refer. It
             gives back the mapping ``params``; and ``opt_state``, or another mapping of its tensors where other values
             in it change. What it refuses it refuses before it writes. None: each step copies.
+        fits: ``(opt_state, params) -> bool``: asked once for mappings that stay from step to step. If it is True,
+            ``overwrite`` is given ``fits=True``, and need not look again how their tensors lie in memory. None: it is
+            not asked.
         takes_found_inf: whether ``overwrite`` takes ``found_inf``: a float32 tensor of shape (1,) on the parameters'
             device, which is an accelerator, if each of them has a gradient. If it is 1, everything stays as it is.
         options: the other hyperparameters, for the repr.
@@ -95,6 +98,7 @@ class Optimizer:
     update: Callable[[Grads, OptState, Params, Timestamp], tuple[Params, OptState]] = attrs.field(validator=_callable)
     lr: RateFunction = attrs.field(validator=_callable)
     overwrite: Callable[..., tuple[Params, OptState]] | None = None
+    fits: Callable[[OptState, Params], bool] | None = None
     takes_found_inf: bool = False
     options: Mapping[str, Any] = attrs.field(factory=FrozenDict)
     spreads_nonfinite: bool = False

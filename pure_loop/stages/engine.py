@@ -214,13 +214,18 @@ class Compute:
         trained: FrozenDict[str, Tensor],
         opt_state: Any,
         found_inf: Tensor | None = None,
+        *,
+        fits: bool = False,
     ) -> Any:
-        """The same, written in place of the parameters and of the optimizer state; both were taken out of the State.
+        """:meth:`update`, written in place of parameters and optimizer state, which were taken out of the State.
 
-        Where ``found_inf``, if there is one, is 1 on the device, everything stays as it is.
+        Where ``found_inf``, if there is one, is 1 on the device, everything stays as it is. ``fits`` is what
+        ``optimizer.fits`` says of them.
         """
         assert optimizer.overwrite is not None
-        options = {} if found_inf is None else {"found_inf": found_inf}
+        options: dict[str, Any] = {} if found_inf is None else {"found_inf": found_inf}
+        if fits:
+            options["fits"] = True
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
         return optimizer.overwrite(state._grads, opt_state, trained, timestamp, **options)
 

@@ -76,6 +76,7 @@ class Ownership:
         instance: the private module in which the leaves stand.
         observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
             asked.
+        fits: what the optimizer's ``fits`` says of them, once it was asked.
         is_of_ranks: whether an engine of several ranks has a weak reference to the parameters.
         shares_storage: whether tensors of the engine's own have the memory of these parameters.
     """
@@ -87,6 +88,7 @@ class Ownership:
             "always",
             "compiled",
             "counted",
+            "fits",
             "instance",
             "is_of_ranks",
             "leaves",
@@ -124,6 +126,7 @@ class Ownership:
         """The tensors may be those of others, too, from now on: the stream is over, or computes in another way."""
         self._params: Callable[[], Any] = _nothing
         self._memory: Callable[[], Any] = _nothing
+        self.fits: bool | None = None
         self._granted: Callable[[], State | None] = _nothing
         self._last: Callable[[], State | None] = _nothing
         self.leaves: FrozenDict[str, Tensor] | None = None
@@ -138,8 +141,10 @@ class Ownership:
         if self._tensors is not None and self._tensors[0]() is not params:
             self._tensors = None  # which would keep other tensors alive
         both = type(params) is FrozenDict and type(memory) is FrozenDict
-        # With a callback each is a weak reference of its own, beside which another one counts.
-        self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
+        if not both or not self.owns(state):
+            self.fits = None
+            # With a callback each is a weak reference of its own, beside which another one counts.
+            self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
         if both and not self.compiled and self._has_large_gradients(state):
             self.counted |= _OF_GRADIENTS
 

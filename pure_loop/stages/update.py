@@ -111,7 +111,8 @@ class UpdateStage(StageSettings):
         params, memory = (raw_params(state), raw_opt_state(state)) if tensors is None else tensors
         trained = state.model.trained(params)
         if tensors is not None:
-            updated = engine.overwrite(optimizer, state, trained, memory, found_inf)
+            fits = self.workspace.fits(optimizer, memory, trained)
+            updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
             new, opt_state = _in_order(optimizer, updated, trained)
             fresh = list(new.values())
         else:

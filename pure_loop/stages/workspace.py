@@ -20,6 +20,7 @@ from pure_loop.stages.ownership import Ownership, are_torchs
 from pure_loop.state import State, lend, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
+    from pure_loop.optim import Optimizer
     from pure_loop.stages.engine import Engine
 
 __all__ = ["Workspace", "protect"]
@@ -87,6 +88,14 @@ class Workspace:
         tensors = [*raw_params(state).values(), *optree.tree_leaves(memory, namespace=NAMESPACE)]
         if self.ownership is not None and are_torchs(tensors):
             self.made(state, lent=True)
+
+    def fits(self, optimizer: Optimizer, memory: Any, params: FrozenDict[str, Tensor]) -> bool:
+        """What ``optimizer.fits`` says of them: asked once, while the same mappings are written to."""
+        if optimizer.fits is None or self.ownership is None:
+            return False
+        if self.ownership.fits is None:
+            self.ownership.fits = optimizer.fits(memory, params)
+        return self.ownership.fits
 
     def writable(self, state: State) -> tuple[FrozenDict[str, Tensor], Any] | None:
         """Parameters and optimizer state, to be written to; the State has none any more. None: copy them."""
