@@ -75,8 +75,8 @@ typecheck: $(STAMP)
 	$(BIN)/mypy
 
 # Each worker of pytest is a process; the tests of ownership need the plugin, which says why.
-CORE := pure_loop/loop/*,pure_loop/stages/*,pure_loop/order/*,pure_loop/state.py
-CORE_TESTS := order state stages loop ownership entry laws
+CORE := pure_loop/loop/*,pure_loop/verify/*,pure_loop/stages/*,pure_loop/order/*,pure_loop/state.py
+CORE_TESTS := order state stages loop verify ownership entry laws
 
 coverage: $(STAMP)  ## lines and branches of the core that tests run, on a CPU and a simulated GPU; fails below 95%
 	$(BIN)/python -m coverage erase

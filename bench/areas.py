@@ -37,6 +37,10 @@ AREAS = {
         "pure_loop/loop/*.py",
         _in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics", "traps"),
     ),
+    "verify": Area(
+        "pure_loop/verify/*.py",
+        _in("verify", "verify"),
+    ),
     "stages": Area(
         "pure_loop/stages/*.py",
         _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up"),

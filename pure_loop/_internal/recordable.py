@@ -13,12 +13,19 @@ from torch import Tensor
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Table", "is_scalar", "recordable", "recordable_metrics"]
+__all__ = ["Table", "is_scalar", "losses", "recordable", "recordable_metrics"]
 
 
 def is_scalar(value: Any) -> bool:
     """Whether a logger can plot it: a real number, or a tensor that holds one."""
     return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def losses(loss: Any) -> dict[str, Any]:
+    """A loss, and the parts of it, by the names under which they are recorded."""
+    if isinstance(loss, Mapping):
+        return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
+    return {} if loss is None else {"train/loss": loss}
 
 
 # Elements of a vector of which each has a name of its own.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import is_integer
+from pure_loop._internal.recordable import losses, recordable
 from pure_loop._internal.suggestions import nearest
 from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.recorder import losses, recordable
 from pure_loop.metrics._defaults import DEFAULT_NAMES
 from pure_loop.ranges import Range, Setting
 from pure_loop.state import State

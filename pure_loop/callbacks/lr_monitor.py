@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.loop.recorder import LEARNING_RATE, Recorder, learning_rates
 from pure_loop.optim import Optimizer
 from pure_loop.ranges import Name, checked
+from pure_loop.recorder import LEARNING_RATE, Recorder, learning_rates
 from pure_loop.state import State
 
 __all__ = ["LRMonitor"]

@@ -18,7 +18,10 @@ from pure_loop.callback import Run as BoundRun
 from pure_loop.data.batch import num_tokens
 from pure_loop.data.group import steps
 from pure_loop.data.source import Source
+from pure_loop.entry.auto_size import AutoSize
 from pure_loop.entry.compiling import compiler
+from pure_loop.entry.counted import counted_in, of_fit, refuse_no_iterations
+from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.resume import loading, read_start, saving, seed_of
 from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
 from pure_loop.entry.settings import Settings
@@ -28,15 +31,12 @@ from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
-from pure_loop.loop.auto_size import AutoSize
-from pure_loop.loop.counted import counted_in, of_fit, refuse_no_iterations
-from pure_loop.loop.deterministic import refuse_cublas
 from pure_loop.loop.driver import Attached, drive
-from pure_loop.loop.recorder import Recorder
-from pure_loop.loop.stream import Stream, stream_of
+from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages
 from pure_loop.random.guards import guard, is_users
+from pure_loop.recorder import Recorder
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.ownership import Ownership, can_count
 from pure_loop.stages.sizes import FoundSize
@@ -47,7 +47,7 @@ from pure_loop.time import TimestampFields, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
-    from pure_loop.loop.verify import Verification
+    from pure_loop.verify.verify import Verification
 
 __all__ = ["Assembly", "assemble", "start"]
 
@@ -292,7 +292,7 @@ def _verified(settings: Settings, stages: LoopStages) -> tuple[LoopStages, Verif
     """What runs due batches twice, and stages whose handlers it sees; None: ``verify`` was not passed."""
     if settings.verify is None:
         return stages, None
-    from pure_loop.loop.verify import Recorder, Verification, recorded  # no other run needs it
+    from pure_loop.verify.verify import Recorder, Verification, recorded  # no other run needs it
 
     recorder = Recorder()
     stages = attrs.evolve(stages, handlers=recorded(stages.handlers, recorder))

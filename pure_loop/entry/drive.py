@@ -12,13 +12,14 @@ from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observ
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
 from pure_loop.entry.announcing import announced
+from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.parallel import Together, algorithm_described
 from pure_loop.entry.settings import StreamSettings
 from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
-from pure_loop.loop.stream import Stream, stream_of
+from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import Script
 from pure_loop.stages import Stages

@@ -17,6 +17,7 @@ from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.algorithm_state import refuse_other_memories
 from pure_loop.entry.announcing import announced
 from pure_loop.entry.compiling import evaluating
+from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.settings import ModelSettings
 from pure_loop.entry.start import any_state
 from pure_loop.errors import ArgumentTypeError
@@ -30,13 +31,12 @@ from pure_loop.evaluator import (
 )
 from pure_loop.event import Event, EventName
 from pure_loop.loop import training as loop
-from pure_loop.loop.deterministic import refuse_cublas
 from pure_loop.loop.driver import Attached, drive
-from pure_loop.loop.recorder import Recorder
-from pure_loop.loop.stream import Stream, stream_of
+from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages, Script
 from pure_loop.precision import PrecisionName
+from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.state import Loss, State
 from pure_loop.task import Task, has_loss_method, make_task

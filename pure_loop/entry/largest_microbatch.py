@@ -16,12 +16,12 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start
+from pure_loop.entry.auto_size import LargestSize
 from pure_loop.entry.fit import fit
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.gradients import ClipFunction
-from pure_loop.loop.auto_size import LargestSize
 from pure_loop.optim import Optimizer
 from pure_loop.precision import PrecisionName
 from pure_loop.stages.sizes import found_size

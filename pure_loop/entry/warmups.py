@@ -11,11 +11,11 @@ import attrs
 from pure_loop._internal.arguments import is_integer
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import num_samples, num_tokens
+from pure_loop.entry.counted import counted_in
 from pure_loop.errors import ArgumentError
-from pure_loop.loop.counted import counted_in
-from pure_loop.loop.recorder import numbers_of, strengths_of
 from pure_loop.optim import Optimizer
 from pure_loop.ranges import Scheduled
+from pure_loop.recorder import numbers_of, strengths_of
 from pure_loop.schedules import Schedule
 from pure_loop.schedules._base import warmup_in
 from pure_loop.schedules._time import End, Exact

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from pure_loop._internal.recordable import losses, recordable
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loggers._destination import Names, read_globs
-from pure_loop.loop.recorder import losses, recordable
 from pure_loop.progress import words as _words
 from pure_loop.ranges import checked
 from pure_loop.state import State

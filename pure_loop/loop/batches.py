@@ -11,7 +11,6 @@ from pure_loop.data.batch import beside, to_device
 from pure_loop.data.source import END, Part, Source
 from pure_loop.errors import DataError
 from pure_loop.event import Event
-from pure_loop.loop.counted import refuse_no_tokens
 from pure_loop.stages import Stages
 from pure_loop.state import State, raw_params
 
@@ -78,8 +77,11 @@ def train_batch(
     if not counts_tokens or ready is None or ready[2] or fit.stages.engine.padding:
         return ready
     if awaits_tokens and (fit.stages.engine.ranks == 1 or state.timestamp.batch):  # of all ranks one batch later
-        assert fit.needs_tokens is not None
-        refuse_no_tokens(fit.needs_tokens, state.timestamp.batch)
+        raise DataError(
+            f"{fit.needs_tokens} counts tokens, and batch {state.timestamp.batch} has none by the default count, so it "
+            "would never move: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write "
+            'it in another unit, such as "100ba".'
+        )
     if fit.counts_tokens:
         raise DataError(
             f"batch {state.timestamp.batch} has no tokens by the default count, so a duration in tokens would never "

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.data.batch import map_tensors
@@ -20,7 +21,6 @@ from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batches import next_batch
-from pure_loop.loop.bits import Digest, digest
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics

@@ -16,7 +16,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeEr
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = ["Stream", "arguments_of", "pairs_of", "refuse_no_stream", "run", "stream_of"]
+__all__ = ["Stream", "arguments_of", "pairs_of", "refuse_no_stream", "run"]
 
 _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: "started", GEN_CLOSED: "ended"}
 
@@ -99,15 +99,6 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     def __repr__(self) -> str:
         # Not of which event it is: reading the frame's variables would add a reference to the State.
         return f"Stream of (event, state), {_PROGRESS[getgeneratorstate(self._pairs)]}"
-
-
-def stream_of(pairs: Generator[tuple[Event, State], None, Any], deterministic: bool = False) -> Stream:
-    """The stream of these pairs, which computes with torch's switches for deterministic algorithms or without."""
-    if deterministic:
-        from pure_loop.loop.deterministic import deterministic as switching  # no other run needs it
-
-        pairs = switching(pairs)
-    return Stream(pairs)
 
 
 def arguments_of(generator: Any) -> Mapping[str, Any]:

@@ -18,10 +18,10 @@ from weakref import ref
 import attrs
 import optree
 
+from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
-from pure_loop.loop.bits import Digest, digest
 from pure_loop.state import State, with_fields
 
 if TYPE_CHECKING:

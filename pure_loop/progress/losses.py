@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop.loop.recorder import is_scalar
+from pure_loop._internal.recordable import is_scalar
 
 __all__ = ["MeanLoss"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pure_loop._internal.recordable import is_scalar
 from pure_loop.event import Event
-from pure_loop.loop.recorder import is_scalar
 from pure_loop.progress.device_reads import Reading, on_cpu
 from pure_loop.progress.estimate import Estimate
 from pure_loop.progress.facts import Facts, rates

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from pure_loop.entry.assembly import Assembly
-from pure_loop.loop.recorder import numbers_of, strengths_of
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import rate_at
+from pure_loop.recorder import numbers_of, strengths_of
 from pure_loop.rehearsal.places import Place
 from pure_loop.time import Time, Timestamp, TimeUnit
 

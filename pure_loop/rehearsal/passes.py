@@ -13,14 +13,14 @@ from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
 from pure_loop.entry.assembly import Assembly
+from pure_loop.entry.deterministic import stream_of
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
 from pure_loop.loop.driver import Attached, drive
 from pure_loop.loop.evaluation import Script, evaluation
-from pure_loop.loop.recorder import Recorder
-from pure_loop.loop.stream import stream_of
 from pure_loop.loop.strict import Strict
+from pure_loop.recorder import Recorder
 from pure_loop.rehearsal.batches import Held
 from pure_loop.rehearsal.duration import Length
 from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics

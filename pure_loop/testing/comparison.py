@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._internal.bits import same
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.loop.bits import same
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 

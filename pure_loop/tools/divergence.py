@@ -15,10 +15,10 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.reprs import shown
 from pure_loop._internal.torch_private import Operation
 from pure_loop.event import Event
-from pure_loop.loop.leaves import distance, leaves_of
 from pure_loop.loop.stream import Stream
 from pure_loop.time import Timestamp
 from pure_loop.tools.steps import Step, is_same, steps
+from pure_loop.verify.leaves import distance, leaves_of
 
 __all__ = ["Divergence", "diff_streams", "first_difference"]
 

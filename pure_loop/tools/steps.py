@@ -19,9 +19,9 @@ from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
-from pure_loop.loop.leaves import LOOP, distance, leaves_of
 from pure_loop.state import State
 from pure_loop.tools.parts import Parts, replace_each
+from pure_loop.verify.leaves import LOOP, distance, leaves_of
 
 __all__ = ["LOOP", "Step", "change_between", "distance", "is_same", "leaves_of", "refuse_stepless", "steps"]
 

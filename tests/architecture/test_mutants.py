@@ -67,9 +67,9 @@ def test_areas_have_files_and_tests() -> None:
     for area in AREAS.values():
         assert list(ROOT.glob(area.files))
         assert [test for test in area.tests if not (ROOT / test).exists()] == []
-    assert guards_of("loop", "pure_loop/loop/verify.py", ROOT)[:2] == [
-        "pure_loop/loop/verify.py",
-        "tests/loop/test_verify.py",
+    assert guards_of("loop", "pure_loop/loop/driver.py", ROOT)[:2] == [
+        "pure_loop/loop/driver.py",
+        "tests/loop/test_driver.py",
     ]
 
 

@@ -24,8 +24,8 @@ SCRIPTS = {
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
-    "loop/auto_size.py": "a batch that is tried before training, to find a size that fits",
-    "loop/verify.py": "a batch that is computed twice",
+    "entry/auto_size.py": "a batch that is tried before training, to find a size that fits",
+    "verify/verify.py": "a batch that is computed twice",
     "compile/compiler.py": "a batch of which parts are graphs",
     "testing/wrong_loops.py": "loops that the laws must refuse",
 }
@@ -33,8 +33,8 @@ SCRIPTS = {
 # Who refers to a method ``send``: (module, function, what is sent to).
 SENDS = {
     ("loop/driver.py", "drive", "script"): "the driver",
-    ("loop/verify.py", "Verification._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
-    ("loop/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
+    ("verify/verify.py", "Verification._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
+    ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
     ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
     ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
@@ -141,7 +141,7 @@ OWNERSHIP = {
     **{("stages/ownership.py", name): "what the body of a loop does" for name in ("co_code", "opcode", "currentframe")},
     ("stages/ownership.py", "getrefcount"): "whether a State is kept",
     ("loop/stream.py", "f_locals"): "the arguments of a generator that has not begun",
-    ("loop/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",
+    ("entry/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",
     ("checkpoint/signals.py", "_getframe"): "a signal: what it interrupts",
     ("data/source.py", "f_locals"): "a signal: whether it interrupts the loading of a batch",
     ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop.callback import LoggerGroup
 from pure_loop.loggers import ConsoleLogger, InMemoryLogger
-from pure_loop.loop.recorder import Recorder
+from pure_loop.recorder import Recorder
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.loop.bits import digest
+from pure_loop._internal.bits import digest
 from pure_loop.loop.strict import Strict
 
 DATA = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), torch.arange(6) % 3) for i in range(4)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.loop.bits import same
+from pure_loop._internal.bits import same
 from tests.support.models import batches, mlp, plain
 from tests.support.streams import assert_same, assert_same_stream, leaves
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.loop.bits import same
+from pure_loop._internal.bits import same
 from pure_loop.stages.workspace import Workspace
 from tests.support import streams as sameness
 

@@ -18,9 +18,9 @@ import torch
 from attrs import frozen
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.bits import same
 from pure_loop._internal.torch_private import replaceable_world
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.loop.bits import same
 from pure_loop.random import seeded
 from pure_loop.testing.ranks._collectives import (
     Collective,

@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
+from pure_loop._internal.bits import count_of_differences
 from pure_loop._internal.dtensor import local_tensor
 from pure_loop.errors import VerificationError
 from pure_loop.event import Event
-from pure_loop.loop.bits import count_of_differences
-from pure_loop.loop.leaves import distance, leaves_of
 from pure_loop.state import State
 from pure_loop.time import Timestamp
+from pure_loop.verify.leaves import distance, leaves_of
 
 __all__ = ["Difference", "Found", "other_parameters_error", "verification_error"]
 

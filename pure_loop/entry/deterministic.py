@@ -14,18 +14,25 @@ from torch import nn
 
 from pure_loop._internal.torch_private import config_of_compiler
 from pure_loop.errors import ArgumentError, NondeterministicError
+from pure_loop.event import Event
+from pure_loop.loop.stream import Stream
 from pure_loop.stages.ownership import look_through
+from pure_loop.state import State
 
-__all__ = ["deterministic", "refuse_cublas"]
+__all__ = ["refuse_cublas", "stream_of"]
 
 _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
-def deterministic(pairs: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
-    """The same stream, which computes with torch's switches for deterministic algorithms.
+def stream_of(pairs: Generator[tuple[Event, State], None, Any], deterministic: bool) -> Stream:
+    """The stream of these pairs, which computes with torch's switches for deterministic algorithms or without.
 
     They are set while it runs, for algorithms and callbacks too, and are as they were whenever it yields.
     """
+    return Stream(_switching(pairs) if deterministic else pairs)
+
+
+def _switching(pairs: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
     return (yield from _Switching(pairs))
 
 

@@ -14,17 +14,18 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pure_loop._internal.bits import checksums, combined
 from pure_loop.algorithm import Handler
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop.bits import Pair, checksums, combined, unequal_leaves
-from pure_loop.loop.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.leaves import LOOP
 from pure_loop.loop.training import LoopStages, Script, gradients
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Timestamp
+from pure_loop.verify.comparison import Pair, unequal_leaves
+from pure_loop.verify.difference import Difference, Found, other_parameters_error, verification_error
+from pure_loop.verify.leaves import LOOP
 
 __all__ = ["Recorder", "Verification", "recorded"]
 
@@ -197,7 +198,7 @@ class Verification:
     def _again(self, state: State, now: Timestamp, comparison: _Comparison | None) -> Outcome:
         """The batch once more, with its algorithms and nothing else."""
         script = _batch(state, self._stages, lambda before: now)
-        take = _nowhere if comparison is None else comparison.take
+        take = (lambda event, by, state: None) if comparison is None else comparison.take
         try:
             outcome: Outcome = run_to_end(self._noted(script, take), self._handlers, self._stages)
         except Exception as error:
@@ -218,27 +219,19 @@ class Verification:
         found = comparison.found
         if found is not None and _are_equal(first, second):
             found = None
-        sums: list[int] = []
+        sums: dict[str, int] = {}
         if engine.ranks > 1 and not engine.in_parts and isinstance(first, State):
             sums = checksums(first.params)
         place = -1 if found is None else found.index
-        rows = engine.by_rank((place, combined(sums)), state) if engine.ranks > 1 else [(place, 0)]
+        rows = engine.by_rank((place, combined(sums.values())), state) if engine.ranks > 1 else [(place, 0)]
         if max(row[0] for row in rows) < 0:
             if len({row[1] for row in rows}) > 1:
-                raise other_parameters_error(engine.gather(dict(zip(_params(first), sums, strict=False))), now)
+                raise other_parameters_error(engine.gather(sums), now)
             return
         third = self._again(state, now, None)
         agrees: tuple[bool, bool] = (_are_equal(first, third), _are_equal(second, third))
         answers = engine.gather((found, agrees)) if engine.ranks > 1 else [(found, agrees)]
         raise verification_error(answers, now, engine.rank)
-
-
-def _nowhere(event: Event, by: str, state: State) -> None:
-    """Takes a State that is not compared."""
-
-
-def _params(outcome: Outcome) -> list[str]:
-    return list(outcome.params) if isinstance(outcome, State) else []
 
 
 def _are_equal(one: Outcome, other: Outcome) -> bool:

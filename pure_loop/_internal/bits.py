@@ -1,10 +1,10 @@
-"""Leaves of two States compared bit by bit, and a checksum of tensors: what tells one computation from another."""
+"""Tensors compared bit by bit, their checksums and digests: what tells one computation from another."""
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,27 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.dtensor import local_tensor
-from pure_loop.data.batch import tensors_in
-from pure_loop.loop.leaves import leaves_of
-from pure_loop.state import State
 
-__all__ = [
-    "Digest",
-    "checksums",
-    "combined",
-    "count_of_differences",
-    "dense_parts",
-    "digest",
-    "same",
-    "unequal_leaves",
-]
+__all__ = ["Digest", "checksums", "combined", "count_of_differences", "digest", "same", "tensors_differ"]
 
 # Integers of the same size as the numbers of a tensor.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Values of which `==` says whether they are equal.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), frozenset, torch.dtype, torch.device)
-
-Pair = tuple[int, int]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -47,7 +31,7 @@ def same(a: Any, b: Any) -> bool:
             return False
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
             return False
-        return all(map(_same_numbers, dense_parts(a.detach()), dense_parts(b.detach())))
+        return all(map(_same_numbers, _dense_parts(a.detach()), _dense_parts(b.detach())))
     if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
         return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
@@ -57,7 +41,7 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """Dense tensors that have all numbers of this one: its indices and values where it is sparse."""
     layout = tensor.layout
     if tensor.is_meta:
@@ -71,72 +55,20 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if layout is torch.strided else tensor.to_dense()]
 
 
-def unequal_leaves(one: State, other: State, equal: Collection[Pair] = ()) -> tuple[list[str], set[Pair]]:
-    """The names of leaves of which a bit differs between two States; NaN equals NaN. Of shards those of this rank.
-
-    Numbers of a device are waited for once.
-
-    Args:
-        one, other: the States.
-        equal: the addresses of pairs of leaves that are known to be equal.
+def tensors_differ(a: Tensor, b: Tensor) -> bool | Tensor:
+    """Whether a bit of two tensors differs, of shards that of this rank; NaN equals NaN.
 
     Returns:
-        The names in the order of the State's fields, and the pairs that are equal.
+        A tensor, shape (), bool, where only their device knows.
     """
-    first, second = leaves_of(one), leaves_of(other)
-    unequal: set[str] = set(first.keys() ^ second.keys())
-    same_now: set[Pair] = set()  # of tensors alone: other leaves may be made for the moment
-    waiting: list[tuple[str, Pair, Tensor]] = []
-    for name in first.keys() & second.keys():
-        a, b = first[name], second[name]
-        pair = id(a), id(b)
-        if a is b:
-            continue
-        if pair in equal:
-            same_now.add(pair)
-            continue
-        result = _are_unequal(a, b)
-        if isinstance(result, Tensor):
-            waiting.append((name, pair, result))
-        elif result:
-            unequal.add(name)
-        elif isinstance(a, Tensor):
-            same_now.add(pair)
-    by_device: dict[torch.device, list[tuple[str, Pair, Tensor]]] = {}
-    for item in waiting:
-        by_device.setdefault(item[2].device, []).append(item)
-    for items in by_device.values():
-        for (name, pair, _), result in zip(items, torch.stack([item[2] for item in items]).tolist(), strict=True):
-            if result:
-                unequal.add(name)
-            else:
-                same_now.add(pair)
-    return [name for name in {**first, **second} if name in unequal], same_now
-
-
-def _are_unequal(a: Any, b: Any) -> bool | Tensor:
-    """Whether two leaves differ; a tensor, shape (), bool, where only their device knows."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        a, b = local_tensor(a).detach(), local_tensor(b).detach()
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
-            return True
-        if not (_has_bits(a) and _has_bits(b)):
-            return not same(a, b)
-        results = [_bits_differ(one, other) for one, other in zip(dense_parts(a), dense_parts(b), strict=True)]
-        on_device = [result for result in results if isinstance(result, Tensor)]
-        return torch.stack(on_device).any() if on_device else any(results)
-    if type(a) is not type(b):
+    a, b = local_tensor(a).detach(), local_tensor(b).detach()
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
         return True
-    if isinstance(a, _PLAIN):
-        return not bool(a == b or (a != a and b != b))
-    if hasattr(a, "__array__"):
+    if not (_has_bits(a) and _has_bits(b)):
         return not same(a, b)
-    # An object of a user's class: by its tensors, or by an `==` of its own.
-    ours, others = tensors_in(a), tensors_in(b)
-    if ours or others:
-        return len(ours) != len(others) or any(bool(_are_unequal(x, y)) for x, y in zip(ours, others, strict=True))
-    has_own = any("__eq__" in vars(base) for base in type(a).__mro__[:-1])
-    return has_own and not bool(a == b)
+    results = [_bits_differ(one, other) for one, other in zip(_dense_parts(a), _dense_parts(b), strict=True)]
+    on_device = [result for result in results if isinstance(result, Tensor)]
+    return torch.stack(on_device).any() if on_device else any(results)
 
 
 def _has_bits(tensor: Tensor) -> bool:
@@ -207,27 +139,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> list[int]:
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The sum of the bits of each tensor, as integers of 64 bits: of one flipped bit it shows every one.
 
     A device is waited for once. Tensors of a subclass, whose memory isn't known, have 0.
     """
-    sums: list[Tensor] = []
-    for tensor in tensors.values():
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
         tensor = local_tensor(tensor).detach()
-        parts = dense_parts(tensor) if _has_bits(tensor) else []
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for part in parts:
+        for part in _dense_parts(tensor) if _has_bits(tensor) else []:
             total = total + _bits(part).sum(dtype=torch.int64)
-        sums.append(total)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, total in enumerate(sums):
-        by_device.setdefault(total.device, []).append(index)
-    result = [0] * len(sums)
-    for indices in by_device.values():
-        numbers = torch.stack([sums[index] for index in indices]).tolist()
-        for index, number in zip(indices, numbers, strict=True):
-            result[index] = number
+        by_device.setdefault(tensor.device, {})[name] = total
+    result = dict.fromkeys(tensors, 0)
+    for sums in by_device.values():
+        result.update(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
     return result
 
 
@@ -291,7 +217,7 @@ def digest(leaf: Any) -> Digest | None:
     if not _has_bits(tensor):
         value = tensor.clone()
         return Digest(kind, [value], value)
-    parts = dense_parts(tensor)
+    parts = _dense_parts(tensor)
     first = parts[-1].reshape(-1)[:4].clone()
     return Digest(kind, [each for part in parts for each in _summary(_bits(part))], first)
 

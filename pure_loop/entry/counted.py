@@ -10,11 +10,11 @@ import attrs
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.cadence import Cadence
-from pure_loop.errors import ArgumentError, DataError
+from pure_loop.errors import ArgumentError
 from pure_loop.optim import Optimizer
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["Counted", "counted_in", "of_fit", "refuse_no_iterations", "refuse_no_tokens"]
+__all__ = ["counted_in", "of_fit", "refuse_no_iterations"]
 
 # (what it is, a schedule, an interval or a callback)
 Counted = Iterable[tuple[str, Any]]
@@ -79,15 +79,3 @@ def refuse_no_iterations(value: Counted) -> None:
             f"{result} counts iterations, and iteration_length is not given, so it would never move: "
             'fit(..., iteration_length="2ep"), or write it in another unit, such as "100ba".'
         )
-
-
-def refuse_no_tokens(what: str, batch: int) -> None:
-    """
-    Raises:
-        DataError: always; ``what`` counts tokens, and there was none up to this batch.
-    """
-    raise DataError(
-        f"{what} counts tokens, and batch {batch} has none by the default count, so it would never move: count them "
-        "with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write it in another unit, such as "
-        '"100ba".'
-    )

@@ -15,9 +15,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.bits import checksums, count_of_differences
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError, VerificationError
-from pure_loop.loop.bits import checksums, count_of_differences, unequal_leaves
-from pure_loop.loop.leaves import LOOP
 from pure_loop.metrics import accuracy, mean
 from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS
@@ -27,6 +26,8 @@ from pure_loop.testing.comparison import differences
 from pure_loop.testing.problems import as_problem
 from pure_loop.testing.strategies import algorithms as random_algorithms
 from pure_loop.testing.strategies import cases, plans
+from pure_loop.verify.comparison import unequal_leaves
+from pure_loop.verify.leaves import LOOP
 from tests.support import faults
 from tests.support.faults import PLACES, Fault, bits_of
 from tests.support.runs import convnet, equal, images, mlp, points, stream

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.entry.deterministic import refuse_cublas
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NondeterministicError
-from pure_loop.loop.deterministic import refuse_cublas
 
 mse = nn.functional.mse_loss
 DATA = [(torch.ones(2, 3), torch.zeros(2, 1)), (torch.zeros(2, 3), torch.ones(2, 1))]

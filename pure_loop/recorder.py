@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pure_loop._internal.recordable import is_scalar, recordable
+from pure_loop._internal.recordable import losses, recordable
 from pure_loop.algorithm import Algorithm
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.optim import Optimizer
@@ -18,17 +18,7 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "LEARNING_RATE",
-    "Recorder",
-    "is_scalar",
-    "learning_rates",
-    "losses",
-    "numbers_of",
-    "recordable",
-    "strengths_of",
-]
-
+__all__ = ["LEARNING_RATE", "Recorder", "learning_rates", "numbers_of", "strengths_of"]
 
 LEARNING_RATE = "train/learning_rate"
 
@@ -155,13 +145,6 @@ def numbers_of(optimizer: Optimizer, label: str = "") -> dict[str, Scheduled]:
     for part, inner in optimizer.parts.items():
         numbers |= numbers_of(inner, f"{label}/{part}".strip("/"))
     return numbers
-
-
-def losses(loss: Any) -> dict[str, Any]:
-    """A loss, and the parts of it, by the names under which they are recorded."""
-    if isinstance(loss, Mapping):
-        return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
-    return {} if loss is None else {"train/loss": loss}
 
 
 def learning_rates(optimizer: Optimizer, state: State, timestamp: Timestamp, name: str) -> dict[str, float]:
