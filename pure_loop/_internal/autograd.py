@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.scalars import is_plain
-from pure_loop._internal.torch_private import backward_runs_in_threads, graph_task, run_backward, set_grad_enabled
+from pure_loop._internal.torch_private import (
+    backward_runs_in_threads,
+    graph_task,
+    is_transformed,
+    run_backward,
+    set_grad_enabled,
+)
 from pure_loop.errors import ModelError
 
 __all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
@@ -140,6 +145,20 @@ def graph_of(tensor: Tensor) -> Iterator[Any]:
         yield node
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has a storage of numbers, and no class that gives its address another meaning.
+
+    >>> _is_plain(torch.ones(2)), _is_plain(torch.ones(2).to_sparse()), _is_plain(nn.Parameter(torch.ones(2)))
+    (True, False, False)
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not is_transformed(tensor)
+    )
+
+
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
     """Refuse a loss whose graph goes where gradients would be lost without an error.
 
@@ -154,7 +173,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
     """
     family = None if known is None else set(map(id, known))
     # On the meta device there is no memory.
-    own = {leaf.data_ptr(): id(leaf) for leaf in leaves if is_plain(leaf) and leaf.numel() and not leaf.is_meta}
+    own = {leaf.data_ptr(): id(leaf) for leaf in leaves if _is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":
@@ -165,7 +184,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
         # Of a parameter too, whose class is another one: its address is read through a tensor of torch's own.
         place = None if stranger is None else stranger.detach()
-        if own and place is not None and is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
+        if own and place is not None and _is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
             raise ModelError(
                 "the loss depends on a second forward of this batch, which an algorithm went through with the loop's "
                 "stages: by its parameters it isn't differentiated, so that gradient would be lost. Go through the "

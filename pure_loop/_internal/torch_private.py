@@ -150,7 +150,7 @@ def _takes_all_for_transformed(tensor: Tensor) -> bool:
 
 # Inside torch.func's transforms tensors have no memory of their own.
 is_transformed: Callable[[Tensor], bool] = (
-    _find(torch, "_C._functorch.is_functorch_wrapped_tensor", "donation: every step copies; numbers are read by item()")
+    _find(torch, "_C._functorch.is_functorch_wrapped_tensor", "errors of tensors that share memory")
     or _takes_all_for_transformed
 )
 # The transforms of torch.func that are active; None where none is.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pure_loop._internal.scalars import is_transformed
+from pure_loop._internal.torch_private import is_transformed
 
 __all__ = ["overlapping_elements", "overlapping_pair"]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.cloning import clone_all
-from pure_loop._internal.scalars import one_on
 from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
 from pure_loop.stages.ownership import LARGE
 
@@ -40,7 +39,22 @@ _dtype = attrgetter("dtype")
 
 
 _CPU = torch.device("cpu")  # whatever the default device
-_one_on_cpu = one_on(_CPU, 1)
+_one_on_cpu = torch.ones(1, dtype=torch.float32, device=_CPU)
+# Of other devices, made once: to make a tensor takes longer than many a kernel.
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one_on(device: torch.device) -> Tensor:
+    """A 1 of float32, shape (1,), to be read and not written to.
+
+    Inside of a trace it has no number, and is not kept: the next caller would compute with it.
+    """
+    result = _ones.get(device)
+    if result is None:
+        result = torch.ones(1, dtype=torch.float32, device=device)
+        if type(result) is Tensor:
+            _ones[device] = result
+    return result
 
 
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
@@ -53,7 +67,7 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     if device.type == "cpu":
         result = torch.zeros(1, dtype=torch.float32, device=_CPU)
         _look(tensors, result)
-        return result if math.isfinite(loss.item()) else one_on(device, 1)
+        return result if math.isfinite(loss.item()) else _one_on_cpu
     if not _SCALED.issuperset(map(_dtype, tensors)) or any(element.device != device for element in tensors):
         return _any_nonfinite(loss, tensors)
     result = torch.zeros(1, dtype=torch.float32, device=device)
@@ -73,7 +87,7 @@ def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
 
 
 def _look(tensors: list[Tensor], result: Tensor) -> None:
-    one = _one_on_cpu if result.is_cpu else one_on(result.device, 1)
+    one = _one_on_cpu if result.is_cpu else _one_on(result.device)
     dtypes = set(map(_dtype, tensors))
     if len(dtypes) == 1 and not dtypes.pop().is_complex:
         find_nonfinite_kernel(tensors, result, one)

@@ -96,7 +96,7 @@ _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
 MUTABLE = {
-    ("_internal/scalars.py", "_ones"): _CACHE,
+    ("stages/nonfinite.py", "_ones"): _CACHE,
     ("random/numpy_state.py", "_spare"): "a cache: bit generators that are lent",
     ("state.py", "_NAMES"): "a cache: the names of the fields of a class",
     ("state.py", "_FIELDS"): "a cache: the fields of a class",
@@ -151,7 +151,6 @@ OWNERSHIP = {
     ("testing/wrong_algorithms.py", "f_locals"): "an algorithm that the laws must refuse",
 }
 CTYPES = {
-    "_internal/scalars.py": "numbers in the memory of a tensor",
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
     "checkpoint/container.py": "the bytes of a tensor without numpy",
     "checkpoint/flight.py": "the bytes of a tensor without numpy",

@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal import scalars as _cells
 from pure_loop.compile import interpreted, replay
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
 from pure_loop.random.seeds import rng_lock
-from pure_loop.stages import engine, ownership
+from pure_loop.stages import engine, nonfinite, ownership
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.workspace import Workspace
 from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
@@ -600,7 +599,7 @@ def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(caplog: A
 @pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1)], ids=lambda each: each.name)
 def test_eager_steps_after_a_compiled_one_are_what_they_are_alone(optimizer: Any) -> None:
     """What is made while a step is traced, and has no numbers, is not kept."""
-    _cells._ones.clear()
+    nonfinite._ones.clear()
 
     def trained(**options: Any) -> pl.State:
         settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": optimizer, "max_duration": "1ep"}

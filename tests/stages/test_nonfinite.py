@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.bits import same
+from pure_loop.stages.nonfinite import _one_on
 from tests.support.models import batches, mlp, plain
 from tests.support.streams import assert_same, assert_same_stream, leaves
 
@@ -230,6 +232,16 @@ def test_under_another_default_dtype_a_loop_trains_as_ever(nonfinite: str) -> No
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same_stream(found, wanted, nonfinite)
+
+
+def test_the_one_of_a_device_is_made_once_and_that_of_a_trace_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pure_loop.stages.nonfinite._ones", {})
+    cpu = torch.device("cpu")
+    with FakeTensorMode():
+        assert type(_one_on(cpu)) is FakeTensor
+    assert type(_one_on(cpu)) is torch.Tensor
+    assert _one_on(cpu) is _one_on(cpu)
+    assert _one_on(cpu).item() == 1.0
 
 
 @pytest.mark.gpu
