@@ -213,7 +213,6 @@ class Backward(torch.autograd.Function):
 
 @pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
 @pytest.mark.parametrize("place", ["backward of a loss", "hook of a backward", "hook of all modules"])
-@pytest.mark.xfail(strict=False)  # TEMPORARY: until the stages call StageSettings.seeding
 def test_what_a_backward_draws_is_seeded(draw: str, place: str) -> None:
     """The model and the loss are torch's own, but for this one place."""
 
