@@ -40,17 +40,19 @@ class FrozenDict(dict[K, V]):
     pure_loop.errors.FrozenDictError: this mapping belongs to a State and is read-only; ...
     """
 
-    # `lent`: not set, or None: only the loop has read the mapping since it made it. True: code outside of the loop has,
-    # and may keep a tensor. A set: besides, these are reading it now (see pure_loop/stages/workspace.py).
+    # `lent`: not set, or None: only the loop has read the mapping since it made it, or since nothing else was found to
+    # have a tensor of it. True: code outside of the loop has, and may keep one. `readers`: what reads it now in other
+    # threads, where no step may write with donate=True either (pure_loop/stages/workspace.py).
     # Of parameters that are leaves of autograd, which are a mapping as any other to code that goes through both:
     # `origin`: the parameters whose memory they share. `frozen`: the names of those that need no gradient. `holder`:
     # between a forward and its backward, the module instance that the graph goes through (pure_loop/model/model.py).
-    __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin")
+    __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin", "readers")
 
     frozen: frozenset[str]
     holder: Any
     lent: Any
     origin: FrozenDict[K, V]
+    readers: set[object]
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise FrozenDictError(
@@ -150,24 +152,25 @@ class _Refusing:
 
     __slots__ = ()
 
-    lent: Any  # the name of the field, and the number of the batch whose step it was
+    lent: Any  # the name of the field, and what became of it
 
-    def _refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
         """
         Raises:
             DonatedStateError: always.
         """
-        field, batch = self.lent
+        field, what = self.lent
         raise DonatedStateError(
-            f"state.{field} of this State was overwritten by the step of batch {batch}. With donate=True every State "
-            'loses its parameters and optimizer state to the next step: write donate="auto", which overwrites no State '
-            "that is kept, or donate=False; or keep a clone of the tensor. With "
-            '"auto" only the State in the loop variable loses them, if the step after it failed half-way or the '
-            "variable is read while the step runs: keep it in another variable (kept = state)."
+            f"state.{field} of this State was {what}. With donate=True every State loses its parameters and optimizer "
+            'state to the next step: write donate="auto", which overwrites no State that is kept, or donate=False; or '
+            'keep a clone of the tensor. With "auto" only the State in the loop variable loses something: if the batch '
+            "after it failed half-way, if the variable is read while a step runs, or if an iterator between the stream "
+            "and the loop (takewhile, filter) left out the next pair. Keep it in another variable (kept = state), or "
+            "end the loop by break."
         )
 
     def __repr__(self) -> str:
-        return f"<{self.lent[0]}, overwritten by the step of batch {self.lent[1]}>"
+        return "<{}, {}>".format(*self.lent)
 
 
 class OverwrittenValue(_Refusing):
@@ -175,22 +178,22 @@ class OverwrittenValue(_Refusing):
 
     __slots__ = ("lent",)
 
-    def __init__(self, field: str, batch: int) -> None:
-        self.lent = field, batch
+    def __init__(self, field: str, what: str) -> None:
+        self.lent = field, what
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python asks for what it may do without
-        self._refuse_reading()
+        self.refuse_reading()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         values = (*args, *(kwargs or {}).values())
-        overwritten = next((value for value in values if isinstance(value, cls)), cls("loss", 0))
-        overwritten._refuse_reading()
+        overwritten = next((value for value in values if isinstance(value, cls)), cls("value", "overwritten by a step"))
+        overwritten.refuse_reading()
 
     def __format__(self, spec: str) -> str:
-        return self._refuse_reading() if spec else repr(self)
+        return self.refuse_reading() if spec else repr(self)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -202,7 +205,7 @@ _OF_TWO = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod"
 _OF_BITS = ("and", "or", "xor", "lshift", "rshift")
 _BINARY = tuple(f"{side}{name}" for side in ("", "r") for name in _OF_TWO + _OF_BITS)
 for _name in (*_COMPARISONS, *_CONVERSIONS, *_OF_ONE, *_BINARY):
-    setattr(OverwrittenValue, f"__{_name}__", _Refusing._refuse_reading)
+    setattr(OverwrittenValue, f"__{_name}__", _Refusing.refuse_reading)
 
 
 class Overwritten(_Refusing, FrozenDict[Any, Any]):
@@ -211,12 +214,12 @@ class Overwritten(_Refusing, FrozenDict[Any, Any]):
     __slots__ = ()
 
     @classmethod
-    def by(cls, field: str, batch: int) -> Overwritten:
-        """In the place of this field of a State, by the step of this batch."""
+    def by(cls, field: str, what: str) -> Overwritten:
+        """In the place of this field of a State; ``what`` became of it."""
         result = cls()
-        result.lent = field, batch
+        result.lent = field, what
         return result
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = _Refusing._refuse_reading
-    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _Refusing._refuse_reading
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = _Refusing.refuse_reading
+    __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _Refusing.refuse_reading
     __hash__ = None  # type: ignore[assignment]

@@ -14,11 +14,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import attrs
+import optree
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.records import Record, changed, copier
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.state_hints import Elsewhere, hint, places
@@ -230,10 +232,9 @@ class State(Record):
         Raises:
             GradientsNotReadyError: read by an algorithm at an event at which there are none yet.
         """
-        grads = self._grads
-        if type(grads) is FrozenDict:
-            lend(grads)
-        elif grads is NOT_READY:
+        lend(self._grads)
+        grads = self._grads  # once more; see _noted
+        if grads is NOT_READY:
             where = ", ".join(event.name for event in GRADIENT_EVENTS)
             raise GradientsNotReadyError(
                 f"state.grads was read at {self.event.name if self.event else 'no event'}, where this batch has no "
@@ -499,10 +500,15 @@ class State(Record):
         return table(rows, caption=type(self).__name__)
 
 
-def lend(value: Any) -> None:
-    """Note on a mapping of a State that code outside of the loop has read it, and may keep what is in it."""
-    if isinstance(value, FrozenDict) and getattr(value, "lent", None) is None:
-        value.lent = True
+def lend(mapping: Any) -> None:
+    """Note on a mapping of a State, and on that whose memory it shares, that code outside of the loop has read it.
+
+    That code may keep what is in it.
+    """
+    while isinstance(mapping, FrozenDict):
+        if getattr(mapping, "lent", None) is None:
+            mapping.lent = True
+        mapping = getattr(mapping, "origin", None)
 
 
 # What a step may write to, where nothing but the loop has read it: to read it is noted on its mapping, and what has a
@@ -513,7 +519,19 @@ raw_opt_state: Callable[[State], Any] = vars(State)["opt_state"].__get__
 raw_outputs: Callable[[State], Any] = vars(State)["outputs"].__get__
 raw_loss: Callable[[State], Any] = vars(State)["loss"].__get__
 _raw = {"params": raw_params, "opt_state": raw_opt_state, "outputs": raw_outputs, "loss": raw_loss}
-_WITH_GRAPH = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
+
+
+def _may_have_graph(value: Any) -> bool:
+    """Whether parameters may be reached from an output or a loss: by a graph, or by what can't be looked into."""
+    if type(value) is Tensor:
+        return value.requires_grad
+    leaves: list[Any] = optree.tree_leaves(value, namespace=NAMESPACE)
+    return any(
+        leaf.requires_grad if isinstance(leaf, Tensor) else not isinstance(leaf, _WITHOUT_GRAPH) for leaf in leaves
+    )
+
+
+_WITHOUT_GRAPH = (int, float, complex, str, bytes, OverwrittenValue)
 
 
 def _noted(name: str) -> property:
@@ -522,14 +540,15 @@ def _noted(name: str) -> property:
     read = slot.__get__
 
     def read_mapping(state: State) -> Any:
-        value = read(state)
-        lend(value)
-        return value
+        lend(read(state))
+        # Once more: a step of another thread may have come before the note, and sees it from now on.
+        return read(state)
 
     def read_graph(state: State) -> Any:
-        if state.event in _WITH_GRAPH:
+        value = read(state)
+        if _may_have_graph(value):
             lend(raw_params(state))
-        return read(state)
+        return value
 
     return property(read_mapping if name in ("params", "opt_state") else read_graph, slot.__set__, slot.__delete__)
 
@@ -666,8 +685,6 @@ class _OfClass(dict[type, Callable[..., Any]]):
 
 
 _outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
-# By class: ``(state, event, event) -> State`` of a position outside a batch.
-outside_batch_at = _OfClass(lambda cls: copier(cls, "event", "position", without=_OF_A_BATCH))
 # By class: ``(state, event, position) -> State`` of an event: a copy, to which nothing refers but the caller.
 at_event = _OfClass(lambda cls: copier(cls, "event", "position"))
 
@@ -742,6 +759,8 @@ def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
     for attribute, public in _fields(type(state)):
         if public not in _STATIC:
             child = getattr(state, attribute)
+            if isinstance(child, Overwritten | OverwrittenValue):
+                child.refuse_reading()  # as a leaf it would be lost without an error
             names.append(public)
             children.append(None if child is NOT_READY else child)
     return children, (state.model, state.frozen), names

@@ -29,6 +29,7 @@ __all__ = [
     "any_global_hook",
     "backward_runs_in_threads",
     "broadcast_coalesced",
+    "code_around_operations",
     "config_of_compiler",
     "default_collate_functions",
     "default_store",
@@ -135,6 +136,10 @@ graph_task: Callable[[], int] | None = _find(
 
 def _always() -> bool:
     return True
+
+
+def _no_hooks(_: bool) -> None:
+    """No hooks pack the tensors that a graph saves, as far as can be told."""
 
 
 # Whether the backward on a device runs in a thread of the engine's.
@@ -249,6 +254,31 @@ fused_sgd: Callable[..., None] | None = _find(torch, "_fused_sgd_", "fused sgd: 
 any_global_hook: Callable[[], bool] = (
     _find(torch, "nn.modules.module._has_any_global_hook", "an earlier return of modules that have buffers") or _always
 )
+
+# What sees each operation: modes of functions and of operations, and what packs the tensors that a graph saves.
+_COPIES = "the copy of parameters that such code has seen, and seeds for what it draws"
+_count_function_modes: Callable[[], int] = _find(torch, "_C._len_torch_function_stack", _COPIES) or int
+_count_dispatch_modes: Callable[[], int] = _find(torch, "_C._len_torch_dispatch_stack", _COPIES) or int
+_function_modes: Callable[[], list[Any]] = (
+    _find(torch.overrides, "_get_current_function_mode_stack", _COPIES) or list[Any]
+)
+_dispatch_modes: Callable[[], list[Any]] = (
+    _find(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", _COPIES) or list[Any]
+)
+_packing: Callable[[bool], tuple[Any, Any] | None] = (
+    _find(torch, "_C._autograd._top_saved_tensors_default_hooks", _COPIES) or _no_hooks
+)
+
+
+def code_around_operations() -> list[Any]:
+    """Classes and functions of which code runs at each operation, whatever module it belongs to; mostly none."""
+    found: list[Any] = []
+    if _count_function_modes():
+        found += map(type, _function_modes())
+    if _count_dispatch_modes():
+        found += map(type, _dispatch_modes())
+    hooks = _packing(True)
+    return found if hooks is None else [*found, *hooks]
 
 
 def subclass_of_tensor(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -36,6 +37,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.training import LoopStages
 from pure_loop.random import derive, seeded
+from pure_loop.random.guards import is_users
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State
 from pure_loop.task import Task
@@ -231,7 +233,10 @@ def swa(
             return state
         assert stages.optimizer is not None
         optimizer = state.model.served_by(stages.optimizer)
-        return state.replace(opt_state=stages.engine.init_opt_state(optimizer, state.model.trained(state.params)))
+        guarded = stages.guard(state, ("init", "optimizer")) if is_users(optimizer.init) else nullcontext()
+        with guarded:
+            memory = stages.engine.init_opt_state(optimizer, state.model.trained(state.params))
+        return state.replace(opt_state=memory)
 
     def mean(state: State) -> State:
         # Until the first update it is no mean, but the weights at the start. An evaluation may wait for the device.

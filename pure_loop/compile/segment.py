@@ -37,7 +37,7 @@ from pure_loop.data.batch import _leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.loop.training import LoopStages
-from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.ownership import Ownership, overwritten_by
 from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp
 
@@ -395,8 +395,10 @@ def _same_types(result: Graph, before: Sequence[Any], now: Sequence[Any]) -> boo
 
 def _overwrite(state: State, field: str) -> None:
     """To touch this field of a State is an error from now on."""
-    is_mapping, batch = isinstance(field_of(state, field), FrozenDict), state.timestamp.batch
-    object.__setattr__(state, field, Overwritten.by(field, batch) if is_mapping else OverwrittenValue(field, batch))
+    public, batch = field.lstrip("_"), state.timestamp.batch
+    what = overwritten_by(public, batch)
+    is_mapping = isinstance(field_of(state, field), FrozenDict)
+    object.__setattr__(state, field, Overwritten.by(public, what) if is_mapping else OverwrittenValue(public, what))
 
 
 def _hold(guards: list[Guard], env: Env) -> bool:

@@ -147,7 +147,10 @@ def preparation(
             state = meet(state)
         if state.opt_state is None:
             served, trained = state.model.served_by(optimizer), state.model.trained(state.params)
-            state = state.replace(opt_state=engine.init_opt_state(served, trained))
+            guarded = guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext()
+            with guarded:
+                memory = engine.init_opt_state(served, trained)
+            state = state.replace(opt_state=memory)
         if precision.scaled and state.loss_scale is None:
             state = state.replace(loss_scale=LossScale.initial(state.device))
         elif not precision.scaled and state.loss_scale is not None:

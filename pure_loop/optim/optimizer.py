@@ -113,6 +113,9 @@ class Optimizer:
     def __attrs_post_init__(self) -> None:
         if runs_users_code((self.update, self.overwrite)):
             object.__setattr__(self, "draws", True)
+        # Another `overwrite`, put in by attrs.evolve, need not take what `fits` says.
+        if getattr(self.fits, "__self__", None) is not getattr(self.overwrite, "__self__", None):
+            object.__setattr__(self, "fits", None)
 
     def __repr__(self) -> str:
         fixed = fixed_rate(self.lr)

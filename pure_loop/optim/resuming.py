@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -14,6 +15,8 @@ from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.names import aligned
 from pure_loop.optim.optimizer import Optimizer, Params
+from pure_loop.random.guards import is_users
+from pure_loop.random.seeds import seeded_all
 
 __all__ = ["AFRESH", "keys_of", "refuse_other_memory"]
 
@@ -78,13 +81,14 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
 
 def _made(optimizer: Optimizer, params: Params) -> Any:
     """What ``init`` makes, of which the structure and the shapes are compared; None where it can't tell."""
-    try:
-        return optimizer.init(FrozenDict((name, _on_meta(tensor)) for name, tensor in params.items()))
-    except Exception:
-        # An init that reads numbers (.item()) fails on tensors without any. An error of its own comes again.
-        if any(tensor.is_meta for tensor in params.values()):
-            return None  # of a checkpoint whose numbers are not read yet, and are compared when they are
-        return optimizer.init(params)
+    with seeded_all(0) if is_users(optimizer.init) else nullcontext():  # what it draws stays without effect
+        try:
+            return optimizer.init(FrozenDict((name, _on_meta(tensor)) for name, tensor in params.items()))
+        except Exception:
+            # An init that reads numbers (.item()) fails on tensors without any. An error of its own comes again.
+            if any(tensor.is_meta for tensor in params.values()):
+                return None  # of a checkpoint whose numbers are not read yet, and are compared when they are
+            return optimizer.init(params)
 
 
 def keys_of(opt_state: Any) -> str:

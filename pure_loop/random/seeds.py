@@ -170,10 +170,6 @@ def state_of(generator: torch.Generator) -> torch.Tensor:
             _collect()
 
 
-# Another seed, before what the first one put aside is put back.
-seed_host_again = _seed_cpu
-
-
 def pop_cpu_seed(before: torch.Tensor) -> None:
     _set_cpu(before)
     rng_lock.release()

@@ -39,7 +39,7 @@ from pure_loop.state import State, raw_opt_state, raw_params
 
 __all__ = [
     *("LARGE", "Ownership", "Request", "are_torchs", "are_unaliased", "can_count", "consumer_doubt", "count_in"),
-    *("counting_doubt", "look_through", "rebinds_loop_variable", "storages_are_unshared", "was_sent"),
+    *("counting_doubt", "look_through", "overwritten_by", "rebinds_loop_variable", "storages_are_unshared", "was_sent"),
 ]
 
 
@@ -73,6 +73,7 @@ class Ownership:
 
     Attributes:
         leaves: those of autograd, which share the memory of the parameters; None: there are none yet.
+        counted: the events and requests before and after which the driver calls.
         instance: the private module in which the leaves stand.
         observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
             asked.
@@ -82,8 +83,8 @@ class Ownership:
     """
 
     __slots__ = (
-        *("_arrived", "_granted", "_is_first", "_is_large", "_last", "_memory", "_observed_at", "_params", "_tensors"),
-        "_yields_next",
+        *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory", "_observed_at"),
+        *("_params", "_tensors", "_yields_next"),
         *(
             "always",
             "compiled",
@@ -115,10 +116,10 @@ class Ownership:
         # The State after a step then replaces the one in the variable of the consumer before that is read.
         self._yields_next = watch is None or Event.BATCH_END in watch
         self._observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
-        self.counted: frozenset[Event | Request] = frozenset({_BEFORE_STEP, Event.BATCH_START})
-        self._is_first = True
-        if compiled:
-            self.counted = self._observed_at | _OF_GRAPHS
+        # After these it is decided; up to the end of the first batch all events are looked at.
+        self._decides: frozenset[Event | Request] = _OF_GRAPHS if compiled else frozenset({_BEFORE_STEP})
+        self.counted: frozenset[Event | Request] = frozenset({*Event, *Request})
+        self._first_batch = "awaited"
         self._is_large: bool | None = None
         self.forget()
 
@@ -146,6 +147,7 @@ class Ownership:
             # With a callback each is a weak reference of its own, beside which another one counts.
             self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
         if both and not self.compiled and self._has_large_gradients(state):
+            self._decides |= _OF_GRADIENTS
             self.counted |= _OF_GRADIENTS
 
     def _has_large_gradients(self, state: State) -> bool:
@@ -179,16 +181,13 @@ class Ownership:
         unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
         del arrived
         self.observed = self.observed or event in self._observed_at
-        if counting_doubt() or (self.compiled and event not in _OF_GRAPHS):
+        if counting_doubt():
             return
         frame = sys._getframe(1).f_back
-        if self._is_first and event is Event.BATCH_START:
-            self._is_first = False
-            # Between the stream and the variable something may pick events out, as `filter` does, which has no frame.
-            if last() is state and not rebinds_loop_variable(frame, state):
-                self._yields_next = False
-            if not self._has_large_gradients(state) and not self.compiled:
-                self.counted -= {event}
+        if self._first_batch:
+            self._look_between(event, state, last, frame)
+        if event not in self._decides:
+            return
         if event is Event.BATCH_START or (self.compiled and self._has_large_gradients(state)):
             self._make_room(state, last, frame)
         if event is not Event.BATCH_START:
@@ -196,6 +195,22 @@ class Ownership:
             # Else an algorithm put in others, and the script's variable has those before.
             if unchanged and self._is_unseen(event, state, last, frame):
                 self._granted = ref(state)
+
+    def _look_between(
+        self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
+    ) -> None:
+        """In the first batch: find out whether something between the stream and the variable leaves events out.
+
+        ``filter`` does, which has no frame. Its variable keeps the State before the step if it leaves out BATCH_END.
+        """
+        if event is Event.BATCH_START:
+            self._first_batch = "under way"
+        if self._first_batch == "under way":
+            if last() is state and not rebinds_loop_variable(frame, state):
+                self._yields_next = False
+            if event is Event.BATCH_END:
+                self._first_batch = ""
+                self.counted = self._decides | self._observed_at if self.compiled else self._decides
 
     def _is_unseen(
         self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
@@ -211,7 +226,8 @@ class Ownership:
             pairs = zip(_mappings(yielded), _mappings(state), strict=True)
             shares = [one is other is not None for one, other in pairs]
         if self.measures:
-            Ownership.expected = tuple(map(int.__sub__, counts, (0, *shares, 0)))
+            measured = tuple(map(int.__sub__, counts, (0, *shares, 0)))
+            Ownership.expected = tuple(map(min, measured, Ownership.expected or measured))
         if self.measures or Ownership.expected is None:
             return False
         held, params, memory, grads, shown = map(int.__sub__, counts, Ownership.expected)
@@ -247,7 +263,7 @@ class Ownership:
         if count(yielded) != _in_two_places() or not self._has_large_gradients(state):
             return
         if self._is_replaced(frame, yielded):
-            _set_grads(yielded, Overwritten.by("grads", yielded.timestamp.batch))
+            _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
 
     def _has_mapping_alone(self, state: State, others: int) -> bool:
         """Whether no other reference exists to the parameters of a State, or to their leaves, than the stream's own.
@@ -276,20 +292,24 @@ class Ownership:
             return True
         if tensor_uses is None or storage_uses is None:
             return False
-        # Of the stream's own; engines of several ranks have one, too.
-        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
-        if getweakrefcount(params) > own or getweakrefcount(memory) > 1:
-            return False
-        if read and not self._has_parameters_alone(state, leaves):
-            return False
-        if read_memory and not _is_private(memory):
-            return False
+        mappings = [mapping for mapping in (params, memory, leaves) if _is_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
         marked = leaves is not None and _is_lent(leaves) and have_hooks_or_grads(leaves)
-        for mapping in (params, memory, None if marked else leaves):
-            if mapping is not None and not isinstance(getattr(mapping, "lent", None), set):
-                mapping.lent = None
-        return True
+        # Before the look: what another thread reads meanwhile is noted anew, which `_take` finds.
+        for mapping in mappings:
+            mapping.lent = None
+        # Of the stream's own; engines of several ranks have one, too.
+        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
+        result = (
+            getweakrefcount(params) <= own
+            and getweakrefcount(memory) <= 1
+            and (not read or self._has_parameters_alone(state, leaves))
+            and (not read_memory or _is_private(memory))
+        )
+        if marked or not result:
+            for mapping in [leaves] if result else mappings:
+                mapping.lent = True
+        return result
 
     def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
         """Whether nothing else has the parameters that are trained, or their leaves."""
@@ -322,13 +342,25 @@ class Ownership:
     def _take(self, state: State, fields: tuple[str, ...]) -> bool:
         if self.compiled or self._granted() is not state:
             return False
-        shown, self._granted, self._last = self._last(), _nothing, _nothing
-        for field in fields:
-            read, write = _SLOTS[field]
-            mapping = read(state)
-            for owner in (state, shown):
-                if owner is not None and read(owner) is mapping:
-                    write(owner, Overwritten.by(field, state.timestamp.batch))
+        yielded, self._granted, self._last = self._last(), _nothing, _nothing
+        slots = [(field, *_SLOTS[field]) for field in fields]
+        mappings = [read(state) for _, read, _ in slots]
+        # Something has read one since references were counted: a thread, or code of the user's before the step.
+        if any(map(_is_lent, mappings)):
+            return False
+        owners = [
+            (owner, field, write, mapping)
+            for (field, read, write), mapping in zip(slots, mappings, strict=True)
+            for owner in (state, yielded)
+            if owner is not None and read(owner) is mapping
+        ]
+        for owner, field, write, _ in owners:
+            write(owner, Overwritten.by(field, overwritten_by(field, state.timestamp.batch)))
+        # Once more: from here on a thread that reads one finds it overwritten.
+        if any(map(_is_lent, mappings)):
+            for owner, _, write, mapping in owners:
+                write(owner, mapping)
+            return False
         return True
 
     def writable_or_copies(
@@ -363,6 +395,13 @@ _SLOTS: dict[str, tuple[Callable[[State], Any], Callable[[State, Any], None]]] =
     for name, slot in [(name, vars(State)[f"_{name}"]) for name in ("params", "opt_state", "grads")]
 }
 _set_grads = _SLOTS["grads"][1]
+
+
+def overwritten_by(field: str, batch: int) -> str:
+    """What became of a field of a State, to which a batch has written."""
+    if field == "grads":
+        return f"added to, divided or clipped in place by batch {batch}"
+    return f"overwritten by the step of batch {batch}"
 
 
 def _mappings(state: State) -> tuple[Any, Any, Any]:

@@ -8,21 +8,28 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import attrs
+import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.torch_private import any_autocast_enabled, any_global_hook, set_grad_enabled
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import (
+    any_autocast_enabled,
+    any_global_hook,
+    code_around_operations,
+    set_grad_enabled,
+)
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
-from pure_loop.random.guards import Place, guard, is_users
+from pure_loop.random.guards import Place, guard, is_users, runs_users_code
 from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.notes import note_stage
 from pure_loop.stages.own_draws import CheckedDraws
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
-from pure_loop.state import State, device_of
+from pure_loop.state import State, device_of, raw_params
 from pure_loop.task import Task, default_forward
 
 __all__ = ["NO_CONTEXT", "ClipGrad", "StageSettings"]
@@ -119,7 +126,10 @@ class StageSettings:
         if stage == "update" or stage == "clip_grad":
             return None
         task, model = self.task, state.model
-        if any_global_hook():
+        if any_global_hook() or _runs_at_operations(state.microbatch):
+            return "users"
+        # Code that has read the parameters, the outputs or the loss of this forward may have put a hook on one.
+        if stage == "backward" and getattr(raw_params(state), "lent", None) is not None:
             return "users"
         if stage == "loss" or stage == "validation loss":
             if task.loss is None and model.runs_users_code:
@@ -175,6 +185,19 @@ class StageSettings:
         kind = device_of(state).type
         # An autocast of the caller must not change what the loop computes.
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NO_CONTEXT
+
+
+def _runs_at_operations(batch: Any) -> bool:
+    """Whether code of the user's runs at each operation: of a mode around the loop, or of tensors in a batch."""
+    around = code_around_operations()
+    if around and runs_users_code(around):
+        return True
+    leaves: list[Any] = optree.tree_leaves(batch, namespace=NAMESPACE)
+    kinds = {type(leaf) for leaf in leaves}
+    return not kinds <= _PLAIN and any(is_users(kind) for kind in kinds if hasattr(kind, "__torch_function__"))
+
+
+_PLAIN = frozenset({Tensor, int, float, str})
 
 
 class Running:

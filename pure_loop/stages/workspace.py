@@ -16,7 +16,7 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.leaves import have_hooks_or_grads
-from pure_loop.stages.ownership import Ownership, are_torchs
+from pure_loop.stages.ownership import Ownership, are_torchs, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class Workspace:
         """A forward went through these leaves; ``lent``: code of the user's was in it, which may keep one."""
         if lent:
             lend(leaves)
-            lend(getattr(leaves, "origin", None))
         if self.ownership is not None:
             self.ownership.observed = True
             if self.ownership.leaves is leaves and leaves.holder is not None:
@@ -130,7 +129,7 @@ def _overwritten(value: Any, field: str, batch: int) -> Any:
     other = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
     dict.clear(value)
     value.__class__ = Overwritten
-    value.lent = field, batch
+    value.lent = field, overwritten_by(field, batch)
     return other
 
 
@@ -145,12 +144,11 @@ def protect(state: State) -> Callable[[], None]:
     """
     params, reader = raw_params(state), object()
     with _lock:
-        readers = params.lent if isinstance(getattr(params, "lent", None), set) else set()
+        readers = params.readers = getattr(params, "readers", set())
         readers.add(reader)
-        params.lent = readers
+    lend(params)
     return lambda: readers.discard(reader)
 
 
 def _is_protected(params: FrozenDict[str, Tensor]) -> bool:
-    readers = getattr(params, "lent", None)
-    return isinstance(readers, set) and bool(readers)
+    return bool(getattr(params, "readers", None))

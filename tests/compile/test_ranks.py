@@ -405,7 +405,7 @@ def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
 
 
 def _adds_nothing_up():
-    return patch.object(ReplicateEngine, "accumulate", lambda self, owned, before, last: owned.take())
+    return patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state)
 
 
 def _draws_as_rank_0():
