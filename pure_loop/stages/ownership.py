@@ -84,7 +84,7 @@ class Ownership:
 
     __slots__ = (
         *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory", "_observed_at"),
-        *("_params", "_tensors", "_yields_next"),
+        *("_params", "_tensors", "_waits_with", "_yields_next"),
         *(
             "always",
             "compiled",
@@ -133,6 +133,7 @@ class Ownership:
         self.leaves: FrozenDict[str, Tensor] | None = None
         self.instance: Any = None
         self._arrived: tuple[Any, ...] = ()
+        self._waits_with: Callable[[], State | None] = _nothing
         # The parameters that were looked at last, by a weak reference to their mapping.
         self._tensors: tuple[Callable[[], Any], Tensors] | None = None
 
@@ -165,8 +166,9 @@ class Ownership:
         return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
 
     def arrives(self, state: State) -> None:
-        """A script has yielded this State, and has it in its variable, while algorithms may make others of it."""
+        """A script has yielded this State, and waits with it in its variable; algorithms may make others of it."""
         self._arrived = raw_params(state), raw_opt_state(state), state._grads
+        self._waits_with = ref(state)
 
     def before(self, event: Event | Request, state: State, last: Callable[[], State | None]) -> None:
         """Decide, right before a script goes on, whether what it computes next may write to what this State has.
@@ -177,6 +179,7 @@ class Ownership:
             last: a weak reference to the State that the consumer was given last.
         """
         arrived, self._arrived = self._arrived, ()
+        waits_with, self._waits_with = self._waits_with, _nothing
         written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
         unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
         del arrived
@@ -193,7 +196,7 @@ class Ownership:
         if event is not Event.BATCH_START:
             self._granted = self._last = _nothing
             # Else an algorithm put in others, and the script's variable has those before.
-            if unchanged and self._is_unseen(event, state, last, frame):
+            if unchanged and self._is_unseen(event, state, last, waits_with, frame):
                 self._granted = ref(state)
 
     def _look_between(
@@ -213,7 +216,12 @@ class Ownership:
                 self.counted = self._decides | self._observed_at if self.compiled else self._decides
 
     def _is_unseen(
-        self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
+        self,
+        event: Event | Request,
+        state: State,
+        last: Callable[[], State | None],
+        waits_with: Callable[[], State | None],
+        frame: FrameType | None,
     ) -> bool:
         """Whether nothing that stays refers to what is written to next."""
         # At a request the script has this very State in its variable, and not the one that it was made of.
@@ -221,16 +229,19 @@ class Ownership:
         yielded = last()
         if yielded is state:
             yielded = None
-        counts, shares = _counts(state, yielded), [False] * 3
+        counts, shares = _counts(state, yielded, waits_with()), [False] * 3
         if yielded is not None:
             pairs = zip(_mappings(yielded), _mappings(state), strict=True)
             shares = [one is other is not None for one, other in pairs]
         if self.measures:
-            measured = tuple(map(int.__sub__, counts, (0, *shares, 0)))
+            measured = tuple(map(int.__sub__, counts, (0, *shares, 0, 0)))
             Ownership.expected = tuple(map(min, measured, Ownership.expected or measured))
         if self.measures or Ownership.expected is None:
             return False
-        held, params, memory, grads, shown = map(int.__sub__, counts, Ownership.expected)
+        held, params, memory, grads, shown, waiting = map(int.__sub__, counts, Ownership.expected)
+        # The State in the script's variable may be one that was yielded at an event before, and is kept.
+        if waiting and not same:
+            return False
         if not any(shares):
             yielded = None
         elif shown:
@@ -420,10 +431,10 @@ count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
 gettrace: Callable[[], Any] = sys.gettrace
 
 
-def _counts(state: State, yielded: State | None) -> tuple[int, ...]:
-    """References to a State, to its mappings of parameters, optimizer state and gradients, and to another State."""
+def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple[int, ...]:
+    """References to a State, to its mappings of parameters, optimizer state and gradients, and to two other States."""
     own = count(state), count(raw_params(state)), count(raw_opt_state(state)), count(state._grads)
-    return (*own, 0 if yielded is None else count(yielded))
+    return (*own, 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting))
 
 
 @cache
@@ -721,6 +732,8 @@ def _rebinds(frame: FrameType | None, value: Any) -> bool:
     elif place is _SHOWN_COPIES:
         for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
             del variables[key]
+    elif place is _LENT and result and frame.f_back is not None:
+        return not any(each is value for each in frame.f_back.f_locals.values())
     return result
 
 
@@ -734,8 +747,8 @@ def look_through(code: CodeType) -> None:
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 # Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies,
-# which its own code may have asked for.
-_GLOBALS, _NAMES, _COPIES, _SHOWN_COPIES = "globals", "names", "copies", "shown copies"
+# which its own code may have asked for. Or it is a parameter, whose argument may be counted in the caller's variable.
+_GLOBALS, _NAMES, _COPIES, _SHOWN_COPIES, _LENT = "globals", "names", "copies", "shown copies", "lent"
 # A name, and where it is; None: the pair goes elsewhere.
 Plan: TypeAlias = "tuple[str, str] | None"
 _DELEGATES = ("yield from", "")
@@ -787,13 +800,24 @@ def _variable(code: CodeType, argument: int) -> Plan:
     """A function's variable."""
     name = code._varname_from_oparg(argument)  # type: ignore[attr-defined]
     if not _LOCALS_ARE_COPIED:
-        return name, _NAMES
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return name, _LENT if _ARGUMENTS_ARE_LENT and name in parameters else _NAMES
     return name, _COPIES if _ASK_FOR_COPIES.isdisjoint(code.co_names) else _SHOWN_COPIES
 
 
 def _locals_are_copied() -> bool:
     """Whether a function frame's variables can only be read through a copy of them, a dict."""
     return type(sys._getframe().f_locals) is dict
+
+
+def _arguments_are_lent() -> bool:
+    """Whether a parameter has no reference of its own to what a variable of its caller has, as from Python 3.14 on."""
+    value = object()
+    return _count_of_parameter(value) == count(value)
+
+
+def _count_of_parameter(value: object) -> int:
+    return count(value)
 
 
 def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
@@ -837,3 +861,4 @@ def consumer_doubt() -> str:
 
 
 _LOCALS_ARE_COPIED = hasattr(sys, "_getframe") and _locals_are_copied()
+_ARGUMENTS_ARE_LENT = _arguments_are_lent()

@@ -168,6 +168,21 @@ def test_states_with_such_views_are_those_of_a_run_that_copies(model: str) -> No
     assert judge(program).compared > 40
 
 
+@pytest.mark.parametrize("who", ["body", "callback", "algorithm"])
+@pytest.mark.parametrize("way", ["the State", "the State and no look at it"])
+@pytest.mark.parametrize(
+    ("run", "event", "batch", "nth"),
+    [("small", Event.AFTER_BACKWARD, 2, 0), ("large", Event.AFTER_LOSS, 3, 1)],
+    ids=["parameters", "gradients"],
+)
+def test_a_state_that_the_script_goes_on_with_stays(
+    run: str, event: Event, batch: int, nth: int, way: str, who: str
+) -> None:
+    """A batch of four has its gradients with its backward, and a loss is followed by its backward: no State between."""
+    keep = Keep(who=who, event=event, batch=batch, nth=nth, way=way)
+    assert judge(_run(run, keep)).compared == 1
+
+
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_the_last_state_is_whole_however_the_stream_is_read(consumer: str) -> None:
     keep = Keep(event=Event.FIT_END, batch=6)
@@ -219,3 +234,9 @@ def test_each_wrong_decision_is_caught(name: str, way: str, event: Event) -> Non
     assert name in WRONG
     with wrong(name), pytest.raises((Violation, pl.errors.DonatedStateError)):
         check("small", Keep(event=event, batch=3, way=way, holder="a list"))
+
+
+def test_that_the_script_has_a_state_that_is_kept_is_looked_at() -> None:
+    keep = Keep(event=Event.AFTER_BACKWARD, batch=2)
+    with wrong("no look at the script's State"), pytest.raises((Violation, pl.errors.DonatedStateError)):
+        judge(_run("small", keep))

@@ -29,12 +29,26 @@ def always_in_place() -> Iterator[None]:
 
 @contextmanager
 def _no_look_at_states() -> Iterator[None]:
-    """References to the State, and to the one before, are not counted."""
+    """References to the State, and to those before, are not counted."""
     real = ownership._counts
 
-    def counts(state: pl.State, yielded: pl.State | None) -> tuple[int, ...]:
+    def counts(*states: Any) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        return Ownership.expected[0], *real(state, yielded)[1:4], Ownership.expected[4]
+        return Ownership.expected[0], *real(*states)[1:4], *Ownership.expected[4:]
+
+    with patch.object(ownership, "_counts", counts):
+        yield
+
+
+@contextmanager
+def _no_look_at_the_scripts_state() -> Iterator[None]:
+    """References to the State in the variable of the script are not counted."""
+    real, count = ownership._counts, ownership.count
+
+    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
+        assert Ownership.expected is not None
+        mappings = real(state, yielded, waiting)[1:4]
+        return count(state), *mappings, 0 if yielded is None else count(yielded), Ownership.expected[5]
 
     with patch.object(ownership, "_counts", counts):
         yield
@@ -45,14 +59,15 @@ def _no_count_of_mappings() -> Iterator[None]:
     """Mappings have the references that they would have if nothing else had them."""
     count = ownership.count
 
-    def counts(state: pl.State, yielded: pl.State | None) -> tuple[int, ...]:
+    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        _, *mappings, _ = Ownership.expected
+        _, *mappings, _, _ = Ownership.expected
         if yielded is not None:
             pairs = zip(ownership._mappings(yielded), ownership._mappings(state), strict=True)
             shares = [one is other is not None for one, other in pairs]
             mappings = list(map(int.__add__, mappings, shares))
-        return count(state), *mappings, 0 if yielded is None else count(yielded)
+        others = 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting)
+        return count(state), *mappings, *others
 
     with (
         patch.object(ownership, "_counts", counts),
@@ -104,6 +119,7 @@ def _each_variable_is_replaced() -> Iterator[None]:
 WRONG: dict[str, Callable[[], Any]] = {
     "always in place": always_in_place,
     "no look at States": _no_look_at_states,
+    "no look at the script's State": _no_look_at_the_scripts_state,
     "no count of mappings": _no_count_of_mappings,
     "no look at tensors": _no_look_at_tensors,
     "no look at storages": _no_look_at_storages,
