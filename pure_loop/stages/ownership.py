@@ -303,7 +303,7 @@ class Ownership:
             return True
         if tensor_uses is None or storage_uses is None:
             return False
-        mappings = [mapping for mapping in (params, memory, leaves) if _is_lent(mapping)]
+        mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _is_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
         marked = leaves is not None and _is_lent(leaves) and have_hooks_or_grads(leaves)
         # Before the look: what another thread reads meanwhile is noted anew, which `_take` finds.
@@ -318,8 +318,8 @@ class Ownership:
             and (not read_memory or _is_private(memory))
         )
         if marked or not result:
-            for mapping in [leaves] if result else mappings:
-                mapping.lent = True
+            for mapping in mappings:
+                mapping.lent = True if not result or mapping is leaves else None
         return result
 
     def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
