@@ -22,7 +22,7 @@ from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
 from pure_loop.event import Event
-from pure_loop.state import State, with_fields
+from pure_loop.state import State, raw_params, with_fields
 
 if TYPE_CHECKING:
     from pure_loop.algorithm import Handler
@@ -248,7 +248,7 @@ def _stored(state: State) -> Any:
 
     Of shards those are gathered, by all ranks together, and every one that is made is part of the gradient's exchange.
     """
-    origin = getattr(state.params, "origin", None)
+    origin = getattr(raw_params(state), "origin", None)
     return state if origin is None else with_fields(state, params=origin)
 
 

@@ -136,7 +136,8 @@ def updates_through_data() -> Fit:
 def overwrites_what_was_kept() -> Fit:
     """It takes every reference for the loop variable, and writes the new parameters where the old ones are."""
     return while_patched(
-        lambda: patch.object(ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state))
+        lambda: patch.object(ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state)),
+        lambda: patch.object(ownership, "_is_lent", lambda mapping: False),
     )
 
 

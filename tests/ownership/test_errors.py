@@ -185,5 +185,5 @@ def test_other_values_are_refused(donate: Any) -> None:
 
 
 def test_mappings_that_were_overwritten_are_frozen_dicts_still() -> None:
-    assert isinstance(Overwritten.by("params", 3), FrozenDict)
-    assert "overwritten" in repr(Overwritten.by("params", 3))
+    assert isinstance(Overwritten.by("params", "overwritten"), FrozenDict)
+    assert "overwritten" in repr(Overwritten.by("params", "overwritten"))

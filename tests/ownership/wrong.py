@@ -23,7 +23,10 @@ __all__ = ["WRONG", "always_in_place", "wrong"]
 def always_in_place() -> Iterator[None]:
     """An update writes in place whoever refers to the State, its mappings, its tensors or their memory."""
     measure_references()
-    with patch.object(Ownership, "_is_unseen", lambda *_: True):
+    with (
+        patch.object(Ownership, "_is_unseen", lambda *_: True),
+        patch.object(ownership, "_is_lent", lambda mapping: False),
+    ):
         yield
 
 
@@ -78,7 +81,7 @@ def _no_count_of_mappings() -> Iterator[None]:
 
 @contextmanager
 def _no_look_at_tensors() -> Iterator[None]:
-    with patch.object(Ownership, "has_tensors_alone", lambda *_: True):
+    with patch.object(ownership, "_is_lent", lambda mapping: False):
         yield
 
 
