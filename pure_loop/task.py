@@ -83,8 +83,6 @@ class Task:
     samples: Callable[[Any], int] = num_samples
     tokens: Callable[[Any], int] = num_tokens
     split: Callable[[Any, int], list[Any]] = split
-    # Whether samples and tokens are counted by what tensors a batch holds.
-    counts_as_usual: bool = attrs.field(init=False, repr=False, eq=False)
     # What is known of the weight by the loss.
     implied: Implied | None = attrs.field(init=False, repr=False, eq=False)
     # Whether a whole batch on one rank weighs its samples; whether weights follow from shapes; whether the loss is a
@@ -98,10 +96,6 @@ class Task:
 
     def __repr__(self) -> str:
         return call("Task", changed_fields(self))
-
-    @counts_as_usual.default
-    def _counts_as_usual(self) -> bool:
-        return self.samples is num_samples and self.tokens is num_tokens
 
     @implied.default
     def _implied(self) -> Implied | None:

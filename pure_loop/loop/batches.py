@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from pure_loop.data.batch import beside, to_device
 from pure_loop.data.source import END, Part, Source
 from pure_loop.errors import DataError
@@ -52,23 +50,8 @@ def train_batch(
     state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
 ) -> tuple[Any, int, int] | None:
     """The same of ``fit``'s own data, with its errors; ``number`` is the batch's, if it isn't the State's next one."""
-    task = fit.stages.task
     awaits_tokens = fit.needs_tokens is not None and not state.timestamp.token
     counts_tokens = fit.counts_tokens or awaits_tokens
-    if type(loaded) is tuple and len(loaded) == 2 and task.counts_as_usual and not counts_tokens:
-        # By far the commonest batch, without the calls that it takes to find out the same.
-        one, other = loaded
-        if type(one) is Tensor is type(other) and one.is_cpu and other.is_cpu:
-            shape, targets = one.shape, other.shape
-            if (
-                shape
-                and targets
-                and shape[0] == targets[0]
-                and one.is_floating_point()
-                and fit.stages.engine.ranks == 1
-                and next(iter(raw_params(state).values())).is_cpu
-            ):
-                return loaded, shape[0], 0
     try:
         ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
     except DataError as error:

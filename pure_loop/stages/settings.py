@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -12,12 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
     any_global_hook,
     code_around_operations,
-    set_grad_enabled,
 )
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
@@ -157,6 +156,22 @@ class StageSettings:
         }
         return frozenset(stage for stage, is_true in users.items() if is_true)
 
+    @contextmanager
+    def running(self, state: State, stage: str, index: int) -> Iterator[bool]:
+        """Gradients on, in the precision of the stages, with the random numbers of a stage, a batch and a microbatch.
+
+        Gives whether code of the user's runs inside. An error says where it was raised.
+        """
+        users = self.code_of(state, stage) == "users"
+        try:
+            with self.seeding(state, stage, index), self._autocast(state), GradMode(True):
+                yield users
+        except Exception as error:
+            note_stage(error, stage, state, index)
+            raise
+        finally:
+            self._forget_casts()
+
     def guard(self, state: State, path: tuple[str | int, ...], *, apart: bool = False) -> AbstractContextManager[None]:
         """Seeds the global generators for code of the user's that is called at an event; see :func:`guard`."""
         return guard(state, path, self.place, apart=apart)
@@ -198,52 +213,3 @@ def _runs_at_operations(batch: Any) -> bool:
 
 
 _PLAIN = frozenset({Tensor, int, float, str})
-
-
-class Running:
-    """With gradients on, in the precision of stages, and with the random numbers of a stage, a batch and a microbatch.
-
-    An error says where it was raised.
-
-    Attributes:
-        code: whose code runs; see :meth:`StageSettings.code_of`.
-    """
-
-    __slots__ = ("_contexts", "_grad_mode", "_index", "_stage", "_stages", "_state", "code")
-
-    def __init__(self, stages: StageSettings, state: State, stage: str, index: int) -> None:
-        self._stages, self._state, self._stage, self._index = stages, state, stage, index
-        self._contexts: ExitStack | None = None
-
-    def __enter__(self) -> Running:
-        stages, state = self._stages, self._state
-        self.code = stages.code_of(state, self._stage)
-        seeding = NO_CONTEXT if self.code is None else stages.seeding(state, self._stage, self._index)
-        plain = stages.precision.dtype is None and not any_autocast_enabled()
-        autocast = NO_CONTEXT if plain else stages._autocast(state)
-        self._grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(True)
-        if seeding is NO_CONTEXT and plain:
-            return self
-        try:
-            with ExitStack() as contexts:
-                contexts.enter_context(seeding)
-                contexts.enter_context(autocast)
-                self._contexts = contexts.pop_all()
-        except BaseException:
-            set_grad_enabled(self._grad_mode)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self._contexts is not None:
-                self._contexts.__exit__(kind, error, trace)
-        finally:
-            set_grad_enabled(self._grad_mode)
-            if self._contexts is not None:
-                self._stages._forget_casts()
-            if isinstance(error, Exception):
-                note_stage(error, self._stage, self._state, self._index)

@@ -23,7 +23,7 @@ from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_
 from pure_loop.stages.evaluation import EvaluationStage
 from pure_loop.stages.loss import check_loss, detached, detached_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.settings import NO_CONTEXT, Running
+from pure_loop.stages.settings import NO_CONTEXT
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -87,11 +87,11 @@ class Stages(UpdateStage, EvaluationStage):
         params = self.workspace.leaves(state, self.engine, index=index, last=last)
         if state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_use_rng:
             forward = state.model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
-        with Running(self, state, "forward", index) as running:
+        with self.running(state, "forward", index) as users:
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: forward(module, microbatch), params, training=True, hold=True
             )
-        self.workspace.went_through(params, lent=running.code == "users")
+        self.workspace.went_through(params, lent=users)
         return _forwarded[type(state)](state, params, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def loss(self, state: State, *, index: int = 0) -> State:
@@ -103,9 +103,9 @@ class Stages(UpdateStage, EvaluationStage):
         task = self.task
         if task.implied is not None and task.implied.class_weights:
             self._refuse_other_targets(state)
-        with Running(self, state, "loss", index) as running:
+        with self.running(state, "loss", index) as users:
             loss, buffers, model = self._loss(state, training=True)
-        if running.code == "users":
+        if users:
             lend(raw_params(state))
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)

@@ -15,7 +15,6 @@ from torch import Tensor
 from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.torch_private import set_grad_enabled
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
@@ -31,7 +30,7 @@ from pure_loop.stages.nonfinite import (
     total_loss,
 )
 from pure_loop.stages.settings import StageSettings
-from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, setter, with_fields
+from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, with_fields
 
 __all__ = ["UpdateStage", "apply_optimizer", "select"]
 
@@ -84,18 +83,10 @@ class UpdateStage(StageSettings):
                 found_inf = None  # a step like any other
         elif self.engine.ranks == 1 and self._is_nonfinite_at_once(state):  # before anything is written to
             raise self._nonfinite_error(state, before)
-        grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
+        with GradMode(False):
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             noted = self._refuse_nonfinite(state, optimizer, fresh, found_inf, before, overwritten=in_place)
-        finally:
-            set_grad_enabled(grad_mode)
-        result: State
-        if tuple(counted) == _COUNTED and not noted:  # as in the loop
-            result = _updated[type(state)](state, params, opt_state, scale, *counted.values())
-        else:
-            result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
+        result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
         self.workspace.made(result, lent=self.optimizer_may_keep)
         return result
 
@@ -220,10 +211,6 @@ class UpdateStage(StageSettings):
         noted = cast("Tensor", state.nonfinite)
         batch = torch.full_like(noted, state.timestamp.batch)
         return {**fields, "nonfinite": torch.where(bad & (noted < 0), batch, noted)}
-
-
-_COUNTED = ("timestamp", "previous_timestamp")
-_updated = setter("params", "opt_state", "loss_scale", *_COUNTED)
 
 
 def _skips_by_itself(optimizer: Optimizer, state: State) -> bool:

@@ -20,7 +20,6 @@ from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.distributed.shard import ShardEngine
 from pure_loop.errors import DonatedStateError
 from pure_loop.stages import engine, nonfinite, ownership
-from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.workspace import Workspace
 from tests.support.streams import leaves
 from tests.support.tiers import examples, pairwise
@@ -247,9 +246,9 @@ def test_a_sharded_engine_whose_module_stays_behind_is_caught():
     """It believes that its module has the numbers of a State still, which a step has written over."""
     real = ShardEngine.overwrite
 
-    def overwrite(self, *arguments):
+    def overwrite(self, *arguments, **options):
         copied = self._copied
-        found = real(self, *arguments)
+        found = real(self, *arguments, **options)
         self._copied = copied
         return found
 
@@ -282,7 +281,7 @@ def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
 @pytest.mark.parametrize("what", ["a view of one", "memory of the optimizer"])
 def test_a_loop_that_does_not_count_is_caught(what, kind):
     def wrong():
-        return patch.object(Ownership, "has_tensors_alone", lambda *_: True)
+        return patch.object(ownership, "_is_lent", lambda mapping: False)
 
     (_, _, changed), _ = seen({Event.BATCH_END}, what=what, kind=kind, wrong=wrong)
     assert changed
