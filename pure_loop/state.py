@@ -274,7 +274,9 @@ class State(Record):
         fields.setdefault("nonfinite", torch.full((), -1, dtype=torch.int64, device=home))
         return cls(model=structure, params=params, buffers=buffers, seed=seed, **fields)
 
-    if TYPE_CHECKING:  # the fields by name, so that type checkers refuse a name that is no field
+    # The fields by name, so that type checkers refuse a name that is no field. **fields: Unpack[StateFields] would say
+    # that, too, but pyright then refuses the replace of a subclass, which takes a field more.
+    if TYPE_CHECKING:
 
         def replace(
             self: S,
