@@ -145,6 +145,7 @@ class Strict:
         if self.computing is not None:
             (state, before), self.computing = self.computing, None
             self.take_back(state, _COMPUTED_AFTER.get(before, "the computation that followed"), before)
+            self._value = None
         if self.checker is not None:
             self.checker.advance(event)
 
@@ -158,6 +159,8 @@ class Strict:
         """After the algorithms and callbacks of an event in ``handled``."""
         if not self.always and not self._uncalled[event] and not (self._is_due and event in self._in_batches):
             self.handled.discard(event)
+        if event not in self.yielded:
+            self._value = None
 
     def before_handler(self, state: State, handler: Handler, event: Event) -> None:
         """Before an algorithm is called."""
@@ -192,6 +195,8 @@ class Strict:
         if event in self._computed and (event in self.handled or event in self.yielded):
             self.hand_over(state)
             self.computing = (state, event)
+        else:
+            self._value = None  # which has copies of small tensors, and the next event has another State
 
     def _is_among_first(self, event: Event, state: State) -> bool:
         if event not in self._in_batches:

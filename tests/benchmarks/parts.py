@@ -6,12 +6,12 @@ that its call and the clock cost.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -51,14 +51,14 @@ class _Clock:
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.seconds[name] = 0.0
 
-        @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             result = function(*args, **kwargs)
             self.seconds[name] += time.perf_counter() - begin
             return result
 
-        return timed
+        # As a function of torch's: for one of the user's, generators would be seeded.
+        return FunctionType(timed.__code__, {**globals(), "__name__": "torch"}, closure=timed.__closure__)
 
 
 @contextmanager

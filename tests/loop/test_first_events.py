@@ -8,6 +8,7 @@ handler whose ``when`` comes round late.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -294,3 +295,20 @@ def test_moved_and_negated_numbers_change_the_digest(size: tuple[int, ...]) -> N
     before = digest(tensor)
     for changed in (-tensor, tensor.flip(0), tensor.flatten().roll(1).view(size), tensor.sort(dim=0).values):
         assert digest(changed) != before
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one event"])
+def test_no_copy_stays_after_the_checks(watch: Any) -> None:
+    """What a State was compared with has copies of its small tensors, which were kept to the end of the run."""
+
+    def tensors(strict: bool | None) -> int:
+        options = OPTIONS | {"algorithms": [KEEPS], "callbacks": [lambda event, state: None], "max_duration": "3ep"}
+        stream = pl.fit(network(), DATA, **options, watch=watch, strict=strict)
+        for event, state in stream:
+            if event is Event.BATCH_END and state.timestamp.batch == 10:
+                gc.collect()
+                return sum(isinstance(item, Tensor) for item in gc.get_objects())
+        raise AssertionError
+
+    tensors(False)  # what the first run makes once
+    assert tensors(None) == tensors(False)
