@@ -139,6 +139,7 @@ class Ownership:
 
     def adopt(self, state: State) -> None:
         """Parameters and optimizer state of this State were made by the stream for itself."""
+        self._granted = self._last = _nothing  # a step that copied has not used the decision, and no other one may
         params, memory = raw_params(state), raw_opt_state(state)
         if self._tensors is not None and self._tensors[0]() is not params:
             self._tensors = None  # which would keep other tensors alive

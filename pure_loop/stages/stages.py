@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode, refuse_strangers
-from pure_loop._internal.torch_private import any_autocast_enabled
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
@@ -23,7 +22,6 @@ from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_
 from pure_loop.stages.evaluation import EvaluationStage
 from pure_loop.stages.loss import check_loss, detached, detached_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.settings import NO_CONTEXT
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -165,12 +163,8 @@ class Stages(UpdateStage, EvaluationStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        seeding = self.seeding(state, "backward")
-        if seeding is NO_CONTEXT and not any_autocast_enabled():
+        with self.seeding(state, "backward"), self._without_autocast(state):
             result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
-        else:
-            with seeding, self._without_autocast(state):
-                result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
         model.release_graph(leaves)
         if result is not None:
             if counts and (not result or result[0] is None) and all(gradient is None for gradient in result):
