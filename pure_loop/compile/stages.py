@@ -45,7 +45,7 @@ from pure_loop.random.guards import Place
 from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.settings import NO_CONTEXT
+from pure_loop.stages.settings import NO_CONTEXT, Code
 from pure_loop.stages.update import apply_optimizer, select
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, raw_loss, raw_params, with_fields
@@ -417,10 +417,10 @@ class TracedStages(LoopStages):
         ):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
-    def seeding(self, state: State, stage: str, index: int = 0, *, seed: int | None = None) -> Any:
+    def seeding(self, state: State, stage: str, index: int = 0, *, code: Code, seed: int | None = None) -> Any:
         if stage == "update" or stage == "clip_grad":  # what is drawn there is refused
             return NO_CONTEXT
-        if self.code_of(state, stage) is None:
+        if code is None:
             return NO_CONTEXT
         return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
 

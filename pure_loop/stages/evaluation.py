@@ -42,19 +42,19 @@ class EvaluationStage(StageSettings):
         params = self.engine.leaves(_thawed(state), index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
-        seeding = self.seeding(state, "validate", index, seed=seed)
+        code = self.code_of(state, "validate")
+        seeding = self.seeding(state, "validate", index, code=code, seed=seed)
         with about, refusing, seeding, GradMode(gradients), self._autocast(state):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
-        self._forget_casts()
-        self.workspace.went_through(params, lent=self.code_of(state, "validate") == "users")
+        self.workspace.went_through(params, lent=code == "users")
         return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
         seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
-        seeding = self.seeding(state, "validation loss", seed=seed)
+        seeding = self.seeding(state, "validation loss", code=self.code_of(state, "validation loss"), seed=seed)
         with refusing, seeding, GradMode(gradients), self._autocast(state):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 

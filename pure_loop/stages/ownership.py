@@ -258,7 +258,7 @@ class Ownership:
         if self.compiled:
             return True  # the segment counts the rest
         if event is not _BEFORE_STEP:
-            return grads == shares[2] and not _is_lent(state._grads) and are_unaliased(state._grads)
+            return grads == shares[2] and not _are_lent(state._grads) and are_unaliased(state._grads)
         if not self.owns(state) or memory != shares[1] or not self._has_mapping_alone(state, params - shares[0]):
             return False
         return self.has_tensors_alone(state)
@@ -299,14 +299,14 @@ class Ownership:
         params, memory, leaves = raw_params(state), raw_opt_state(state), self.leaves
         if leaves is not None and leaves.origin is not params:
             leaves = None
-        read, read_memory = _is_lent(params) or _is_lent(leaves), _is_lent(memory)
-        if not read and not read_memory:
+        if not _are_lent(params, leaves, memory):
             return True
+        read, read_memory = _are_lent(params, leaves), _are_lent(memory)
         if tensor_uses is None or storage_uses is None:
             return False
-        mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _is_lent(mapping)]
+        mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _are_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
-        marked = leaves is not None and _is_lent(leaves) and have_hooks_or_grads(leaves)
+        marked = leaves is not None and _are_lent(leaves) and have_hooks_or_grads(leaves)
         # Before the look: what another thread reads meanwhile is noted anew, which `_take` finds.
         for mapping in mappings:
             mapping.lent = None
@@ -358,7 +358,7 @@ class Ownership:
         slots = [(field, *_SLOTS[field]) for field in fields]
         mappings = [read(state) for _, read, _ in slots]
         # Something has read one since references were counted: a thread, or code of the user's before the step.
-        if any(map(_is_lent, mappings)):
+        if _are_lent(*mappings):
             return False
         owners = [
             (owner, field, write, mapping)
@@ -366,10 +366,11 @@ class Ownership:
             for owner in (state, yielded)
             if owner is not None and read(owner) is mapping
         ]
+        what = overwritten_by(fields[0], state.timestamp.batch)
         for owner, field, write, _ in owners:
-            write(owner, Overwritten.by(field, overwritten_by(field, state.timestamp.batch)))
+            write(owner, Overwritten.by(field, what))
         # Once more: from here on a thread that reads one finds it overwritten.
-        if any(map(_is_lent, mappings)):
+        if _are_lent(*mappings):
             for owner, _, write, mapping in owners:
                 write(owner, mapping)
             return False
@@ -421,9 +422,9 @@ def _mappings(state: State) -> tuple[Any, Any, Any]:
     return raw_params(state), raw_opt_state(state), state._grads
 
 
-def _is_lent(mapping: Any) -> bool:
-    """Whether code outside of the loop has read a mapping."""
-    return getattr(mapping, "lent", None) is not None
+def _are_lent(*mappings: Any) -> bool:
+    """Whether code outside of the loop has read one of these mappings."""
+    return any([getattr(mapping, "lent", None) is not None for mapping in mappings])
 
 
 # Counts of references.

@@ -11,7 +11,6 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
@@ -24,15 +23,16 @@ from pure_loop.precision import Precision
 from pure_loop.random.guards import Place, guard, is_users, runs_users_code
 from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
-from pure_loop.stages.notes import note_stage
 from pure_loop.stages.own_draws import CheckedDraws
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of, raw_params
 from pure_loop.task import Task, default_forward
 
-__all__ = ["NO_CONTEXT", "ClipGrad", "StageSettings"]
+__all__ = ["NO_CONTEXT", "ClipGrad", "Code", "StageSettings"]
 
+# Whose code draws in a stage; None: nothing is drawn.
+Code: TypeAlias = Literal["users", "torch"] | None
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -89,7 +89,7 @@ class StageSettings:
         return self.task.harmless
 
     def seeding(
-        self, state: State, stage: str, index: int = 0, *, seed: int | None = None
+        self, state: State, stage: str, index: int = 0, *, code: Code, seed: int | None = None
     ) -> AbstractContextManager[None]:
         """What the code of a stage runs in, so that it draws by its position: a context manager to be entered once.
 
@@ -101,9 +101,9 @@ class StageSettings:
             stage: ``"forward"``, ``"loss"``, ``"backward"``, ``"clip_grad"``, ``"update"``, ``"validate"`` or
                 ``"validation loss"``.
             index: the number of the microbatch.
+            code: what :meth:`code_of` says.
             seed: default: :meth:`seed_of`.
         """
-        code = self.code_of(state, stage)
         if code is None:
             return NO_CONTEXT
         if seed is None:
@@ -116,7 +116,7 @@ class StageSettings:
             return CheckedDraws(context, stage, state.timestamp.batch, device)
         return context
 
-    def code_of(self, state: State, stage: str) -> Literal["users", "torch"] | None:
+    def code_of(self, state: State, stage: str) -> Code:
         """Whose code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
         draw from any generator, and keep what it is given; None: nothing is drawn. In an update the optimizer says so.
         """
@@ -156,22 +156,6 @@ class StageSettings:
         }
         return frozenset(stage for stage, is_true in users.items() if is_true)
 
-    @contextmanager
-    def running(self, state: State, stage: str, index: int) -> Iterator[bool]:
-        """Gradients on, in the precision of the stages, with the random numbers of a stage, a batch and a microbatch.
-
-        Gives whether code of the user's runs inside. An error says where it was raised.
-        """
-        users = self.code_of(state, stage) == "users"
-        try:
-            with self.seeding(state, stage, index), self._autocast(state), GradMode(True):
-                yield users
-        except Exception as error:
-            note_stage(error, stage, state, index)
-            raise
-        finally:
-            self._forget_casts()
-
     def guard(self, state: State, path: tuple[str | int, ...], *, apart: bool = False) -> AbstractContextManager[None]:
         """Seeds the global generators for code of the user's that is called at an event; see :func:`guard`."""
         return guard(state, path, self.place, apart=apart)
@@ -183,16 +167,17 @@ class StageSettings:
             return derive(state.seed, stage, t.epoch, t.batch)
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
-    def _autocast(self, state: State) -> AbstractContextManager[Any]:
-        if self.precision.dtype is not None:
-            context: AbstractContextManager[Any] = self.precision.autocast(device_of(state))
-            return context
-        return self._without_autocast(state)
+    def _autocast(self, state: State) -> AbstractContextManager[None]:
+        return self._without_autocast(state) if self.precision.dtype is None else self._casting(state)
 
-    def _forget_casts(self) -> None:
-        """Clear torch's cache of casts, which under the caller's autocast lives until that context exits."""
-        if self.precision.dtype is not None and any_autocast_enabled():
-            torch.clear_autocast_cache()
+    @contextmanager
+    def _casting(self, state: State) -> Iterator[None]:
+        try:
+            with self.precision.autocast(device_of(state)):
+                yield
+        finally:
+            if any_autocast_enabled():  # the caller's, up to whose end torch would keep these casts
+                torch.clear_autocast_cache()
 
     def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
         if not any_autocast_enabled():

@@ -22,6 +22,7 @@ from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_
 from pure_loop.stages.evaluation import EvaluationStage
 from pure_loop.stages.loss import check_loss, detached, detached_loss
 from pure_loop.stages.nonfinite import total_loss
+from pure_loop.stages.notes import note_stage
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -85,11 +86,16 @@ class Stages(UpdateStage, EvaluationStage):
         params = self.workspace.leaves(state, self.engine, index=index, last=last)
         if state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_use_rng:
             forward = state.model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
-        with self.running(state, "forward", index) as users:
-            outputs, buffers, model = self.engine.apply(
-                state, lambda module: forward(module, microbatch), params, training=True, hold=True
-            )
-        self.workspace.went_through(params, lent=users)
+        code = self.code_of(state, "forward")
+        try:
+            with self.seeding(state, "forward", index, code=code), self._autocast(state), GradMode(True):
+                outputs, buffers, model = self.engine.apply(
+                    state, lambda module: forward(module, microbatch), params, training=True, hold=True
+                )
+        except Exception as error:
+            note_stage(error, "forward", state, index)
+            raise
+        self.workspace.went_through(params, lent=code == "users")
         return _forwarded[type(state)](state, params, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def loss(self, state: State, *, index: int = 0) -> State:
@@ -101,9 +107,14 @@ class Stages(UpdateStage, EvaluationStage):
         task = self.task
         if task.implied is not None and task.implied.class_weights:
             self._refuse_other_targets(state)
-        with self.running(state, "loss", index) as users:
-            loss, buffers, model = self._loss(state, training=True)
-        if users:
+        code = self.code_of(state, "loss")
+        try:
+            with self.seeding(state, "loss", index, code=code), self._autocast(state), GradMode(True):
+                loss, buffers, model = self._loss(state, training=True)
+        except Exception as error:
+            note_stage(error, "loss", state, index)
+            raise
+        if code == "users":
             lend(raw_params(state))
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
@@ -163,7 +174,7 @@ class Stages(UpdateStage, EvaluationStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        with self.seeding(state, "backward"), self._without_autocast(state):
+        with self.seeding(state, "backward", code=self.code_of(state, "backward")), self._without_autocast(state):
             result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
         model.release_graph(leaves)
         if result is not None:
@@ -228,7 +239,7 @@ class Stages(UpdateStage, EvaluationStage):
                 grads = _multiplied(grads, in_place, by=clipping_factor(grads, clip, norm=norm))
             elif clip is not None:
                 lend(grads)
-                with self.seeding(state, "clip_grad"):
+                with self.seeding(state, "clip_grad", code=self.code_of(state, "clip_grad")):
                     grads = clip(grads, state.params)
         return _finished[type(state)](state, grads, norm, mean)  # type: ignore[no-any-return]
 

@@ -152,7 +152,7 @@ class UpdateStage(StageSettings):
 
         @contextmanager
         def seeding(stage: str, index: int) -> Iterator[None]:
-            with self.seeding(state, stage, index), self._autocast(state):
+            with self.seeding(state, stage, index, code=self.code_of(state, stage)), self._autocast(state):
                 yield
 
         pieces = list(parts_of(state.batch)) if self.size is None else self.task.split(state.batch, self.size)
