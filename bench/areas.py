@@ -22,16 +22,24 @@ class Area:
     Attributes:
         files: relative to the root of the repository.
         tests: the same; those of the fast tier are run.
+        without: the files of another area, as a pattern.
     """
 
     files: str
     tests: tuple[str, ...]
+    without: str = ""
+
+    def paths(self, root: Path) -> list[Path]:
+        """The files below a folder, in order."""
+        left_out = set(root.glob(self.without)) if self.without else set[Path]()
+        return sorted(set(root.glob(self.files)) - left_out)
 
 
 def _in(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
+_OWNERSHIP = "pure_loop/stages/[ow]*[pe].py"
 AREAS = {
     "loop": Area(
         "pure_loop/loop/*.py",
@@ -44,9 +52,10 @@ AREAS = {
     "stages": Area(
         "pure_loop/stages/*.py",
         _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up"),
+        without=_OWNERSHIP,
     ),
     "ownership": Area(
-        "pure_loop/stages/[ow]*[pe].py",
+        _OWNERSHIP,
         _in("ownership", "references", "gradients", "errors", "foreign", "donated", "kept", "machine"),
     ),
     "optim": Area(

@@ -64,7 +64,7 @@ def drawn(sample: int, seed: int, areas: Sequence[str], root: Path = ROOT) -> li
         draw = random.Random(f"mutants of {name}, {seed}")
         found = [
             (name, str(path.relative_to(root)), mutant)
-            for path in sorted(root.glob(AREAS[name].files))
+            for path in AREAS[name].paths(root)
             for mutant in mutants_of(path.read_text())
         ]
         draw.shuffle(found)

@@ -171,3 +171,37 @@ def test_apply_takes_any_mapping_of_all_names() -> None:
         state.model.apply(lambda m: m(X), state.params, {**buffers, "x": X}, training=True)
     with pytest.raises(pl.ArgumentTypeError, match="params is list"):
         state.model.apply(lambda m: m(X), list(state.params), buffers, training=True)  # type: ignore[arg-type]
+
+
+class _CopiesCounted(nn.Linear):
+    """Counts how often it was copied."""
+
+    copies = 0
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> _CopiesCounted:
+        type(self).copies += 1
+        new = object.__new__(_CopiesCounted)
+        memory[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memory))
+        return new
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("donate", ["auto", False])
+def test_one_private_module_serves_all_steps(microbatch_size: int | None, donate: Any) -> None:
+    """A backward gives the module of its forward back; else each step would copy the model."""
+    data = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(6)]
+    copies = []
+    for event, _ in pl.fit(
+        _CopiesCounted(3, 2),
+        data,
+        loss=functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1),
+        max_duration="6ba",
+        microbatch_size=microbatch_size,
+        donate=donate,
+        strict=False,
+    ):
+        if event is pl.Event.BATCH_END:
+            copies.append(_CopiesCounted.copies)
+    assert copies[1:] == copies[1:2] * 5
