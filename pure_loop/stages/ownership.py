@@ -714,9 +714,6 @@ def _rebinds(frame: FrameType | None, value: Any) -> bool:
     while frame is not None:
         code = frame.f_code
         known = _plans.get((id(code), frame.f_lasti))
-        if code in _LOOKED_THROUGH:
-            frame, plan = frame.f_back, None
-            continue
         plan = known[1] if known is not None and known[0] is code else _plan(code, frame.f_lasti)
         if plan is not _DELEGATES:
             break
@@ -766,7 +763,8 @@ def _plan(code: CodeType, at: int) -> Plan:
     begin = at
     while begin > 0 and code.co_code[begin] == _CACHE:  # Python 3.12 may stand on what comes after an instruction
         begin -= 2
-    plan = _DELEGATES if _SEND is not None and code.co_code[begin] == _SEND else _target(code, at)
+    delegates = code in _LOOKED_THROUGH or (_SEND is not None and code.co_code[begin] == _SEND)
+    plan = _DELEGATES if delegates else _target(code, at)
     _plans[id(code), at] = code, plan
     return plan
 

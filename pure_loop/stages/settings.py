@@ -192,9 +192,10 @@ def _runs_at_operations(batch: Any) -> bool:
     around = code_around_operations()
     if around and runs_users_code(around):
         return True
+    if (type(batch) is tuple or type(batch) is list) and _PLAIN.issuperset(map(type, batch)):  # as most are
+        return False
     leaves: list[Any] = optree.tree_leaves(batch, namespace=NAMESPACE)
-    kinds = {type(leaf) for leaf in leaves}
-    return not kinds <= _PLAIN and any(is_users(kind) for kind in kinds if hasattr(kind, "__torch_function__"))
+    return any(is_users(kind) for kind in set(map(type, leaves)) if hasattr(kind, "__torch_function__"))
 
 
 _PLAIN = frozenset({Tensor, int, float, str})

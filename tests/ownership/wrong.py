@@ -25,7 +25,7 @@ def always_in_place() -> Iterator[None]:
     measure_references()
     with (
         patch.object(Ownership, "_is_unseen", lambda *_: True),
-        patch.object(ownership, "_is_lent", lambda mapping: False),
+        patch.object(ownership, "_are_lent", lambda *mappings: False),
     ):
         yield
 
@@ -81,7 +81,7 @@ def _no_count_of_mappings() -> Iterator[None]:
 
 @contextmanager
 def _no_look_at_tensors() -> Iterator[None]:
-    with patch.object(ownership, "_is_lent", lambda mapping: False):
+    with patch.object(ownership, "_are_lent", lambda *mappings: False):
         yield
 
 
