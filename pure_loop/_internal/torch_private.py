@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "amp_update_scale",
     "any_autocast_enabled",
     "any_global_hook",
+    "any_optimizer_hook",
     "backward_runs_in_threads",
     "broadcast_coalesced",
     "code_around_operations",
@@ -254,6 +256,21 @@ fused_sgd: Callable[..., None] | None = _find(torch, "_fused_sgd_", "fused sgd: 
 any_global_hook: Callable[[], bool] = (
     _find(torch, "nn.modules.module._has_any_global_hook", "an earlier return of modules that have buffers") or _always
 )
+
+# The hooks of all optimizers of torch.
+_HOOKS_OF_OPTIMIZERS = "the copy of parameters that such a hook has kept"
+_before_optimizers: Any = _find(
+    import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks", _HOOKS_OF_OPTIMIZERS
+)
+_after_optimizers: Any = _find(
+    import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks", _HOOKS_OF_OPTIMIZERS
+)
+
+
+def any_optimizer_hook() -> bool:
+    """Whether a hook is registered for the steps of all optimizers of torch."""
+    return bool(_before_optimizers or _after_optimizers)
+
 
 # What sees each operation: modes of functions and of operations, and what packs the tensors that a graph saves.
 _COPIES = "the copy of parameters that such code has seen, and seeds for what it draws"

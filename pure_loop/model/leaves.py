@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["are_leaves", "have_hooks_or_grads"]
+__all__ = ["are_leaves", "are_marked"]
 
 
 def are_leaves(params: Any) -> bool:
@@ -17,13 +17,16 @@ def are_leaves(params: Any) -> bool:
     return hasattr(params, "origin")
 
 
-_marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad"), (None, None)
+_marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad", "__dict__"), (None, None, {})
 
 
-def have_hooks_or_grads(leaves: FrozenDict[str, Tensor]) -> bool:
-    """Whether one of these leaves has a hook or a gradient, which a next forward would use."""
+def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
+    """Whether one of these leaves has a hook, a gradient or an attribute, which a next forward would use."""
     marks = list(map(_marks_of, leaves.values()))
     if marks.count(_UNMARKED) == len(marks):
         return False
-    # A hook that was taken off again leaves an empty dict.
-    return any(hooks or gradient is not None for hooks, gradient in marks)
+    # A hook that was taken off again leaves an empty dict. A parameter that the user declared has attributes.
+    return any(
+        hooks or gradient is not None or (attributes and type(leaf) is Tensor)
+        for leaf, (hooks, gradient, attributes) in zip(leaves.values(), marks, strict=True)
+    )

@@ -24,7 +24,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, Slot, places_of, put_slots, slot_of
 from pure_loop.model.declared import attributes_of, copy_attributes, declared_like, is_declared
 from pure_loop.model.instance import Instance
-from pure_loop.model.leaves import are_leaves, have_hooks_or_grads
+from pure_loop.model.leaves import are_leaves, are_marked
 from pure_loop.model.structure import copied, referred_to, refers_to, refuse_uncopyable
 from pure_loop.model.tree import (
     class_of,
@@ -80,6 +80,7 @@ class ModelDef:
         "_origin",
         "_registered",
         "_served",
+        "_shown",
         "_signature",
         "altered",
         "buffer_names",
@@ -109,6 +110,8 @@ class ModelDef:
         self._alter(altered)
         # The names of all buffers that this structure and those made of it have had.
         self._registered = set(self.buffer_names)
+        # Whether code of the user's was given a private module; in a list, because those made of this one share it.
+        self._shown = [False]
         self.runs_users_code = is_users(skeleton)
         self.may_use_rng = self.runs_users_code or any(may_use_rng(module) for module in skeleton.modules())
 
@@ -222,8 +225,18 @@ class ModelDef:
         if more and more <= self._registered:
             model = self.fitting(buffers)  # that of an earlier call's result
         buffers = _all_named("buffers", buffers, model.buffer_names)
+        self.show()
         result, after, _ = model.call(function, params, buffers, training=training, hold=hold)
         return result, after
+
+    def show(self) -> None:
+        """Code of the user's is given a private module, which it may keep, and whose parameters it may read later."""
+        self._shown[0] = True
+
+    @property
+    def was_shown(self) -> bool:
+        """Whether code of the user's was given a private module of this model, by any stream."""
+        return self._shown[0]
 
     def call(
         self,
@@ -278,13 +291,13 @@ class ModelDef:
         they are returned, unless a graph still uses them.
         """
         if are_leaves(params):
-            if params.holder is None and params.frozen == frozen and not have_hooks_or_grads(params):
+            if params.holder is None and params.frozen == frozen and not are_marked(params):
                 return params
             params = params.origin
         for instance in self._idle:
             bound = instance.params
             same = bound is not None and are_leaves(bound) and bound.origin is params and bound.frozen == frozen
-            if bound is not None and same and not have_hooks_or_grads(bound):
+            if bound is not None and same and not are_marked(bound):
                 return bound
         trainable = self.differentiated(frozen)
         if len(trainable) == len(params):

@@ -48,7 +48,7 @@ class EvaluationStage(StageSettings):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
-        self.workspace.went_through(params, lent=code == "users")
+        self.workspace.went_through(state.model, params, lent=code == "users")
         return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:

@@ -34,7 +34,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.model.leaves import have_hooks_or_grads
+from pure_loop.model.leaves import are_marked
 from pure_loop.state import State, raw_opt_state, raw_params
 
 __all__ = [
@@ -306,7 +306,7 @@ class Ownership:
             return False
         mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _are_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
-        marked = leaves is not None and _are_lent(leaves) and have_hooks_or_grads(leaves)
+        marked = leaves is not None and _are_lent(leaves) and are_marked(leaves)
         # Before the look: what another thread reads meanwhile is noted anew, which `_take` finds.
         for mapping in mappings:
             mapping.lent = None
@@ -424,7 +424,10 @@ def _mappings(state: State) -> tuple[Any, Any, Any]:
 
 def _are_lent(*mappings: Any) -> bool:
     """Whether code outside of the loop has read one of these mappings."""
-    return any([getattr(mapping, "lent", None) is not None for mapping in mappings])
+    for mapping in mappings:
+        if getattr(mapping, "lent", None) is not None:
+            return True
+    return False
 
 
 # Counts of references.
@@ -457,7 +460,7 @@ class Tensors:
         are_plain: whether counts say something of each: no wrapper, sparse one, or one of a transform.
     """
 
-    __slots__ = ("_addresses", "_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
+    __slots__ = ("_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         listed, self._wrappers = list(tensors), list[Tensor]()
@@ -468,19 +471,16 @@ class Tensors:
         self.are_plain = self.are_plain and transforms() is None
         self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
         self._pointers = [storage._cdata for storage in self._storages]
-        self._addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
 
     def uses(self) -> list[list[Any]]:
         """What refers to each: variables, torch, weak references; to its storage: variables, tensors; and whether
         another process has it.
         """
         tensors, storages = self._tensors, self._storages
-        # Handing one to another process moves it; on an accelerator it stays where it is.
+        # Handing one to another process moves it to memory that processes share; on an accelerator it stays.
         sent = [
-            address != before if tensor.is_cpu else was_sent(pointer)
-            for tensor, pointer, address, before in zip(
-                tensors, self._pointers, map(torch.UntypedStorage.data_ptr, storages), self._addresses, strict=True
-            )
+            storage.is_shared() if tensor.is_cpu else was_sent(pointer)
+            for tensor, storage, pointer in zip(tensors, storages, self._pointers, strict=True)
         ]
         of_tensors = list(map(count, tensors)), list(map(tensor_uses, tensors)), list(map(getweakrefcount, tensors))
         return [*of_tensors, list(map(count, storages)), list(map(storage_uses, self._pointers)), sent]
@@ -727,8 +727,6 @@ def _rebinds(frame: FrameType | None, value: Any) -> bool:
     result = variables.get(name, frame) is value
     # A dict is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
     if place is _COPIES:
-        variables.clear()
-    elif place is _SHOWN_COPIES:
         for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
             del variables[key]
     elif place is _LENT and result and frame.f_back is not None:
@@ -745,13 +743,12 @@ def look_through(code: CodeType) -> None:
 
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies,
-# which its own code may have asked for. Or it is a parameter, whose argument may be counted in the caller's variable.
-_GLOBALS, _NAMES, _COPIES, _SHOWN_COPIES, _LENT = "globals", "names", "copies", "shown copies", "lent"
+# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies.
+# Or it is a parameter, whose argument may be counted in the caller's variable.
+_GLOBALS, _NAMES, _COPIES, _LENT = "globals", "names", "copies", "lent"
 # A name, and where it is; None: the pair goes elsewhere.
 Plan: TypeAlias = "tuple[str, str] | None"
 _DELEGATES = ("yield from", "")
-_ASK_FOR_COPIES = {"locals", "vars", "eval", "exec", "dir", "f_locals", "currentframe", "_getframe", "stack"}
 # By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
 _plans: dict[tuple[int, int], tuple[CodeType, Plan]] = {}
 
@@ -802,7 +799,7 @@ def _variable(code: CodeType, argument: int) -> Plan:
     if not _LOCALS_ARE_COPIED:
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return name, _LENT if _ARGUMENTS_ARE_LENT and name in parameters else _NAMES
-    return name, _COPIES if _ASK_FOR_COPIES.isdisjoint(code.co_names) else _SHOWN_COPIES
+    return name, _COPIES
 
 
 def _locals_are_copied() -> bool:

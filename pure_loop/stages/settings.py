@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import attrs
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
@@ -59,15 +59,30 @@ class StageSettings:
     place: Place = attrs.field(factory=Place, repr=False, eq=False)
     # The stages in which functions run that were passed, and are neither torch's nor the library's.
     users_stages: frozenset[str] = attrs.field(init=False, repr=False, eq=False)
+    # Those of a loss that is a module: they may be registered at any time.
+    hooks_of_loss: tuple[Mapping[int, Any], ...] = attrs.field(init=False, repr=False, eq=False)
     # Whether complete gradients are clipped or measured.
     finishes: bool = attrs.field(init=False, repr=False, eq=False)
-    # Whether the optimizer may keep what it is given: one of ours by itself doesn't.
+    # Whether the optimizer may keep what it is given: one of ours by itself, or one of torch's, doesn't.
     optimizer_may_keep: bool = attrs.field(init=False, repr=False, eq=False)
 
     @optimizer_may_keep.default
     def _optimizer_may_keep(self) -> bool:
         optimizer = self.optimizer
-        return optimizer is not None and (bool(optimizer.parts) or is_users([optimizer.update, optimizer.overwrite]))
+        return optimizer is not None and (bool(optimizer.parts) or optimizer.draws)
+
+    @hooks_of_loss.default
+    def _hooks_of_loss(self) -> tuple[Mapping[int, Any], ...]:
+        loss = getattr(self.task.loss, "loss", self.task.loss)
+        modules = loss.modules() if isinstance(loss, nn.Module) else ()
+        return tuple(
+            hooks
+            for module in modules
+            for hooks in (
+                *(module._forward_pre_hooks, module._forward_hooks),
+                *(module._backward_pre_hooks, module._backward_hooks),
+            )
+        )
 
     @finishes.default
     def _finishes(self) -> bool:
@@ -131,6 +146,8 @@ class StageSettings:
         if stage == "backward" and getattr(raw_params(state), "lent", None) is not None:
             return "users"
         if stage == "loss" or stage == "validation loss":
+            if any(self.hooks_of_loss):
+                return "users"
             if task.loss is None and model.runs_users_code:
                 return "users"
             return "torch" if task.loss_may_use_rng else None

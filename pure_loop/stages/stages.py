@@ -95,7 +95,7 @@ class Stages(UpdateStage, EvaluationStage):
         except Exception as error:
             note_stage(error, "forward", state, index)
             raise
-        self.workspace.went_through(params, lent=code == "users")
+        self.workspace.went_through(state.model, params, lent=code == "users")
         return _forwarded[type(state)](state, params, outputs, buffers, model)  # type: ignore[no-any-return]
 
     def loss(self, state: State, *, index: int = 0) -> State:

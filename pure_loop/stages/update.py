@@ -15,6 +15,7 @@ from torch import Tensor
 from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
@@ -87,7 +88,8 @@ class UpdateStage(StageSettings):
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             noted = self._refuse_nonfinite(state, optimizer, fresh, found_inf, before, overwritten=in_place)
         result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
-        self.workspace.made(result, lent=self.optimizer_may_keep)
+        lent = self.optimizer_may_keep or any_optimizer_hook() or bool(code_around_operations())
+        self.workspace.made(result, lent=lent)
         return result
 
     def _step(

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.model.leaves import have_hooks_or_grads
+from pure_loop.model.leaves import are_marked
 from pure_loop.stages.ownership import Ownership, are_torchs, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
+    from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
     from pure_loop.stages.engine import Engine
 
@@ -49,7 +50,7 @@ class Workspace:
             and leaves.origin is raw_params(state)
             and leaves.frozen == state.frozen
             and leaves.holder is None  # else a graph still goes through them
-            and not (getattr(leaves, "lent", None) is not None and have_hooks_or_grads(leaves))
+            and not (getattr(leaves, "lent", None) is not None and are_marked(leaves))
         ):
             return leaves
         leaves = engine.leaves(state, index=index, last=last)
@@ -57,9 +58,11 @@ class Workspace:
         ownership.leaves, ownership.instance = leaves if ownership.has_made_params(state) else None, None
         return leaves
 
-    def went_through(self, leaves: FrozenDict[str, Tensor], *, lent: bool) -> None:
+    def went_through(self, model: ModelDef, leaves: FrozenDict[str, Tensor], *, lent: bool) -> None:
         """A forward went through these leaves; ``lent``: code of the user's was in it, which may keep one."""
         if lent:
+            model.show()
+        if model.was_shown:
             lend(leaves)
         if self.ownership is not None:
             self.ownership.observed = True

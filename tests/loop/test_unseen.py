@@ -311,7 +311,7 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
     ("owner", "name", "wrong"),
     [
         (ownership, "rebinds_loop_variable", lambda *_: True),
-        (workspace, "have_hooks_or_grads", lambda *_, **__: False),
+        (workspace, "are_marked", lambda *_, **__: False),
         (model_file, "is_users", lambda code: False),
         (Instance, "read_buffers", lambda self, before, *, copy: read_buffers(self, before, copy=False)),
         (seeds, "pop_cpu_seed", lambda _: pop_cpu_seed(torch.get_rng_state())),

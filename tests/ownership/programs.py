@@ -639,6 +639,8 @@ class Program:
         keeps: what is kept.
         consumer, surrounding: how streams are read, of which the first decides for all.
         model, optimizer, algorithms, callbacks: keys of the tables.
+        telling: whether the loss is a function of this module, so that what a step writes to counts as read by it. If
+            not, and with a model of torch's, only what the program keeps tells a step that it has to copy.
         watch: the events that are watched.
         options: further arguments of ``fit``; ``"own"`` stands for a clip_grad and evaluators of this module.
         batches: how many are trained.
@@ -655,6 +657,7 @@ class Program:
     surrounding: str = "plain"
     model: str = "plain"
     optimizer: str = "adamw"
+    telling: bool = True
     algorithms: tuple[str, ...] = ()
     callbacks: tuple[str, ...] = ()
     watch: frozenset[Event] | None = None
@@ -713,7 +716,9 @@ class _Playing:
         callbacks = [CALLBACKS[name](os.path.join(self.folder, str(number))) for name in program.callbacks]
         if any(keep.who == "callback" for keep in program.keeps):
             callbacks.append(callback)
-        loss = _first if program.model == "aliasing loss" else _loss
+        loss = _loss if program.telling else functional.cross_entropy
+        if program.model == "aliasing loss":
+            loss = _first
         options: dict[str, Any] = {"loss": loss, "max_duration": f"{program.batches}ba", **program.options}
         if "evaluators" in options:
             options["evaluators"] = {"val": DATA[:1]}
@@ -895,7 +900,7 @@ def programs(draw: Any) -> Program:
 
     In half of them nothing but what is kept could keep a step from writing in place.
     """
-    batches = draw(st.integers(3, 7))
+    batches, telling = draw(st.integers(3, 7)), draw(st.booleans())
     options: dict[str, Any] = {}
     if draw(st.booleans()):
         options["microbatch_size"] = draw(st.sampled_from([2, 4]))
@@ -907,6 +912,7 @@ def programs(draw: Any) -> Program:
         "model": draw(st.sampled_from(list(MODELS))),
         "optimizer": draw(st.sampled_from(list(OPTIMIZERS))),
         "batches": batches,
+        "telling": telling,
         "options": options,
     }
     at_the_end = frozenset({Event.BATCH_END})

@@ -163,6 +163,25 @@ def test_hooks_on_weights_are_those_of_one_forward(donate: Any, size: int | None
     assert_same(dict(halved.params), {f"inner.{name}": each for name, each in plainly.params.items()})
 
 
+@pytest.mark.parametrize("donate", ["auto", False])
+def test_attributes_on_weights_are_those_of_one_forward(donate: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = self.layer.weight
+            weight.calls = getattr(weight, "calls", 0) + 1
+            calls.append(weight.calls)
+            out: Tensor = self.layer(x)
+            return out
+
+    calls: list[int] = []
+    pl.run(fit(Counting(), donate=donate, strict=False))
+    assert set(calls) == {1}
+
+
 def test_gradients_that_an_algorithm_leaves_on_leaves_are_those_of_one_batch() -> None:
     def norms(donate: Any) -> list[float]:
         found = []

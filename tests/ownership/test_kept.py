@@ -25,10 +25,17 @@ PLACES = {
     Event.BATCH_END: 3,
     Event.EPOCH_END: 4,
 }
-# Gradients of these are written in place, and those of the others are not.
+# Gradients of the large ones are written in place, and those of the others are not. In the unread ones no code but
+# torch's and the library's is given parameters, so that only what is kept keeps a step from writing in place.
 RUNS: dict[str, dict[str, Any]] = {
     "small": {"model": "telling", "options": {"strict": False}},
     "large": {"model": "wide", "options": {"strict": False, "microbatch_size": 2, "clip_grad": 0.1}},
+    "unread": {"model": "plain", "telling": False, "options": {"strict": False}},
+    "large unread": {
+        "model": "wide",
+        "telling": False,
+        "options": {"strict": False, "microbatch_size": 2, "clip_grad": 0.1},
+    },
 }
 WATCHES = {"all": None, "one": True}
 
@@ -66,9 +73,10 @@ def _named(values: Any, fast: Any = Event) -> Any:
 
 @pytest.mark.parametrize("event", _named(PLACES, fast=(Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)))
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_of_keeping_keeps(way: str, event: Event) -> None:
+@pytest.mark.parametrize("run", ["small", "unread"])
+def test_each_way_of_keeping_keeps(run: str, way: str, event: Event) -> None:
     keep = Keep(event=event, batch=PLACES[event], way=way)
-    assert check("small", keep) == (keep in _twin("small", "body").numbers)
+    assert check(run, keep) == (keep in _twin(run, "body").numbers)
 
 
 def test_each_way_is_one_somewhere() -> None:
@@ -81,7 +89,10 @@ def test_each_way_is_one_somewhere() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("run", "watched"),
-    [("small", True), pytest.param("large", False, marks=pytest.mark.thorough), ("large", True)],
+    [
+        *(("small", True), ("unread", True), ("large", True), ("large unread", True)),
+        *(pytest.param(run, False, marks=pytest.mark.thorough) for run in ("large", "large unread")),
+    ],
 )
 def test_each_way_keeps_with_large_gradients_and_some_events(run: str, watched: bool, way: str, event: Event) -> None:
     keep = Keep(event=event, batch=PLACES[event], way=way)
@@ -91,8 +102,9 @@ def test_each_way_keeps_with_large_gradients_and_some_events(run: str, watched: 
 @pytest.mark.parametrize("event", _named([Event.AFTER_LOSS, Event.BATCH_END]))
 @pytest.mark.parametrize("way", ["the State and no look at it", "params, no look at them", "parameter: a view"])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_each_place_keeps(holder: str, way: str, event: Event) -> None:
-    check("small", Keep(event=event, batch=3, way=way, holder=holder))
+@pytest.mark.parametrize("run", ["small", "unread"])
+def test_each_place_keeps(run: str, holder: str, way: str, event: Event) -> None:
+    check(run, Keep(event=event, batch=3, way=way, holder=holder))
 
 
 _STORAGE = "parameter: untyped_storage()"

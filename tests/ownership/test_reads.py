@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import pure_loop as pl
 from pure_loop.loop import driver
@@ -182,6 +185,109 @@ def test_what_was_read_stays(case: str) -> None:
     assert len(kept) == len(truth) > 0
     for tensor, copy in zip(kept, truth, strict=True):
         assert torch.equal(tensor.detach().as_subclass(Tensor), copy.detach().as_subclass(Tensor))
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""What is kept, with its numbers at that time."""
+
+
+def with_numbers(tensors: Iterable[Tensor]) -> Pairs:
+    return [(tensor, tensor.detach().clone()) for tensor in {id(each): each for each in tensors}.values()]
+
+
+class AllFunctions(FunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.kept += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return result
+
+
+class AllOperations(DispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.kept += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return result
+
+
+def in_one_batch(mode: Callable[[Kept], Any]) -> Pairs:
+    """A mode that is there from the start of a batch to its end, and keeps whatever its operations have."""
+    kept: Kept = []
+    inside, pairs = mode(kept), Pairs()
+    for event, state in stream("auto"):
+        if event is pl.Event.BATCH_START and state.timestamp.batch == 2:
+            inside.__enter__()
+        if event is pl.Event.BATCH_END and state.timestamp.batch == 3:
+            inside.__exit__(None, None, None)
+            pairs = with_numbers(kept)
+    return pairs
+
+
+def hook_of_all_optimizers() -> Pairs:
+    pairs = Pairs()
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (group,) = optimizer.param_groups
+        pairs.extend(with_numbers(each for p in group["params"] for each in (p, optimizer.state[p]["exp_avg"])))
+
+    handle = None
+    for event, _ in stream("auto", optimizer=pl.optim.from_torch(torch.optim.Adam, lr=0.1)):
+        if event is pl.Event.FIT_START:
+            handle = register_optimizer_step_post_hook(hook)
+    assert handle is not None
+    handle.remove()
+    return pairs
+
+
+def module_kept_by(way: str) -> Pairs:
+    """Code of the user's is given a private module once, and its parameters are kept later."""
+    modules: list[nn.Module] = []
+    pairs = Pairs()
+
+    def evaluated(model: nn.Module, batch: Any) -> Any:
+        modules.append(model)
+        return model(batch[0])
+
+    options: dict[str, Any] = {}
+    if way == "an evaluation":
+        options = {"evaluators": DATA[:1], "eval_interval": "2ba", "task": pl.Task(validate=evaluated)}
+    elif way == "a hook":
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: modules.append(module))
+    for event, state in stream("auto", **options):
+        if event is pl.Event.BATCH_END and state.timestamp.batch == 3:
+            if way == "apply":
+                state.model.apply(modules.append, state.params, state.buffers, training=True)
+            elif way == "a hook":
+                handle.remove()
+        if event is pl.Event.BATCH_END and state.timestamp.batch in (5, 6):
+            pairs += with_numbers(parameter for module in modules for parameter in module.parameters())
+    return pairs
+
+
+def hook_of_the_loss() -> Pairs:
+    """It is registered when the stream has begun."""
+    loss, pairs = nn.MSELoss(), Pairs()
+    for event, state in stream("auto", loss=loss):
+        if event is pl.Event.BATCH_END and state.timestamp.batch == 2:
+            loss.register_forward_hook(
+                lambda module, args, output: pairs.extend(with_numbers([weight_behind(args[0])]))
+            )
+    return pairs
+
+
+ROUTES: dict[str, Callable[[], Pairs]] = {
+    "all functions in one batch": partial(in_one_batch, AllFunctions),
+    "all operations in one batch": partial(in_one_batch, AllOperations),
+    "a hook of all optimizers": hook_of_all_optimizers,
+    "a hook of the loss": hook_of_the_loss,
+    **{f"a module that {way} has kept": partial(module_kept_by, way) for way in ("an evaluation", "a hook", "apply")},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_was_kept_without_a_state_stays(route: str) -> None:
+    pairs = ROUTES[route]()
+    assert pairs
+    assert all(torch.equal(tensor, numbers) for tensor, numbers in pairs)
 
 
 def test_a_filter_that_leaves_out_the_end_of_a_batch_keeps_its_state() -> None:

@@ -28,12 +28,16 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     return Count(monkeypatch)
 
 
-def test_a_tensor_handed_to_another_process_stays() -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("what", ["params", "opt_state"])
+def test_a_tensor_handed_to_another_process_stays(what: str, batch: int) -> None:
     kept = Kept()
-    for event, state in fit():
-        if event is Event.BATCH_END and state.timestamp.batch == 3:
+    for event, state in fit(optimizer=pl.optim.adamw(lr=0.1)):
+        if event is Event.BATCH_END and state.timestamp.batch == batch:
             # What a multiprocessing queue does: it hands over a file, and keeps no reference here.
-            file, size = state.params["0.weight"].untyped_storage()._share_fd_cpu_()
+            tensor = (state.params if what == "params" else state.opt_state["exp_avg"])["0.weight"]
+            file, size = tensor.untyped_storage()._share_fd_cpu_()
+            del tensor
             received = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
             kept.keep("what the other process sees", received)
     assert kept.things
@@ -71,6 +75,49 @@ def test_what_an_optimizer_of_ones_own_remembers_stays(count: Count, returned: s
     pl.run(fit(model, optimizer=optimizer))
     assert (count.copied, count.reused) == (1, 14)
     kept.check()
+
+
+def _lookahead() -> pl.Optimizer:
+    """Every third step moves slow weights, and the fast ones begin again there: as the same tensors, unless in place."""
+
+    def init(params: Any) -> Any:
+        return FrozenDict(slow=FrozenDict({name: tensor.clone() for name, tensor in params.items()}))
+
+    def update(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        fast = {name: tensor - 0.1 * grads[name].to(tensor) for name, tensor in params.items()}
+        if (timestamp.batch + 1) % 3:
+            return FrozenDict(fast), memory
+        slow = FrozenDict({name: memory["slow"][name].lerp(tensor, 0.5) for name, tensor in fast.items()})
+        return slow, FrozenDict(slow=slow)
+
+    def overwrite(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        for name, tensor in params.items():
+            tensor.sub_(0.1 * grads[name].to(tensor))
+            if (timestamp.batch + 1) % 3 == 0:
+                tensor.copy_(memory["slow"][name].lerp_(tensor, 0.5))
+        return params, memory
+
+    return pl.Optimizer(name="lookahead", init=init, update=update, overwrite=overwrite, lr=lambda timestamp: 0.1)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda optimizer: optimizer,
+        pl.optim.master_weights,
+        lambda optimizer: pl.optim.partition({"all": optimizer}, label=lambda name, tensor: "all"),
+    ],
+    ids=["by itself", "master_weights", "partition"],
+)
+def test_an_optimizer_of_ones_own_may_return_one_tensor_twice(wrapped: Any) -> None:
+    finals = []
+    for donate in ("auto", False):
+        kept = []
+        for event, state in fit(optimizer=wrapped(_lookahead()), donate=donate):
+            if event is Event.BATCH_END and state.timestamp.batch == 2:
+                kept.append(state)  # so that the step after it copies
+        finals.append(state)
+    assert_same(finals[0].params, finals[1].params)
 
 
 def test_leaves_that_were_kept_stay_where_the_module_has_others_by_then(count: Count) -> None:

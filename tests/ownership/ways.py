@@ -326,10 +326,6 @@ def _referents(state: pl.State, which: int) -> list[Any]:
     return [each for each in gc.get_referents(state) if isinstance(each, pl.FrozenDict)]
 
 
-def _tensors_of_referents(state: pl.State, which: int) -> list[Tensor]:
-    return of_tree(_referents(state, which))
-
-
 def _own_loss(state: pl.State, which: int) -> Any:
     """A loss of one's own from the outputs: its graph shares what the loop's has saved."""
     outputs = _outputs(state, which)
@@ -409,7 +405,6 @@ STATES: dict[str, Way] = {
     "replace(a part of the params)": Way(_one_tensor_in_another_state, of_tree),
     "replace(loss)": Way(lambda state, which: state.replace(loss=None, grads=None), of_tree, late=True),
     "gc.get_referents": Way(_referents, of_tree),
-    "tensors of gc.get_referents": Way(_tensors_of_referents, of_tree),
     "__reduce__": Way(lambda state, which: state.__reduce__(), of_tree),
     "optree.tree_leaves": Way(lambda state, which: optree.tree_leaves(_tree(state), namespace=NAMESPACE), of_tree),
     "optree.tree_map": Way(
