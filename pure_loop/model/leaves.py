@@ -17,7 +17,8 @@ def are_leaves(params: Any) -> bool:
     return hasattr(params, "origin")
 
 
-_marks_of, _UNMARKED = attrgetter("_backward_hooks", "grad", "__dict__"), (None, None, {})
+_marks_of = attrgetter("_backward_hooks", "grad", "__dict__")
+_UNMARKED: tuple[None, None, dict[str, Any]] = (None, None, {})
 
 
 def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:

@@ -424,10 +424,7 @@ def _mappings(state: State) -> tuple[Any, Any, Any]:
 
 def _are_lent(*mappings: Any) -> bool:
     """Whether code outside of the loop has read one of these mappings."""
-    for mapping in mappings:
-        if getattr(mapping, "lent", None) is not None:
-            return True
-    return False
+    return [getattr(mapping, "lent", None) for mapping in mappings] != [None] * len(mappings)
 
 
 # Counts of references.

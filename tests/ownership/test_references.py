@@ -78,7 +78,7 @@ def test_what_an_optimizer_of_ones_own_remembers_stays(count: Count, returned: s
 
 
 def _lookahead() -> pl.Optimizer:
-    """Every third step moves slow weights, and the fast ones begin again there: as the same tensors, unless in place."""
+    """Every third step moves slow weights, and the fast ones begin again there, as the same tensors."""
 
     def init(params: Any) -> Any:
         return FrozenDict(slow=FrozenDict({name: tensor.clone() for name, tensor in params.items()}))
