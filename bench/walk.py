@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import torch
@@ -25,6 +26,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.stages import settings
 
 __all__ = ["CALLS", "FILES", "Walk", "exceeded", "place_of", "walk"]
 
@@ -91,17 +93,18 @@ def walk(**options: Any) -> Walk:
             called.append((frame.f_code, frame.f_globals.get("__name__")))
 
     count, before = 0, sys.getprofile()
-    try:
-        for event, _ in pl.fit(model, data, loss=nn.functional.cross_entropy, **options):
-            if event is Event.BATCH_END:
-                count += 1
-                if count == _WARM_STEPS:
-                    sys.setprofile(note)
-                elif count > _WARM_STEPS:
-                    sys.setprofile(before)
-                    break
-    finally:
-        sys.setprofile(before)
+    with patch.object(settings, "getprofile", lambda: None):  # else a step with a profiler is walked
+        try:
+            for event, _ in pl.fit(model, data, loss=nn.functional.cross_entropy, **options):
+                if event is Event.BATCH_END:
+                    count += 1
+                    if count == _WARM_STEPS:
+                        sys.setprofile(note)
+                    elif count > _WARM_STEPS:
+                        sys.setprofile(before)
+                        break
+        finally:
+            sys.setprofile(before)
     places = ((place_of(code, module), code.co_qualname) for code, module in called)
     return Walk(Counter((place, name) for place, name in places if place is not None))
 

@@ -12,13 +12,13 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.optim import optimizer as optimizers
 
 __all__ = [
     "KEPT_ITERATOR",
@@ -259,12 +259,8 @@ any_global_hook: Callable[[], bool] = (
 
 # The hooks of all optimizers of torch.
 _HOOKS_OF_OPTIMIZERS = "the copy of parameters that such a hook has kept"
-_before_optimizers: Any = _find(
-    import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks", _HOOKS_OF_OPTIMIZERS
-)
-_after_optimizers: Any = _find(
-    import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks", _HOOKS_OF_OPTIMIZERS
-)
+_before_optimizers: Any = _find(optimizers, "_global_optimizer_pre_hooks", _HOOKS_OF_OPTIMIZERS)
+_after_optimizers: Any = _find(optimizers, "_global_optimizer_post_hooks", _HOOKS_OF_OPTIMIZERS)
 
 
 def any_optimizer_hook() -> bool:

@@ -46,7 +46,7 @@ from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import measured_loss
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.settings import NO_CONTEXT, Code
-from pure_loop.stages.update import apply_optimizer, select
+from pure_loop.stages.update import in_order, select
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, raw_loss, raw_params, with_fields
 
@@ -418,7 +418,7 @@ class TracedStages(LoopStages):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def seeding(self, state: State, stage: str, index: int = 0, *, code: Code, seed: int | None = None) -> Any:
-        if stage == "update" or stage == "clip_grad":  # what is drawn there is refused
+        if stage == "clip_grad":  # what is drawn there is refused, as in an update
             return NO_CONTEXT
         if code is None:
             return NO_CONTEXT
@@ -441,7 +441,7 @@ def update(
     what = f"optimizer {optimizer.name!r}"
     with GradMode(False):
         with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
-            new, opt_state = apply_optimizer(stages.engine, optimizer, state, trained)
+            new, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
         loss = total_loss(raw_loss(state))
         old = list(trained.values())
         fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]

@@ -118,7 +118,9 @@ class LoopStages(Stages):
         return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
 
     def gradients(self, state: State) -> State:
-        """``state`` with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its parameters."""
+        """``state``, of the same event, with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its
+        parameters.
+        """
         if state.event in _OF_A_MICROBATCH:
             raise ArgumentError(
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
@@ -127,8 +129,9 @@ class LoopStages(Stages):
         return self.gradients_of(state.replace(grads=None, grad_norm=None))
 
     def gradients_of(self, state: State) -> State:
-        """The same of a State without gradients."""
-        return run_to_end(gradients(state, self), self.handlers, self)  # type: ignore[no-any-return]
+        """:meth:`gradients` of a State without gradients."""
+        result: State = run_to_end(gradients(state, self), self.handlers, self)
+        return with_fields(result, event=state.event)
 
 
 @attrs.define

@@ -160,7 +160,7 @@ class Rule:
         with GradMode(False):
             if not alike:
                 lists, gradients = laid_out(names, given, gradients)
-            # So far nothing was written to, and from here on nothing is refused.
+            # So far this rule has written to nothing, and from here on it refuses nothing.
             changed = {} if alike and not started else _noted(names, gradients, skipped, started)
             steps: list[Tensor] = []
             if self.counts:

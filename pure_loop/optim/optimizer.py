@@ -69,9 +69,9 @@ class Optimizer:
         elementwise: whether each element's update depends only on that element's gradient and optimizer state, so that
             a rank can update its shard of a parameter alone.
         parts: the optimizers this one is made of, by label (see :func:`partition`).
-        draws: whether ``update`` may draw random numbers from the global generators of torch, NumPy or Python: ``fit``
-            seeds them, by its seed and the number of the batch, alike on all ranks. It is True of functions that are
-            neither torch's nor the library's.
+        draws: whether ``update`` or ``overwrite`` may draw random numbers from the global generators of torch, NumPy or
+            Python: ``fit`` seeds them, by its seed and the number of the batch, alike on all ranks. It is True of
+            functions that are neither torch's nor the library's.
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
             :class:`~pure_loop.ResumeError` if training can't resume from ``opt_state``. None: it is compared with the
             result of ``init``.

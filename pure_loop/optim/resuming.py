@@ -77,6 +77,11 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
                 f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and {of} "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
             )
+        if value.is_floating_point() is not leaf.is_floating_point():  # kernels read raw memory
+            raise ResumeError(
+                f"opt_state[{']['.join(map(repr, path))}] has dtype {value.dtype}, and with {optimizer.name} it has "
+                f"{leaf.dtype}: give the State that was made with it, or {AFRESH}"
+            )
 
 
 def _made(optimizer: Optimizer, params: Params) -> Any:

@@ -1,8 +1,9 @@
 """Guards of code that is neither torch's nor this library's: it draws from the global generators by its position.
 
-A handler of an algorithm, a callback or a metric may draw from any global generator: torch's, Python's, NumPy's. They
-are seeded before it is called and put back afterwards, so that what it draws depends on nothing but the seed of the
-run, the event and its name. Code of the library draws from generators of its own, so nothing is done for it.
+A forward, a loss, an optimizer, a collate function, a handler of an algorithm, a callback or a metric may draw from any
+global generator: torch's, Python's, NumPy's. They are seeded before it is called and put back afterwards, so that what
+it draws depends on nothing but the seed of the run, its place in the run and its name. Code of the library draws from
+generators of its own, so nothing is done for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["Place", "guard", "is_users", "runs_users_code", "seed_at"]
 _OURS = frozenset({"attr", "attrs", "builtins", "optree", "pure_loop", "torch"})
 # Classes of Python's that others are derived from.
 _BASES = frozenset({"abc", "collections", "enum", "typing"})
-# Stands for code of the user's.
+# Its functions are written as users write theirs, and are treated so.
 _LIKE_USERS = "pure_loop.testing"
 # Without code, and without parts.
 _ATOMIC = frozenset(
@@ -68,7 +69,8 @@ def runs_users_code(objects: Iterable[Any]) -> bool:
 
     That is decided by the module that a function or a class comes from, and by nothing else. Of an object of torch's it
     takes what the object consists of: the submodules, hooks and functions of a ``nn.Module``, the dataset of a
-    ``Subset``. Of an object of the library's it takes the attribute ``parts_of_code``, if there is one.
+    ``Subset``. Of an object of the library's it takes the attribute ``parts_of_code``, if there is one. That a function
+    of torch's was replaced in torch's own module is not noticed.
 
     Args:
         objects: functions, classes, modules, datasets and other objects.

@@ -1,4 +1,4 @@
-"""What ``strict=True`` sees to in a forward or loss: no other thread draws from torch's generators meanwhile."""
+"""What ``strict=True`` sees to in a forward or loss: no other thread draws from torch's generators or seeds them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A step writes in place if nothing outside of the loop has read the tensors since
 notes (:func:`pure_loop.state.lend`), and if no State that is alive has that mapping, but for the loop's own variables
 and the variable of the loop that reads the stream, which the next State replaces. The second is one count of references
 to the mapping and one to the State. If tensors were read, one precise look follows, at the references to each, to its
-storage, and to what is behind it. In doubt the step copies.
+storage, and to what is behind it. In doubt the step copies. Code of the user's that a stage calls counts as having read
+what it is given.
 
 No number of references is written down. Each was counted once, on this interpreter and with this torch, where nothing
 was kept. This is the only module that counts references, and the only one that looks at frames and at bytecode.
@@ -79,7 +80,7 @@ class Ownership:
             asked.
         fits: what the optimizer's ``fits`` says of them, once it was asked.
         is_of_ranks: whether an engine of several ranks has a weak reference to the parameters.
-        shares_storage: whether tensors of the engine's own have the memory of these parameters.
+        shares_storage: a function of parameters: whether tensors of the engine's own have their memory.
     """
 
     __slots__ = (
@@ -482,14 +483,11 @@ class Tensors:
         of_tensors = list(map(count, tensors)), list(map(tensor_uses, tensors)), list(map(getweakrefcount, tensors))
         return [*of_tensors, list(map(count, storages)), list(map(storage_uses, self._pointers)), sent]
 
-    def have_uses(self, *expected: tuple[Any, ...], more: Sequence[int] = ()) -> bool:
-        """Whether what refers to each is one of these, plus so many variables."""
+    def have_uses(self, *expected: tuple[Any, ...]) -> bool:
+        """Whether what refers to each is one of these."""
         if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
             return False
-        variables, *rest = self.uses()
-        if more:
-            variables = list(map(int.__sub__, variables, more))
-        return set(zip(variables, *rest, strict=True)) <= set(expected)
+        return set(zip(*self.uses(), strict=True)) <= set(expected)
 
 
 _layout = attrgetter("layout")

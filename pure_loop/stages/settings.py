@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -37,6 +38,7 @@ ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], 
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _tracer = tracer.get
+getprofile, gettrace = sys.getprofile, sys.gettrace
 # Stages of which strict=True sees to it that no other thread draws meanwhile.
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
@@ -63,7 +65,8 @@ class StageSettings:
     hooks_of_loss: tuple[Mapping[int, Any], ...] = attrs.field(init=False, repr=False, eq=False)
     # Whether complete gradients are clipped or measured.
     finishes: bool = attrs.field(init=False, repr=False, eq=False)
-    # Whether the optimizer may keep what it is given: one of ours by itself, or one of torch's, doesn't.
+    # Whether the optimizer may keep what it is given: one of ours by itself, or one of torch's, doesn't. The label
+    # function of a partition is the user's.
     optimizer_may_keep: bool = attrs.field(init=False, repr=False, eq=False)
 
     @optimizer_may_keep.default
@@ -205,7 +208,11 @@ class StageSettings:
 
 
 def _runs_at_operations(batch: Any) -> bool:
-    """Whether code of the user's runs at each operation: of a mode around the loop, or of tensors in a batch."""
+    """Whether code of the user's runs at each operation or call: of a mode around the loop, of tensors in a batch, of a
+    profiler or a debugger.
+    """
+    if getprofile() is not None or gettrace() is not None:
+        return True
     around = code_around_operations()
     if around and runs_users_code(around):
         return True

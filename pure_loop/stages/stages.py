@@ -120,7 +120,7 @@ class Stages(UpdateStage, EvaluationStage):
             check_loss(loss, state, "AFTER_LOSS", task)
         return _measured[type(state)](state, loss, buffers, model)  # type: ignore[no-any-return]
 
-    def _refuse_other_targets(self, state: Any) -> None:
+    def _refuse_other_targets(self, state: State) -> None:
         """Refuse probabilities in place of class indices, by whose class weights microbatches were weighted.
 
         Raises:

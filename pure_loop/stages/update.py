@@ -21,8 +21,6 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
-from pure_loop.random.seeds import derive, seeded_all, tracer
-from pure_loop.stages.engine import Engine
 from pure_loop.stages.nonfinite import (
     find_nonfinite,
     gradients_nonfinite,
@@ -30,15 +28,13 @@ from pure_loop.stages.nonfinite import (
     loss_is_finite,
     total_loss,
 )
-from pure_loop.stages.settings import StageSettings
+from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, with_fields
 
-__all__ = ["UpdateStage", "apply_optimizer", "select"]
+__all__ = ["UpdateStage", "in_order", "select"]
 
 # Buffers before a batch, and the structure then; None: known by the names of the buffers.
 Before: TypeAlias = "tuple[FrozenDict[str, Tensor], ModelDef | None]"
-
-_tracer = tracer.get
 
 
 @attrs.frozen(kw_only=True)
@@ -57,8 +53,8 @@ class UpdateStage(StageSettings):
 
         It is skipped, and counted in ``state.skipped``, where a gradient overflowed its loss scale, or with
         ``nonfinite="skip"`` the loss or a gradient isn't finite. The new parameters are checked for NaN and infinity:
-        they show those of the gradients, also after an algorithm changed these, and nothing else refers to their
-        memory, so the cheapest kernel may write to it.
+        they show those of the gradients, also after an algorithm changed these, and nothing else refers to the
+        memory of those that the step has made, so the cheapest kernel may write to it.
 
         Args:
             state: with gradients.
@@ -99,23 +95,28 @@ class UpdateStage(StageSettings):
         wrote in place.
         """
         engine, tensors = self.engine, None
+        drawing = self.seeding(state, "update", code="users") if optimizer.draws else NO_CONTEXT
         if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
             tensors = self.workspace.writable(state)
         params, memory = (raw_params(state), raw_opt_state(state)) if tensors is None else tensors
-        trained = state.model.trained(params)
-        if tensors is not None:
-            fits = self.workspace.fits(optimizer, memory, trained)
-            updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
-            new, opt_state = _in_order(optimizer, updated, trained)
-            fresh = list(new.values())
-        else:
-            new, opt_state = apply_optimizer(engine, optimizer, state, trained)
-            if found_inf is not None:
-                new, opt_state = select(found_inf[0].bool(), (trained, memory), (new, opt_state))
-            if self.workspace.ownership is not None:
-                new, opt_state = _apart((new, opt_state), (trained, memory))
-            # A parameter that was left as it is (it had no gradient) is still that of an earlier State.
-            fresh = [tensor for tensor, old in zip(new.values(), trained.values(), strict=True) if tensor is not old]
+        trained, grads = state.model.trained(params), cast("Mapping[str, Tensor | None]", state._grads)
+        fits = tensors is not None and self.workspace.fits(optimizer, memory, trained)
+        with drawing:
+            if tensors is not None:
+                updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
+            else:
+                updated = engine.update(optimizer, state, trained)
+        new, opt_state = in_order(optimizer, updated, trained)
+        if tensors is None and found_inf is not None:
+            new, opt_state = select(found_inf[0].bool(), (trained, memory), (new, opt_state))
+        if tensors is None and self.workspace.ownership is not None:
+            new, opt_state = _apart((new, opt_state), (trained, memory))
+        # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
+        fresh = [
+            tensor
+            for name, tensor in new.items()
+            if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
+        ]
         if new is not trained:
             params = new if trained is params else FrozenDict({**params, **new})
         return params, opt_state, fresh, tensors is not None
@@ -125,7 +126,11 @@ class UpdateStage(StageSettings):
         loss, norm = total_loss(raw_loss(state)), state.grad_norm
         if loss.is_cpu and not math.isfinite(loss.item()):
             return True
-        return norm is not None and norm.is_cpu and not math.isfinite(norm.item())
+        if norm is None or not norm.is_cpu or math.isfinite(norm.item()):
+            return False
+        # It is that of the gradients that were measured, which an algorithm may have replaced since.
+        assert state._grads is not None
+        return bool(gradients_nonfinite(loss, self.engine.local_shards(state._grads.values())).item())
 
     def _refuse_nonfinite(
         self,
@@ -232,22 +237,7 @@ def _apart(new: Any, old: Any) -> Any:
     return copies
 
 
-def apply_optimizer(
-    engine: Engine, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]
-) -> tuple[FrozenDict[str, Tensor], Any]:
-    """The result of the optimizer's ``update``, which may be user code, checked."""
-    updated: Any
-    if optimizer.draws and _tracer() is None:
-        # Of the batch, and not of the rank: replicated ranks draw alike.
-        seed = derive(state.seed, "update", state.timestamp.epoch, state.timestamp.batch)
-        with seeded_all(seed):
-            updated = engine.update(optimizer, state, trained)
-    else:
-        updated = engine.update(optimizer, state, trained)
-    return _in_order(optimizer, updated, trained)
-
-
-def _in_order(
+def in_order(
     optimizer: Optimizer, updated: Any, trained: FrozenDict[str, Tensor]
 ) -> tuple[FrozenDict[str, Tensor], Any]:
     """What an update returned, with its parameters in their order.

@@ -28,7 +28,7 @@ from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all
 from pure_loop.stages.search import search
 from pure_loop.stages.sizes import found_size
-from pure_loop.stages.update import apply_optimizer
+from pure_loop.stages.update import in_order
 from pure_loop.state import State
 from pure_loop.task import make_task
 from pure_loop.tools.indices import indices_of_batch
@@ -360,8 +360,10 @@ class _Replay:
         new: Mapping[str, Tensor] | None = None
         if optimizer is not None and state.opt_state is not None:
             served = state.model.served_by(optimizer)
-            with torch.no_grad():
-                new, _ = apply_optimizer(self.stages.engine, served, state.replace(grads=grads), trained)
+            drawing = self.stages.seeding(state, "update", code="users" if served.draws else None)
+            with torch.no_grad(), drawing:
+                updated = self.stages.engine.update(served, state.replace(grads=grads), trained)
+            new, _ = in_order(served, updated, trained)
         return [
             ParameterRow(
                 name,

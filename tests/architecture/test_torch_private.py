@@ -52,6 +52,8 @@ NAMES = [
     "torch._fused_sgd_",
     "torch.utils.data._utils.collate.default_collate_fn_map",
     "torch.nn.modules.module._has_any_global_hook",
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
     "torch._C._len_torch_function_stack",
     "torch._C._len_torch_dispatch_stack",
     "torch.overrides._get_current_function_mode_stack",
@@ -110,10 +112,10 @@ torch.set_num_threads(1)
 @contextlib.contextmanager
 def without(path):
     # torch needs the name itself, so it is there again after pure_loop was imported.
-    *parts, name = path.split(".")[1:]
+    *parts, name = path.split(".")
     owner = torch
-    for part in parts:
-        owner = getattr(owner, part)
+    for number in range(2, len(parts) + 1):  # torch.optim deletes the attribute of that name
+        owner = sys.modules.get(".".join(parts[:number])) or getattr(owner, parts[number - 1])
     inherited = name not in vars(owner)
     value = Hidden() if inherited else vars(owner)[name]
     if inherited:
@@ -440,7 +442,11 @@ def not_listed(source: str) -> set[str]:
 
 def found_by_path(source: str) -> set[str]:
     """The names that a gate looks up by ``_find(owner, path, lost)``, whole."""
-    owners = {"Tensor": "torch.Tensor", "c10d": "torch.distributed.distributed_c10d"}
+    owners = {
+        "Tensor": "torch.Tensor",
+        "optimizers": "torch.optim.optimizer",
+        "c10d": "torch.distributed.distributed_c10d",
+    }
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_find":

@@ -199,3 +199,49 @@ def test_each_place_draws_and_matters(place: str) -> None:
         assert one.log != other.log
     else:
         assert list(map(numbers, drawing)) != list(map(numbers, plain))
+
+
+def _noisy() -> Optimizer:
+    base = pl.optim.sgd(lr=0.1)
+
+    def noise(grads: Any) -> Any:
+        return pl.FrozenDict({name: gradient + torch.randn_like(gradient) for name, gradient in grads.items()})
+
+    def overwrite(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        assert base.overwrite is not None
+        return base.overwrite(noise(grads), opt_state, params, timestamp)
+
+    return Optimizer(
+        name="noisy",
+        init=base.init,
+        update=lambda grads, opt_state, params, timestamp: base.update(noise(grads), opt_state, params, timestamp),
+        overwrite=overwrite,
+        lr=base.lr,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda optimizer: optimizer,
+        pl.optim.master_weights,
+        lambda optimizer: pl.optim.partition({"all": optimizer}, label=lambda name, tensor: "all"),
+    ],
+    ids=["by itself", "master_weights", "partition"],
+)
+def test_an_optimizer_draws_alike_in_place_and_on_copies(wrapped: Any) -> None:
+    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    found = []
+    for seed, donate in ((1, "auto"), (2, "auto"), (3, False)):
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        before = around(seed)
+        final = pl.run(
+            pl.fit(
+                model, data, loss=nn.MSELoss(), optimizer=wrapped(_noisy()), max_duration="1ep", donate=donate, seed=0
+            )
+        )
+        assert states() == before
+        found.append(final.params["weight"].tolist())
+    assert found == found[:1] * 3

@@ -64,6 +64,25 @@ def test_an_algorithm_may_change_the_optimizer_memory() -> None:
     assert all(not tensor.any() for tensor in last.opt_state["exp_avg"].values())
 
 
+@pytest.mark.parametrize("donate", ["auto", True, False])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any, microbatch_size: int | None) -> None:
+    """``stages.gradients`` gives a State of the same event."""
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def again(state: pl.State, stages: Any) -> pl.State:
+        result: pl.State = stages.gradients(state)
+        assert result.event is state.event
+        return result
+
+    options = {"donate": donate, "microbatch_size": microbatch_size}
+    runs = []
+    for algorithms in ([], [again]):
+        torch.manual_seed(0)
+        runs.append(pl.run(fit(algorithms=algorithms, **options)))
+    assert all(torch.equal(tensor, runs[1].params[name]) for name, tensor in runs[0].params.items())
+
+
 def test_a_state_that_an_algorithm_keeps_without_an_event_is_not_written_to() -> None:
     kept = []
 

@@ -51,10 +51,11 @@ def changed(opt_state: Any, inside: tuple[str, ...], step: Any) -> Any:
         (lambda step: torch.zeros(0), r"has shape \(0,\), and with \w+ it has \(\)"),
         (lambda step: step.repeat(3, 1), r"has shape \(3, 1\), and with \w+ it has \(\)"),
         (lambda step: 2.0, "is a float, and .* needs a tensor there"),
+        (lambda step: step.long(), r"has dtype torch\.int64, and with \w+ it has torch\.float32"),
     ],
-    ids=["one", "none", "matrix", "number"],
+    ids=["one", "none", "matrix", "number", "integer"],
 )
-def test_a_number_of_steps_of_another_shape_is_named(
+def test_a_number_of_steps_of_another_shape_or_kind_is_named(
     tmp_path: Path, name: str, door: str, step: Any, what: str
 ) -> None:
     """

@@ -157,6 +157,39 @@ def test_a_gradient_that_the_optimizer_hides_is_found() -> None:
         pl.run(fit(optimizer=pl.optim.from_torch(torch.optim.Rprop, lr=0.1), algorithms=[explode]))
 
 
+@pytest.mark.parametrize("options", [{}, {"donate": False}, {"strict": True}], ids=["auto", "copies", "strict"])
+@pytest.mark.parametrize("clip_grad", [None, 1.0])
+def test_an_algorithm_may_repair_gradients(options: dict[str, Any], clip_grad: float | None) -> None:
+    """Their norm, which was measured before, does not count against those that it puts in."""
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def repair(state: pl.State) -> pl.State:
+        return state.replace(grads={name: grad.nan_to_num(0.0) for name, grad in state.grads.items()})
+
+    spoil = only_at(BAD, root_at_zero, Event.AFTER_LOSS)
+    final = pl.run(fit(algorithms=[spoil, repair], clip_grad=clip_grad, **options))
+    assert all(torch.isfinite(tensor).all() for tensor in final.params.values())
+    with pytest.raises(pl.NonFiniteError, match="the gradient of"):
+        pl.run(fit(algorithms=[spoil], clip_grad=clip_grad, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": False}, {"strict": True}], ids=["auto", "copies", "strict"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "lamb"])
+def test_a_parameter_without_a_gradient_may_be_infinite(optimizer: str, options: dict[str, Any]) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = plain()
+            self.mask = nn.Parameter(torch.tensor([-math.inf, 1.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    final = pl.run(fit(module(Masked), optimizer=getattr(pl.optim, optimizer)(lr=0.01), **options))
+    assert final.params["mask"].tolist() == [-math.inf, 1.0]
+
+
 def test_an_update_that_overflows_is_found() -> None:
     with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*finite.*the optimizer's step made parameters"):
         pl.run(fit(optimizer=pl.optim.sgd(lr=1e39)))
