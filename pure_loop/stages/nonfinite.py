@@ -16,9 +16,9 @@ from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_k
 from pure_loop.stages.ownership import LARGE
 
 __all__ = [
+    "are_nonfinite",
     "find_nonfinite",
     "gradients_nonfinite",
-    "is_nonfinite",
     "loss_is_finite",
     "real_numbers",
     "total_loss",
@@ -79,11 +79,11 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
 _SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
-def is_nonfinite(loss: Tensor, fresh: list[Tensor]) -> bool:
-    """The same as a bool, at once; for the CPU."""
+def are_nonfinite(fresh: list[Tensor]) -> bool:
+    """Whether one of these tensors on the CPU is not finite; none of them may be aliased."""
     result = torch.zeros(1, dtype=torch.float32, device=_CPU)
     _look(fresh, result)
-    return bool(result.item()) or not math.isfinite(loss.item())
+    return bool(result.item())
 
 
 def _look(tensors: list[Tensor], result: Tensor) -> None:

@@ -22,9 +22,9 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.stages.nonfinite import (
+    are_nonfinite,
     find_nonfinite,
     gradients_nonfinite,
-    is_nonfinite,
     loss_is_finite,
     total_loss,
 )
@@ -82,7 +82,12 @@ class UpdateStage(StageSettings):
             raise self._nonfinite_error(state, before)
         with GradMode(False):
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
-            noted = self._refuse_nonfinite(state, optimizer, fresh, found_inf, before, overwritten=in_place)
+            wrong = self._nonfinite(state, optimizer, fresh, found_inf)
+            noted: dict[str, Any] = {}
+            if type(wrong) is not bool and not wrong.is_cpu:
+                noted = self._noted_on_device(state, found_inf, wrong, before)
+            elif wrong:
+                raise self._nonfinite_error(state, before, overwritten=in_place)
         result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
         lent = self.optimizer_may_keep or any_optimizer_hook() or bool(code_around_operations())
         self.workspace.made(result, lent=lent)
@@ -132,24 +137,6 @@ class UpdateStage(StageSettings):
         assert state._grads is not None
         return bool(gradients_nonfinite(loss, self.engine.local_shards(state._grads.values())).item())
 
-    def _refuse_nonfinite(
-        self,
-        state: State,
-        optimizer: Optimizer,
-        fresh: list[Tensor],
-        found_inf: Tensor | None,
-        before: Before | None,
-        *,
-        overwritten: bool,
-    ) -> dict[str, Any]:
-        """Raise for a loss or new parameters that are NaN or infinite; on a device the fields that note it."""
-        wrong = self._nonfinite(state, optimizer, fresh, found_inf)
-        if type(wrong) is not bool and not wrong.is_cpu:
-            return self._noted_on_device(state, found_inf, wrong, before)
-        if wrong:
-            raise self._nonfinite_error(state, before, overwritten=overwritten)
-        return {}
-
     def _nonfinite_error(self, state: State, before: Before | None, *, overwritten: bool = False) -> NonFiniteError:
         """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
         if before is not None and not overwritten:  # what the forward wrote to buffers is of the batch
@@ -191,7 +178,7 @@ class UpdateStage(StageSettings):
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
         if loss.is_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
-            return is_nonfinite(loss, fresh)
+            return are_nonfinite(fresh) or not math.isfinite(loss.item())
         wrong = find_nonfinite(loss, engine.local_shards(fresh))
         if not optimizer.spreads_nonfinite:
             assert state._grads is not None
