@@ -6,6 +6,7 @@ Where no event is observed it is one graph, which differentiates. Else autograd 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
@@ -18,7 +19,7 @@ from pure_loop.compile.segment import Program, Traced
 from pure_loop.event import Event
 from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import LoopStages, Script
-from pure_loop.state import State, raw_params, with_fields
+from pure_loop.state import State, raw_loss, raw_outputs, raw_params, with_fields
 from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ STEPS: tuple[Step, ...] = (
 )
 INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
 _CHANGED = ("microbatch", "outputs", "loss", "_grads", "batch")
+# Of these fields, in their order; nothing is kept of what a graph reads.
+_READERS = (attrgetter("microbatch"), raw_outputs, raw_loss, attrgetter("_grads"), attrgetter("batch"))
 
 
 @attrs.frozen
@@ -180,8 +183,12 @@ def _run(
     if segment.empty:
         return state
     if segment.begins_with_leaves:
-        state = with_fields(state, params=compiler.alone.engine.leaves(state, index=0, last=True))
-    per_batch = tuple([getattr(state, field) if field in segment.fields else None for field in _CHANGED])
+        leaves = compiler.alone.engine.leaves(state, index=0, last=True)
+        leaves.lent = None  # what was read before has no part in this forward, and a graph looks at each tensor anyway
+        state = with_fields(state, params=leaves)
+    per_batch = tuple(
+        [read(state) if field in segment.fields else None for field, read in zip(_CHANGED, _READERS, strict=True)]
+    )
     run = compiler.attempt(segment.name, segment.program, state, timestamps, per_batch, index, connected=True)
     # The leaves stay what they are, for the backward.
     return None if run is None else with_fields(put_in(state, run, segment.fields), params=raw_params(state))

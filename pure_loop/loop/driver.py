@@ -128,6 +128,8 @@ def drive(
             state = at_event[type(state)](
                 state, event, position_at(event, state) if event in POSITIONS else state.position
             )
+            if ownership is not None and event in ownership.observed_at:
+                ownership.observed = True
             if event in attached.events:
                 state = attached.apply(event, state, began)
             if watch is None or event in watch:

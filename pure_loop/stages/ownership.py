@@ -75,6 +75,7 @@ class Ownership:
     Attributes:
         leaves: those of autograd, which share the memory of the parameters; None: there are none yet.
         counted: the events and requests before and after which the driver calls.
+        observed_at: the events at which a State is yielded, or passed to algorithms or callbacks.
         instance: the private module in which the leaves stand.
         observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
             asked.
@@ -84,7 +85,7 @@ class Ownership:
     """
 
     __slots__ = (
-        *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory", "_observed_at"),
+        *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory"),
         *("_params", "_tensors", "_waits_with", "_yields_next"),
         *(
             "always",
@@ -96,6 +97,7 @@ class Ownership:
             "leaves",
             "measures",
             "observed",
+            "observed_at",
             "shares_storage",
         ),
     )
@@ -116,7 +118,7 @@ class Ownership:
         self.shares_storage: Callable[[FrozenDict[str, Tensor]], bool] = lambda params: False
         # The State after a step then replaces the one in the variable of the consumer before that is read.
         self._yields_next = watch is None or Event.BATCH_END in watch
-        self._observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
+        self.observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
         # After these it is decided; up to the end of the first batch all events are looked at.
         self._decides: frozenset[Event | Request] = _OF_GRAPHS if compiled else frozenset({_BEFORE_STEP})
         self.counted: frozenset[Event | Request] = frozenset({*Event, *Request})
@@ -185,7 +187,6 @@ class Ownership:
         written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
         unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
         del arrived
-        self.observed = self.observed or event in self._observed_at
         if counting_doubt():
             return
         frame = sys._getframe(1).f_back
@@ -208,14 +209,16 @@ class Ownership:
 
         ``filter`` does, which has no frame. Its variable keeps the State before the step if it leaves out BATCH_END.
         """
-        if event is Event.BATCH_START:
+        # Where graphs compute a batch, a script may yield nothing in between.
+        begins, ends = (_OF_LOADING, _AFTER_BATCH) if self.compiled else (Event.BATCH_START, Event.BATCH_END)
+        if event is begins:
             self._first_batch = "under way"
         if self._first_batch == "under way":
             if last() is state and not rebinds_loop_variable(frame, state):
                 self._yields_next = False
-            if event is Event.BATCH_END:
+            if event is ends:
                 self._first_batch = ""
-                self.counted = self._decides | self._observed_at if self.compiled else self._decides
+                self.counted = self._decides
 
     def _is_unseen(
         self,
@@ -398,6 +401,7 @@ class Ownership:
 
 
 _BEFORE_STEP = Event.AFTER_TRAIN_BATCH
+_OF_LOADING, _AFTER_BATCH = Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT
 # At which graphs ask for memory, and the gradients of the batch before are of no use any more.
 _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Event.BATCH_START})
 # After these, gradients are added to, divided or clipped, or those of the batch before are of no use any more.
