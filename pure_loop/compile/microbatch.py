@@ -6,8 +6,9 @@ Where no event is observed it is one graph, which differentiates. Else autograd 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -35,7 +36,13 @@ STEPS: tuple[Step, ...] = (
 INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
 _CHANGED = ("microbatch", "outputs", "loss", "_grads", "batch")
 # Of these fields, in their order; nothing is kept of what a graph reads.
-_READERS = (attrgetter("microbatch"), raw_outputs, raw_loss, attrgetter("_grads"), attrgetter("batch"))
+_READERS: tuple[Callable[[State], Any], ...] = (
+    attrgetter("microbatch"),
+    raw_outputs,
+    raw_loss,
+    attrgetter("_grads"),
+    attrgetter("batch"),
+)
 
 
 @attrs.frozen
