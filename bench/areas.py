@@ -56,7 +56,10 @@ AREAS = {
     ),
     "ownership": Area(
         _OWNERSHIP,
-        _in("ownership", "references", "gradients", "errors", "foreign", "donated", "kept", "machine"),
+        (
+            *_in("ownership", "references", "gradients", "errors", "foreign", "donated", "kept", "machine"),
+            *_in("ownership", "consumers", "reads", "variables"),
+        ),
     ),
     "optim": Area(
         "pure_loop/optim/*.py",
