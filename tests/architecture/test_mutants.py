@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.areas import AREAS, guards_of
 from bench.mutants import drawn, scores
 from bench.mutation import mutants_of
