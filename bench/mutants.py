@@ -13,8 +13,9 @@ fails. A mutant is
 
 The score of an area is the share that was found. It is that of the listed tests, which are a part of the suite: the
 laws, the slow tier and the tests of what is built on an area find more. To compare two versions, take the same sample
-and seed; where files have changed, other mutants are drawn, so compare the scores of areas and not the lists, and of ten mutants
-each a difference of one or two says nothing. ``mutants_27ea3a7.json`` has those of the core before it was rewritten.
+and seed; where files have changed, other mutants are drawn, so compare the scores of areas and not the lists, and of
+ten mutants each a difference of one or two says nothing. ``mutants_27ea3a7.json`` has those of the core before it was
+rewritten.
 
 The command goes on where it stopped, as long as commit, seed and sample are those of the output. ``--minutes`` ends it
 after some time; each mutant takes 10 to 60 seconds. The working tree is never written to, but for the output.
