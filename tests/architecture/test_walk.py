@@ -17,7 +17,7 @@ PACKAGE = Path(pl.__file__).parent
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.xfail(strict=False, reason="206 calls in 32 files, and not yet 110 in 12: see docs/performance.md")
+@pytest.mark.xfail(strict=False, reason="192 calls in 32 files, and not yet 110 in 12: see docs/performance.md")
 def test_a_step_is_short() -> None:
     assert exceeded(walk()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -263,22 +264,6 @@ def module_kept_by(way: str) -> Pairs:
     return pairs
 
 
-def profiler() -> Pairs:
-    """It sees the variables of torch's own functions."""
-    pairs = Pairs()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is nn.Linear.forward.__code__:
-            pairs.extend(with_numbers([frame.f_locals["self"].weight]))
-
-    for event, state in stream("auto"):
-        if event is pl.Event.BEFORE_FORWARD and state.timestamp.batch == 2:
-            sys.setprofile(note)
-        if event is pl.Event.AFTER_FORWARD:
-            sys.setprofile(None)
-    return pairs
-
-
 def hook_of_the_loss() -> Pairs:
     """It is registered when the stream has begun."""
     loss, pairs = nn.MSELoss(), Pairs()
@@ -290,17 +275,31 @@ def hook_of_the_loss() -> Pairs:
     return pairs
 
 
+def garbage_collector() -> Pairs:
+    pairs = Pairs()
+    for event, state in stream("auto"):
+        if event is pl.Event.BATCH_END and state.timestamp.batch == 3:
+            mappings = [each for each in gc.get_referents(state) if isinstance(each, pl.FrozenDict)]
+            pairs += with_numbers(leaf for each in mappings for leaf in each.values() if isinstance(leaf, Tensor))
+            del mappings
+    return pairs
+
+
+_NOT_NOTED = pytest.mark.xfail(strict=True, reason="nothing notes what the garbage collector finds: docs/memory.md")
+
 ROUTES: dict[str, Callable[[], Pairs]] = {
     "all functions in one batch": partial(in_one_batch, AllFunctions),
     "all operations in one batch": partial(in_one_batch, AllOperations),
     "a hook of all optimizers": hook_of_all_optimizers,
     "a hook of the loss": hook_of_the_loss,
-    "a profiler": profiler,
+    "the garbage collector": garbage_collector,
     **{f"a module that {way} has kept": partial(module_kept_by, way) for way in ("an evaluation", "a hook", "apply")},
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "route", [pytest.param(each, marks=_NOT_NOTED) if each == "the garbage collector" else each for each in ROUTES]
+)
 def test_what_was_kept_without_a_state_stays(route: str) -> None:
     pairs = ROUTES[route]()
     assert pairs
