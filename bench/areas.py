@@ -43,7 +43,10 @@ _OWNERSHIP = "pure_loop/stages/[ow]*[pe].py"
 AREAS = {
     "loop": Area(
         "pure_loop/loop/*.py",
-        _in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics", "traps"),
+        (
+            *_in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics"),
+            *_in("loop", "traps", "draws_of_handlers", "draws_of_users_code", "unseen"),
+        ),
     ),
     "verify": Area(
         "pure_loop/verify/*.py",
@@ -51,7 +54,7 @@ AREAS = {
     ),
     "stages": Area(
         "pure_loop/stages/*.py",
-        _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up"),
+        _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up", "host_draws", "search"),
         without=_OWNERSHIP,
     ),
     "ownership": Area(
@@ -59,6 +62,7 @@ AREAS = {
         (
             *_in("ownership", "references", "gradients", "errors", "foreign", "donated", "kept", "machine"),
             *_in("ownership", "consumers", "reads", "variables"),
+            *_in("state", "frozen", "visibility"),
         ),
     ),
     "optim": Area(
@@ -67,7 +71,7 @@ AREAS = {
     ),
     "state": Area(
         "pure_loop/state.py",
-        _in("state", "state", "memory", "visibility"),
+        _in("state", "state", "memory", "visibility", "frozen"),
     ),
     "data": Area(
         "pure_loop/data/*.py",
