@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.optim import Optimizer
+from tests.support.optimizing import WRAPPERS
 from tests.support.tiers import examples
 
 Places = Iterable[str]
@@ -220,16 +221,8 @@ def _noisy() -> Optimizer:
     )
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda optimizer: optimizer,
-        pl.optim.master_weights,
-        lambda optimizer: pl.optim.partition({"all": optimizer}, label=lambda name, tensor: "all"),
-    ],
-    ids=["by itself", "master_weights", "partition"],
-)
-def test_an_optimizer_draws_alike_in_place_and_on_copies(wrapped: Any) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_an_optimizer_draws_alike_in_place_and_on_copies(wrapper: Any) -> None:
     data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
     found = []
     for seed, donate in ((1, "auto"), (2, "auto"), (3, False)):
@@ -239,7 +232,7 @@ def test_an_optimizer_draws_alike_in_place_and_on_copies(wrapped: Any) -> None:
         before = around(seed)
         final = pl.run(
             pl.fit(
-                model, data, loss=nn.MSELoss(), optimizer=wrapped(_noisy()), max_duration="1ep", donate=donate, seed=0
+                model, data, loss=nn.MSELoss(), optimizer=wrapper(_noisy()), max_duration="1ep", donate=donate, seed=0
             )
         )
         assert states() == before

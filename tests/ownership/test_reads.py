@@ -321,6 +321,26 @@ def read_variables(frame: Any, event: str, argument: Any) -> None:
     frame.f_locals  # noqa: B018
 
 
+@pytest.mark.parametrize("kind", ["profile", "trace"])
+def test_what_a_profiler_or_a_debugger_keeps_stays(kind: str) -> None:
+    kept = []
+
+    def keep(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is nn.Linear.forward.__code__ and len(kept) < 12:
+            weight = frame.f_locals["self"].weight.detach()
+            kept.append((weight, weight.clone()))
+
+    getter, setter = getattr(sys, f"get{kind}"), getattr(sys, f"set{kind}")
+    before = getter()
+    setter(keep)
+    try:
+        pl.run(stream("auto", strict=False))
+    finally:
+        setter(before)
+    assert len(kept) == 12
+    assert all(torch.equal(weight, numbers) for weight, numbers in kept)
+
+
 @pytest.mark.parametrize("kind", ["setprofile", "settrace"])
 def test_a_profiler_does_not_disturb_the_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.measure_references()

@@ -16,6 +16,7 @@ from pure_loop import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.stages.ownership import can_count
 from tests.support.donating import NAMESPACE, Count, Kept, assert_same, fit, partition, plain, tensors_of
+from tests.support.optimizing import WRAPPERS
 
 pytestmark = [
     pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
@@ -100,20 +101,12 @@ def _lookahead() -> pl.Optimizer:
     return pl.Optimizer(name="lookahead", init=init, update=update, overwrite=overwrite, lr=lambda timestamp: 0.1)
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda optimizer: optimizer,
-        pl.optim.master_weights,
-        lambda optimizer: pl.optim.partition({"all": optimizer}, label=lambda name, tensor: "all"),
-    ],
-    ids=["by itself", "master_weights", "partition"],
-)
-def test_an_optimizer_of_ones_own_may_return_one_tensor_twice(wrapped: Any) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_an_optimizer_of_ones_own_may_return_one_tensor_twice(wrapper: Any) -> None:
     finals = []
     for donate in ("auto", False):
         kept = []
-        for event, state in fit(optimizer=wrapped(_lookahead()), donate=donate):
+        for event, state in fit(optimizer=wrapper(_lookahead()), donate=donate):
             if event is Event.BATCH_END and state.timestamp.batch == 2:
                 kept.append(state)  # so that the step after it copies
         finals.append(state)

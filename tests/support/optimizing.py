@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim import Optimizer
+from pure_loop.optim import Optimizer, master_weights, partition
 from pure_loop.time import Timestamp
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SHAPES = [(), (3,), (2, 5), (37,), (2, 3, 4, 4), (0,)]
 Step = Sequence[Tensor | None]
+WRAPPERS: dict[str, Callable[[Optimizer], Optimizer]] = {
+    "by itself": lambda optimizer: optimizer,
+    "master_weights": master_weights,
+    "partition": lambda optimizer: partition({"all": optimizer}, label=lambda name, tensor: "all"),
+}
+"""Where an optimizer of a user's own may stand."""
 
 
 def tensors(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
