@@ -26,6 +26,7 @@ import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
 from pure_loop.stages.ownership import Ownership, can_count
+from pure_loop.state import raw_opt_state, raw_params
 from tests.support.donating import (
     CONSUMERS,
     DATA,
@@ -98,6 +99,32 @@ def test_memory_is_reused_where_it_was_not_kept(copied: Copied, watch: Any) -> N
         consumer(fit(norm(), watch=watch))
         # The first step is given the memory of the model.
         assert copied.asked == [True] + [False] * 14, consumer
+
+
+@pytest.mark.slow
+def test_what_a_graph_reads_is_not_noted_as_read_by_the_consumer() -> None:
+    noted = []
+    for event, state in fit(norm(), watch=None, microbatch_size=3, strict=False):
+        if state.timestamp.batch >= 2:  # what the run began with counts as read
+            noted += [event for raw in (raw_params, raw_opt_state) if getattr(raw(state), "lent", None)]
+    assert not noted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watch", [{Event.EPOCH_END}, BATCHES], ids=["epochs", "batches"])
+def test_references_are_counted_at_all_events_of_the_first_batch_alone(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Ownership] = []
+    real = Ownership.__init__
+
+    def init(this: Ownership, *arguments: Any, **settings: Any) -> None:
+        real(this, *arguments, **settings)
+        made.append(this)
+
+    monkeypatch.setattr(Ownership, "__init__", init)
+    pl.run(fit(norm(), watch=watch))
+    assert Event.BATCH_END not in made[0].counted
 
 
 # What these write to besides is no mapping: counts that are fields themselves, and a loss scale.
