@@ -11,6 +11,7 @@ __all__ = ["AREAS", "GOLDEN", "LEFT_OUT", "Area", "guards_of"]
 GOLDEN = "::11"
 """The numbers of golden streams that are checked before all tests; those of one kind, ``eager``."""
 
+_FOLDERS = ("tests/entry",)  # what is refused, and how, of any area
 LEFT_OUT = ("compile", "graph", "ranks", "replicate", "shard", "any_door", "trains_as_if")
 """Tests with these words in their names are not run for a mutant: they take seconds each."""
 
@@ -21,7 +22,7 @@ class Area:
 
     Attributes:
         files: relative to the root of the repository.
-        tests: the same; those of the fast tier are run.
+        tests: those that are run first, the same; of all, the fast tier.
         without: the files of another area, as a pattern.
     """
 
@@ -46,6 +47,7 @@ AREAS = {
         (
             *_in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics"),
             *_in("loop", "traps", "draws_of_handlers", "draws_of_users_code", "unseen"),
+            *_in("verify", "verify"),
         ),
     ),
     "verify": Area(
@@ -82,7 +84,7 @@ AREAS = {
 
 
 def guards_of(area: str, file: str, root: Path) -> list[str]:
-    """The examples in a file, the test that is named like it, and the tests of its area."""
+    """The examples in a file, the test that is named like it, the tests of its area, and all beside those."""
     named = f"tests/{area}/test_{Path(file).stem}.py"
-    tests = [named, *(test for test in AREAS[area].tests if test != named)]
+    tests = [named, *(test for test in AREAS[area].tests if test != named), *_FOLDERS, f"tests/{area}"]
     return [file, *(test for test in tests if (root / test).exists())]

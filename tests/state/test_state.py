@@ -364,6 +364,21 @@ def test_with_module() -> None:
     assert_same(dict(trained.params), dict(pl.run(fit(wider)).params), "as if given at first")
 
 
+def test_what_is_known_by_names_follows_the_order_of_a_new_module() -> None:
+    def module(*names: str) -> nn.Module:
+        result = nn.Module()
+        result.register_buffer("mean", torch.zeros(1))
+        for name in names:
+            result.register_parameter(name, nn.Parameter(torch.ones(1)))
+        return result
+
+    state = pl.State.create(module("a", "b"))
+    kept = pl.FrozenDict((name, torch.ones(1)) for name in ("a", "b", "mean"))
+    new = state.replace(algorithm_state={"kept": kept}, opt_state={"latest": kept}).with_module(module("b", "a"))
+    orders = [new.params, new.algorithm_state["kept"], new.opt_state["latest"]]
+    assert list(map(list, orders)) == [["b", "a"], ["b", "a", "mean"], ["b", "a", "mean"]]
+
+
 def test_repr_says_where_training_is_and_prints_no_tensors() -> None:
     for cls in (pl.State, Curriculum):
         text = repr(a_state(cls, Event.BATCH_CHECKPOINT))
