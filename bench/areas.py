@@ -48,6 +48,8 @@ AREAS = {
             *_in("loop", "driver", "first_error", "first_events", "stop", "batches_per_step", "current_metrics"),
             *_in("loop", "traps", "draws_of_handlers", "draws_of_users_code", "unseen"),
             *_in("verify", "verify"),
+            *_in("metrics", "metrics_that_keep_state"),
+            *_in("state", "frozen"),
         ),
     ),
     "verify": Area(
@@ -56,7 +58,10 @@ AREAS = {
     ),
     "stages": Area(
         "pure_loop/stages/*.py",
-        _in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up", "host_draws", "search"),
+        (
+            *_in("stages", "nonfinite", "weights", "precision", "grad_norm", "adding_up", "host_draws", "search"),
+            *_in("loop", "draws_of_users_code"),
+        ),
         without=_OWNERSHIP,
     ),
     "ownership": Area(

@@ -36,6 +36,8 @@ RUNNING_LOSSES = [
     (lambda loss, o, t: (loss, o), ["of type tuple", "a dict of such with the key 'total'"]),
     (lambda loss, o, t: {"main": loss}, ["keys ['main']", "needs the key 'total'"]),
     (lambda loss, o, t: {"total": loss[None]}, ["shape (1,)"]),
+    (lambda loss, o, t: {"total": loss, "part": o}, ["the part 'part', which is of shape (4, 3)", "scalar tensors"]),
+    (lambda loss, o, t: {"total": loss, "part": "x"}, ["the part 'part', which is a str"]),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -215,6 +216,44 @@ def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
     after = next(state for event, state in stream if event is Event.AFTER_BACKWARD)
     assert type(after.outputs) is Output
     assert after.outputs["logits"].grad_fn is None
+
+
+def own_optimizer(returned: Callable[[dict[str, torch.Tensor]], Any]) -> pl.Optimizer:
+    """Plain SGD, of which something is made of the new parameters."""
+
+    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        return returned({name: tensor - 0.1 * grads[name] for name, tensor in params.items()}), opt_state
+
+    return pl.Optimizer(name="own", init=lambda params: None, update=update, lr=lambda timestamp: 0.1)
+
+
+def test_an_optimizer_may_give_parameters_in_another_order_and_not_of_other_names() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    orders: list[Callable[[dict[str, torch.Tensor]], Any]] = [dict, lambda new: dict(reversed(new.items()))]
+    one, other = [
+        pl.run(pl.fit(model, DATA, loss=cross_entropy, optimizer=own_optimizer(order), max_duration="1ep"))
+        for order in orders
+    ]
+    assert list(other.params) == ["weight", "bias"]
+    assert all(torch.equal(one.params[name], tensor) for name, tensor in other.params.items())
+    for wrong in (lambda new: {**new, "more": torch.ones(1)}, lambda new: {"weight": new["weight"]}):
+        with pytest.raises(
+            pl.ArgumentError, match=r"'own': update returned parameters of other names: \['(more|bias)'\]"
+        ):
+            pl.run(fit(optimizer=own_optimizer(wrong)))
+
+
+def test_gradients_that_an_algorithm_returns_lose_their_graph() -> None:
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def differentiable(state: pl.State) -> pl.State:
+        weight = torch.ones_like(state.grads["weight"]).requires_grad_()
+        return state.replace(grads={"weight": 2 * weight, "bias": None})
+
+    for event, state in fit(algorithms=[differentiable]):
+        if event is Event.AFTER_TRAIN_BATCH:
+            assert not state.grads["weight"].requires_grad
+            assert state.grads["bias"] is None
 
 
 def test_inference_mode_around_training_is_named() -> None:

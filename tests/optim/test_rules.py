@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,3 +93,26 @@ def test_a_parameter_that_a_batch_does_not_use_stays_as_it_is(name: str) -> None
         pl.Timestamp(),
     )
     assert torch.equal(again["unused"], fresh["unused"])
+
+
+# Of torch's class, or of the paper's own code.
+DEFAULTS: dict[Callable[..., Any], Any] = {
+    pl.optim.adam: torch.optim.Adam,
+    pl.optim.adamw: torch.optim.AdamW,
+    pl.optim.sgd: torch.optim.SGD,
+    pl.optim.muon: torch.optim.Muon,
+    pl.optim.lion: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    pl.optim.lamb: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0},
+}
+
+
+@pytest.mark.parametrize("make", DEFAULTS, ids=lambda make: make.__name__)
+def test_defaults_are_those_that_users_know(make: Callable[..., Any]) -> None:
+    def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+        return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+    expected = DEFAULTS[make] if isinstance(DEFAULTS[make], dict) else defaults(DEFAULTS[make])
+    found = defaults(make)
+    shared = [name for name in expected if name in found and name != "adjust_lr"]  # torch's None is its "original"
+    assert len(shared) >= 3
+    assert {name: found[name] for name in shared} == {name: expected[name] for name in shared}
