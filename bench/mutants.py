@@ -13,8 +13,8 @@ fails. A mutant is
 
 The score of an area is the share that was found. It is that of the fast tests beside the area, and of what is refused;
 the laws, the slow tier and the tests of what is built on an area find more. To compare two versions, take the same
-sample and seed; where files have changed, other mutants are drawn: compare the scores of areas and not the lists, and of
-25 mutants each a difference of two or three says nothing. Many survivors make no difference that a test could see:
+sample and seed; where files have changed, other mutants are drawn: compare the scores of areas and not the lists. Of
+25 mutants each, a difference of two or three says nothing. Many survivors make no difference that a test could see:
 ``strict=True`` of a zip, what only a GPU does, a bound from which copying is slower. ``mutants_27ea3a7.json`` has those
 of the core before it was rewritten.
 
