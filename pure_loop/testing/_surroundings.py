@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Surroundings", "reseeded", "unchanged"]
+__all__ = ["Surroundings", "reseeded", "unchanged", "working_directory"]
 
 _READ: dict[str, Callable[[], Any]] = {
     "torch's random generator": lambda: torch.get_rng_state().numpy().tobytes(),
@@ -30,7 +30,7 @@ _READ: dict[str, Callable[[], Any]] = {
     "the number of threads": torch.get_num_threads,
     "the precision of float32 matrix products": torch.get_float32_matmul_precision,
     "a switch of cuDNN": lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-    "the working directory": lambda: _working_directory(),
+    "the working directory": lambda: working_directory(),
     "the environment variables": lambda: dict(os.environ),
 }
 
@@ -67,10 +67,11 @@ _QUIETLY: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 )
 
 
-def _working_directory() -> str | None:
+def working_directory() -> str | None:
+    """That of this process; None: it was removed."""
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:
         return None
 
 

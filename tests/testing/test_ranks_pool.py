@@ -173,6 +173,20 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     assert ended([int((tmp_path / "told").read_text())])
 
 
+@pytest.mark.slow
+def test_a_program_runs_where_this_process_is_and_a_folder_may_be_removed(tmp_path, monkeypatch):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with Pool(RANKS, timeout=20) as pool:
+        for folder in folders:
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            assert pool.run(lambda rank: os.getcwd()) == [str(folder)] * RANKS
+            folder.rmdir()
+        started = pids(pool)
+        assert all(map(os.path.isdir, pool.run(lambda rank: os.getcwd())))
+        assert pids(pool) == started
+
+
 def test_a_pool_with_bad_arguments():
     for arguments, error in (
         ({"ranks": "2"}, ArgumentTypeError),

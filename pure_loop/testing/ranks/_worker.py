@@ -60,11 +60,12 @@ class _Worker:
         except Exception as error:
             return "error", time.monotonic(), "could not meet the others:", *self._described(error)
 
-    def run(self, path: list[str], payload: bytes) -> tuple[Any, ...]:
+    def run(self, path: list[str], folder: str | None, payload: bytes) -> tuple[Any, ...]:
         """The result of a program.
 
         Args:
             path: what ``sys.path`` has to be.
+            folder: the working directory that the program is loaded and called in; None: one that is empty.
             payload: the program, pickled.
         """
         # Written in C, it also ends a process whose interpreter is stuck while no other process is left to kill it.
@@ -72,6 +73,8 @@ class _Worker:
         doing = "could not load the program:"
         try:
             sys.path[:] = path
+            if folder is not None:
+                os.chdir(folder)
             program = pickle.loads(payload)
             doing = "raised"
             self._torch.manual_seed(self._rank)

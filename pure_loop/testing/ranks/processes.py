@@ -29,13 +29,14 @@ from typing import IO, Any, TypeVar
 
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop.errors import ArgumentTypeError, MissingExtraError, PureLoopError
+from pure_loop.testing._surroundings import working_directory
 from pure_loop.testing.ranks.simulation import environment
 
 __all__ = ["Pool", "RankError", "close_shared_pools", "shared_pool"]
 
 T = TypeVar("T")
 
-_WORKER = str(Path(__file__).with_name("_worker.py"))
+_WORKER = str(Path(__file__).resolve().with_name("_worker.py"))
 _START = 120.0  # seconds that processes may take to import torch on a busy machine
 _GRACE = 1.0  # seconds that the other ranks get to come to rest after one failed
 _TAIL = 4000  # characters
@@ -60,7 +61,8 @@ class Pool:
     """Real processes, one a rank, in one gloo process group on this machine.
 
     They start at the first :meth:`run`, which takes as long as importing torch, and live until :meth:`close`, the end
-    of a ``with``, or the end of this process. Each computes with one thread. After a failed program they form a new
+    of a ``with``, or the end of this process. Each computes with one thread, in the working directory that this process
+    has when the program is run. After a failed program they form a new
     process group; if one of them hangs or died, all are killed, and the next run starts new ones. Settings of the
     process that a program changes (environment, default dtype, modes, random generators, working directory, number of
     threads) are restored after it; if one can't be, or a thread still runs, the next run starts new processes.
@@ -215,6 +217,7 @@ class _Rank:
             stdout=self.log,
             stderr=self.log,
             env=environ,
+            cwd=directory,  # it stays as long as the processes; that of the pool may be removed
             start_new_session=True,
         )
         theirs.close()
@@ -312,7 +315,7 @@ class _Team:
             store = os.path.join(self._directory, str(self._rounds))
             self._raise_failure(self._ask(("meet", store), _START), _START)
         self._apart = True
-        answers = self._ask(("run", sys.path, payload), self._timeout)
+        answers = self._ask(("run", sys.path, working_directory(), payload), self._timeout)
         self.at_rest = len(answers) == len(self._ranks) and None not in answers.values()
         self._raise_failure(answers, self._timeout)
         # Unchecked ranks can leave messages in the group that the next program would receive.
