@@ -185,6 +185,24 @@ def test_a_clipping_function_that_draws() -> None:
     check("python", ["clip_grad"], kept=4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_draws_in_an_evaluation_and_a_model_of_torchs(kind: str) -> None:
+    drawn, model = Drawn(kind, ["task forward"]), nn.Linear(3, 2)
+    task = pl.Task(
+        forward=lambda model, batch: model(batch[0]) * drawn.factor("task forward"),
+        loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]),
+    )
+    found = []
+    for seed in (1, 2):
+        before = around(seed)
+        final = pl.run(pl.evaluate(model, DataLoader(Rows(drawn), batch_size=2), task=task, seed=0))
+        assert states() == before
+        found.append(
+            {label: {name: float(value) for name, value in some.items()} for label, some in final.metrics.items()}
+        )
+    assert found[0] == found[1]
+
+
 @given(st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES)), st.integers(0, 6))
 @examples(8, 200)
 def test_code_of_the_users_that_draws(kind: str, places: set[str], kept: int) -> None:
