@@ -56,6 +56,14 @@ def test_an_evaluator_measures_its_own_loss(size: int | None) -> None:
     torch.testing.assert_close(alone.metrics["smoothed"]["loss"], expected(state)["smoothed"])
 
 
+def test_those_that_are_due_at_the_end_of_an_epoch_and_of_the_run_go_in_the_order_given() -> None:
+    due = {label: pl.Evaluator(points(1), interval=interval) for label, interval in (("rare", "5ep"), ("each", "1ep"))}
+    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(0.1), "max_duration": "2ep"}
+    pairs = pl.fit(mlp(), points(), evaluators=due, order="2021", **settings)
+    labels = [next(reversed(state.metrics)) for event, state in pairs if event is pl.Event.EVAL_END]
+    assert labels == ["each", "rare", "each"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_compiled_and_on_ranks_it_is_the_same() -> None:

@@ -244,7 +244,7 @@ def test_an_optimizer_may_give_parameters_in_another_order_and_not_of_other_name
             pl.run(fit(optimizer=own_optimizer(wrong)))
 
 
-def test_gradients_that_an_algorithm_returns_lose_their_graph() -> None:
+def test_gradients_that_an_algorithm_returns_are_detached() -> None:
     @pl.algorithm(Event.AFTER_TRAIN_BATCH)
     def differentiable(state: pl.State) -> pl.State:
         weight = torch.ones_like(state.grads["weight"]).requires_grad_()
