@@ -22,7 +22,7 @@ class Area:
 
     Attributes:
         files: relative to the root of the repository.
-        tests: those that are run first, the same; of all, the fast tier.
+        tests: files that are run first, relative to the root; of all, those of the fast tier are run.
         without: the files of another area, as a pattern.
     """
 
@@ -89,7 +89,7 @@ AREAS = {
 
 
 def guards_of(area: str, file: str, root: Path) -> list[str]:
-    """The examples in a file, the test that is named like it, the tests of its area, and all beside those."""
+    """The examples in a file, the tests of its area, of what is refused, and of the folder with the area's name."""
     named = f"tests/{area}/test_{Path(file).stem}.py"
     tests = [named, *(test for test in AREAS[area].tests if test != named), *_FOLDERS, f"tests/{area}"]
     return [file, *(test for test in tests if (root / test).exists())]

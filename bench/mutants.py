@@ -16,7 +16,7 @@ the laws, the slow tier and the tests of what is built on an area find more. To 
 sample and seed; where files have changed, other mutants are drawn: compare the scores of areas and not the lists. Of
 25 mutants each, a difference of two or three says nothing. Many survivors make no difference that a test could see:
 ``strict=True`` of a zip, what only a GPU does, a bound from which copying is slower. ``mutants_27ea3a7.json`` has those
-of the core before it was rewritten.
+of the core before it was rewritten, by the tests of that version.
 
 The command goes on where it stopped, as long as commit, seed and sample are those of the output. ``--minutes`` ends it
 after some time; each mutant takes 10 to 80 seconds. The working tree is never written to, but for the output.

@@ -68,7 +68,7 @@ _QUIETLY: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 
 def working_directory() -> str | None:
-    """That of this process; None: it was removed."""
+    """The working directory of this process; None: it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:

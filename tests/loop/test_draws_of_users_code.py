@@ -193,14 +193,15 @@ def test_a_forward_that_draws_in_an_evaluation_and_a_model_of_torchs(kind: str) 
         loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]),
     )
     found = []
-    for seed in (1, 2):
-        before = around(seed)
-        final = pl.run(pl.evaluate(model, DataLoader(Rows(drawn), batch_size=2), task=task, seed=0))
+    for around_it, seed in ((1, 0), (2, 0), (1, 3)):
+        before = around(around_it)
+        final = pl.run(pl.evaluate(model, DataLoader(Rows(drawn), batch_size=2), task=task, seed=seed))
         assert states() == before
         found.append(
             {label: {name: float(value) for name, value in some.items()} for label, some in final.metrics.items()}
         )
     assert found[0] == found[1]
+    assert found[0] != found[2]
 
 
 @given(st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES)), st.integers(0, 6))

@@ -107,7 +107,7 @@ DEFAULTS: dict[Callable[..., Any], Any] = {
 
 
 @pytest.mark.parametrize("make", DEFAULTS, ids=lambda make: make.__name__)
-def test_defaults_are_those_that_users_know(make: Callable[..., Any]) -> None:
+def test_defaults_are_those_of_torch_or_of_the_paper(make: Callable[..., Any]) -> None:
     def defaults(function: Callable[..., Any]) -> dict[str, Any]:
         return {name: each.default for name, each in inspect.signature(function).parameters.items()}
 

@@ -21,7 +21,7 @@ WRAPPERS: dict[str, Callable[[Optimizer], Optimizer]] = {
     "master_weights": master_weights,
     "partition": lambda optimizer: partition({"all": optimizer}, label=lambda name, tensor: "all"),
 }
-"""Where an optimizer of a user's own may stand."""
+"""An optimizer by itself, or inside of another one, by the names of these."""
 
 
 def tensors(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:

@@ -65,7 +65,7 @@ class _Worker:
 
         Args:
             path: what ``sys.path`` has to be.
-            folder: the working directory that the program is loaded and called in; None: one that is empty.
+            folder: the working directory that the program is loaded and called in; None: the pool's folder of files.
             payload: the program, pickled.
         """
         # Written in C, it also ends a process whose interpreter is stuck while no other process is left to kill it.

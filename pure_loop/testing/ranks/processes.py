@@ -62,11 +62,11 @@ class Pool:
 
     They start at the first :meth:`run`, which takes as long as importing torch, and live until :meth:`close`, the end
     of a ``with``, or the end of this process. Each computes with one thread, in the working directory that this process
-    has when the program is run. After a failed program they form a new
-    process group; if one of them hangs or died, all are killed, and the next run starts new ones. Settings of the
-    process that a program changes (environment, default dtype, modes, random generators, working directory, number of
-    threads) are restored after it; if one can't be, or a thread still runs, the next run starts new processes.
-    Attributes of modules that a program replaces are not restored.
+    has when the program is run. After a failed program they form a new process group; if one of them hangs or died, all
+    are killed, and the next run starts new ones. Settings of the process that a program changes (environment, default
+    dtype, modes, random generators, working directory, number of threads) are restored after it; if one can't be, or a
+    thread still runs, the next run starts new processes. Attributes of modules that a program replaces are not
+    restored.
 
     Args:
         ranks: how many processes.
