@@ -163,7 +163,7 @@ class ModelDef:
 
     def with_altered(self, altered: Altered) -> ModelDef:
         """This structure after forwards have altered buffers; it shares everything else, private modules included."""
-        if altered is self.altered or altered == self.altered:
+        if altered == self.altered:
             return self
         other = object.__new__(ModelDef)
         for name in _SHARED:
@@ -257,7 +257,8 @@ class ModelDef:
             instance.bind_to_graph(params)
         else:
             self._idle.append(instance)
-        return result, after, self.with_altered(instance.altered)
+        altered = instance.altered
+        return result, after, self if altered is self.altered else self.with_altered(altered)
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
         """An instance whose module holds these tensors; :meth:`apply` for code that calls the module itself."""

@@ -178,7 +178,7 @@ def run_in_place(
     memories: list[list[Tensor]],
     steps: list[Tensor],
     *,
-    alike: bool = False,
+    alike: bool,
 ) -> None:
     """Let a kernel write to params and memories where there is a gradient, those of one device and dtype at a time.
 

@@ -40,7 +40,8 @@ from pure_loop.state import State, raw_opt_state, raw_params
 
 __all__ = [
     *("LARGE", "Ownership", "Request", "are_torchs", "are_unaliased", "can_count", "consumer_doubt", "count_in"),
-    *("counting_doubt", "look_through", "overwritten_by", "rebinds_loop_variable", "storages_are_unshared", "was_sent"),
+    *("counting_doubt", "is_watched", "look_through", "overwritten_by", "rebinds_loop_variable"),
+    *("storages_are_unshared", "was_sent"),
 ]
 
 
@@ -87,19 +88,8 @@ class Ownership:
     __slots__ = (
         *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory"),
         *("_params", "_tensors", "_waits_with", "_yields_next"),
-        *(
-            "always",
-            "compiled",
-            "counted",
-            "fits",
-            "instance",
-            "is_of_ranks",
-            "leaves",
-            "measures",
-            "observed",
-            "observed_at",
-            "shares_storage",
-        ),
+        *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
+        *("measures", "observed", "observed_at", "shares_storage"),
     )
 
     expected: tuple[int, ...] | None = None  # what is counted where nothing is kept (see loop/driver.py)
@@ -151,9 +141,9 @@ class Ownership:
             self.fits = None
             # With a callback each is a weak reference of its own, beside which another one counts.
             self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
-        if both and not self.compiled and self._has_large_gradients(state):
-            self._decides |= _OF_GRADIENTS
-            self.counted |= _OF_GRADIENTS
+            if both and not self.compiled and self._has_large_gradients(state):
+                self._decides |= _OF_GRADIENTS
+                self.counted |= _OF_GRADIENTS
 
     def _has_large_gradients(self, state: State) -> bool:
         """Whether a check of references is cheaper than to copy the gradients, or to have them once more."""
@@ -359,23 +349,20 @@ class Ownership:
         if self.compiled or self._granted() is not state:
             return False
         yielded, self._granted, self._last = self._last(), _nothing, _nothing
-        slots = [(field, *_SLOTS[field]) for field in fields]
-        mappings = [read(state) for _, read, _ in slots]
+        mappings = [_SLOTS[field][0](state) for field in fields]
         # Something has read one since references were counted: a thread, or code of the user's before the step.
         if _are_lent(*mappings):
             return False
-        owners = [
-            (owner, field, write, mapping)
-            for (field, read, write), mapping in zip(slots, mappings, strict=True)
-            for owner in (state, yielded)
-            if owner is not None and read(owner) is mapping
-        ]
-        what = overwritten_by(fields[0], state.timestamp.batch)
-        for owner, field, write, _ in owners:
-            write(owner, Overwritten.by(field, what))
+        what, written = overwritten_by(fields[0], state.timestamp.batch), []
+        for field, mapping in zip(fields, mappings, strict=True):
+            read, write = _SLOTS[field]
+            for owner in (state, yielded):
+                if owner is not None and read(owner) is mapping:
+                    write(owner, Overwritten.by(field, what))
+                    written.append((write, owner, mapping))
         # Once more: from here on a thread that reads one finds it overwritten.
         if _are_lent(*mappings):
-            for owner, _, write, mapping in owners:
+            for write, owner, mapping in written:
                 write(owner, mapping)
             return False
         return True
@@ -435,7 +422,23 @@ def _are_lent(*mappings: Any) -> bool:
 # Counts of references.
 
 count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
-gettrace: Callable[[], Any] = sys.gettrace
+getprofile, gettrace = sys.getprofile, sys.gettrace
+_monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+# Numbers of tools; one of coverage counts lines, and reads no variables.
+_PROFILER = None if _monitoring is None else _monitoring.PROFILER_ID
+_TOOLS = () if _monitoring is None else tuple({*range(6)} - {_monitoring.COVERAGE_ID})
+
+
+def is_watched(*, by_profilers: bool = True) -> bool:
+    """Whether a debugger, a profiler or another tool may read the variables of the code that runs, and keep them.
+
+    Args:
+        by_profilers: whether one that is set or registered as a profiler counts.
+    """
+    if gettrace() is not None or (by_profilers and getprofile() is not None):
+        return True
+    tools = [each for each in _TOOLS if by_profilers or each != _PROFILER]
+    return any(_monitoring.get_tool(each) is not None for each in tools) if tools else False
 
 
 def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple[int, ...]:
@@ -705,7 +708,7 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     False False False
     """
     # A debugger reads, and may write back, the variables that are read here.
-    return not consumer_doubt() and gettrace() is None and _rebinds(frame, value)
+    return not consumer_doubt() and not is_watched(by_profilers=False) and _rebinds(frame, value)
 
 
 def _rebinds(frame: FrameType | None, value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -25,6 +24,7 @@ from pure_loop.random.guards import Place, guard, is_users, runs_users_code
 from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import CheckedDraws
+from pure_loop.stages.ownership import is_watched
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of, raw_params
@@ -38,7 +38,6 @@ ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], 
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _tracer = tracer.get
-getprofile, gettrace = sys.getprofile, sys.gettrace
 # Stages of which strict=True sees to it that no other thread draws meanwhile.
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
@@ -188,7 +187,9 @@ class StageSettings:
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
     def _autocast(self, state: State) -> AbstractContextManager[None]:
-        return self._without_autocast(state) if self.precision.dtype is None else self._casting(state)
+        if self.precision.dtype is not None:
+            return self._casting(state)
+        return self._without_autocast(state) if any_autocast_enabled() else NO_CONTEXT
 
     @contextmanager
     def _casting(self, state: State) -> Iterator[None]:
@@ -211,7 +212,7 @@ def _runs_at_operations(batch: Any) -> bool:
     """Whether code of the user's runs at each operation or call: of a mode around the loop, of tensors in a batch, of a
     profiler or a debugger.
     """
-    if getprofile() is not None or gettrace() is not None:
+    if is_watched():
         return True
     around = code_around_operations()
     if around and runs_users_code(around):

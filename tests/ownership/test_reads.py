@@ -341,6 +341,30 @@ def test_what_a_profiler_or_a_debugger_keeps_stays(kind: str) -> None:
     assert all(torch.equal(weight, numbers) for weight, numbers in kept)
 
 
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="sys.monitoring is of Python 3.12 and later")
+@pytest.mark.parametrize("tool", ["DEBUGGER_ID", "PROFILER_ID", "OPTIMIZER_ID"])
+def test_what_a_tool_of_sys_monitoring_keeps_stays(tool: str) -> None:
+    monitoring: Any = getattr(sys, "monitoring", None)
+    number, begins = getattr(monitoring, tool), monitoring.events.PY_START
+    kept = []
+
+    def keep(*_: object) -> None:
+        weight = sys._getframe(1).f_locals["self"].weight.detach()
+        kept.append((weight, weight.clone()))
+
+    monitoring.use_tool_id(number, "test")
+    monitoring.register_callback(number, begins, keep)
+    monitoring.set_local_events(number, nn.Linear.forward.__code__, begins)
+    try:
+        pl.run(stream("auto", strict=False))
+    finally:
+        monitoring.set_local_events(number, nn.Linear.forward.__code__, 0)
+        monitoring.register_callback(number, begins, None)
+        monitoring.free_tool_id(number)
+    assert len(kept) >= 12
+    assert all(torch.equal(weight, numbers) for weight, numbers in kept)
+
+
 @pytest.mark.parametrize("kind", ["setprofile", "settrace"])
 def test_a_profiler_does_not_disturb_the_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.measure_references()
