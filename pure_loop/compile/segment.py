@@ -130,7 +130,7 @@ class Segment:
             few = _READ_BY_FEW if self.brief and type(raw_opt_state(state)) is FrozenDict else _READ_BY_FEW[:1]
             self._take(state, few)
             assert self._fields is not None
-        with self.stages._without_autocast(state):
+        with self.stages._autocast(state, casts=False):
             try:
                 return self._call(state, timestamps, per_batch, index)
             except UnreadFieldError:
@@ -204,7 +204,7 @@ class Segment:
         arguments = self._arguments
         if arguments is None:
             arguments = self._arguments = [durable.leaves[i] for i in instance.start]
-        with self.stages._without_autocast(state), GradMode(False):
+        with self.stages._autocast(state, casts=False), GradMode(False):
             for number, (env, per_batch) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
                 report = instance.compiled.call(self._given(instance, arguments, env, _tensors(per_batch), drawn))[0]

@@ -422,23 +422,6 @@ def _are_lent(*mappings: Any) -> bool:
 # Counts of references.
 
 count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
-getprofile, gettrace = sys.getprofile, sys.gettrace
-_monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
-# Numbers of tools; one of coverage counts lines, and reads no variables.
-_PROFILER = None if _monitoring is None else _monitoring.PROFILER_ID
-_TOOLS = () if _monitoring is None else tuple({*range(6)} - {_monitoring.COVERAGE_ID})
-
-
-def is_watched(*, by_profilers: bool = True) -> bool:
-    """Whether a debugger, a profiler or another tool may read the variables of the code that runs, and keep them.
-
-    Args:
-        by_profilers: whether one that is set or registered as a profiler counts.
-    """
-    if gettrace() is not None or (by_profilers and getprofile() is not None):
-        return True
-    tools = [each for each in _TOOLS if by_profilers or each != _PROFILER]
-    return any(_monitoring.get_tool(each) is not None for each in tools) if tools else False
 
 
 def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple[int, ...]:
@@ -677,7 +660,26 @@ def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-# The frame of the consumer.
+# The frames of the code that runs, and that of the consumer.
+
+getprofile, gettrace = sys.getprofile, sys.gettrace
+_monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+# Numbers of tools; one of coverage counts lines, and reads no variables.
+_PROFILER = None if _monitoring is None else _monitoring.PROFILER_ID
+_TOOLS = () if _monitoring is None else tuple({*range(6)} - {_monitoring.COVERAGE_ID})
+
+
+def is_watched(*, by_profilers: bool = True) -> bool:
+    """Whether a debugger, a profiler or another tool may read the variables of the code that runs, and keep them.
+
+    Args:
+        by_profilers: whether one that is set or registered as a profiler counts.
+    """
+    if gettrace() is not None or (by_profilers and getprofile() is not None):
+        return True
+    tools = [tool for tool in _TOOLS if by_profilers or tool != _PROFILER]
+    return any(_monitoring.get_tool(tool) is not None for tool in tools) if tools else False
+
 
 _UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
 _PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")

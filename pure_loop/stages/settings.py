@@ -186,10 +186,15 @@ class StageSettings:
             return derive(state.seed, stage, t.epoch, t.batch)
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
-    def _autocast(self, state: State) -> AbstractContextManager[None]:
-        if self.precision.dtype is not None:
+    def _autocast(self, state: State, *, casts: bool = True) -> AbstractContextManager[Any]:
+        """The precision of a stage; ``casts``: it is a forward or a loss, which the run's precision may cast."""
+        if casts and self.precision.dtype is not None:
             return self._casting(state)
-        return self._without_autocast(state) if any_autocast_enabled() else NO_CONTEXT
+        if not any_autocast_enabled():
+            return NO_CONTEXT
+        kind = device_of(state).type
+        # An autocast of the caller must not change what the loop computes.
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NO_CONTEXT
 
     @contextmanager
     def _casting(self, state: State) -> Iterator[None]:
@@ -199,13 +204,6 @@ class StageSettings:
         finally:
             if any_autocast_enabled():  # the caller's, up to whose end torch would keep these casts
                 torch.clear_autocast_cache()
-
-    def _without_autocast(self, state: State) -> AbstractContextManager[Any]:
-        if not any_autocast_enabled():
-            return NO_CONTEXT
-        kind = device_of(state).type
-        # An autocast of the caller must not change what the loop computes.
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NO_CONTEXT
 
 
 def _runs_at_operations(batch: Any) -> bool:

@@ -174,7 +174,7 @@ class Stages(UpdateStage, EvaluationStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        with self.seeding(state, "backward", code=self.code_of(state, "backward")), self._without_autocast(state):
+        with self.seeding(state, "backward", code=self.code_of(state, "backward")), self._autocast(state, casts=False):
             result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
         model.release_graph(leaves)
         if result is not None:

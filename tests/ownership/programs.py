@@ -560,11 +560,12 @@ def _profiled(step: Callable[[], bool]) -> bool:
 
 
 def _monitored(step: Callable[[], bool]) -> bool:
-    """As coverage counts lines from Python 3.12 on."""
+    """As coverage counts lines from Python 3.12 on, and as a tool of coverage, unless that counts them now."""
     monitoring: Any = getattr(sys, "monitoring", None)
     if monitoring is None:
         return step()
-    tool = next(each for each in range(6) if monitoring.get_tool(each) is None)
+    numbers = (monitoring.COVERAGE_ID, *range(6))
+    tool = next(number for number in numbers if monitoring.get_tool(number) is None)
     monitoring.use_tool_id(tool, "ownership")
     monitoring.set_events(tool, monitoring.events.LINE)
     try:

@@ -211,6 +211,23 @@ def test_a_traced_loop_copies(count: Count) -> None:
     assert count.reused == 0
 
 
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="sys.monitoring is of Python 3.12 and later")
+@pytest.mark.parametrize(
+    ("tool", "copies"), [("DEBUGGER_ID", True), ("OPTIMIZER_ID", True), ("PROFILER_ID", False), ("COVERAGE_ID", False)]
+)
+def test_a_loop_in_a_debugger_copies_and_one_in_a_profiler_does_not(count: Count, tool: str, copies: bool) -> None:
+    monitoring: Any = getattr(sys, "monitoring", None)
+    number = getattr(monitoring, tool)
+    if monitoring.get_tool(number) is not None:
+        pytest.skip("such a tool is in use")
+    monitoring.use_tool_id(number, "test")
+    try:
+        pl.run(fit())
+    finally:
+        monitoring.free_tool_id(number)
+    assert (count.reused == 0) is copies
+
+
 def test_the_variables_of_the_loop_are_not_kept_by_looking_at_them() -> None:
     """Reading a frame's variables makes a copy of them, which must not outlive the look."""
     big = [torch.zeros(10)]
