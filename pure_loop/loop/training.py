@@ -253,8 +253,7 @@ def load_or_start(state: State, fit: Fit) -> State:
     """What a fresh start trains from: a checkpoint, or the State itself; its first step may write where that is."""
     if fit.load is not None:
         state = fit.load(state)
-    fit.stages.workspace.begins_with(state)
-    return state
+    return fit.stages.workspace.begins_with(state)
 
 
 def fit(state: State, fit: Fit) -> Script:

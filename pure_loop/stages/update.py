@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode
+from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
@@ -115,7 +116,7 @@ class UpdateStage(StageSettings):
         if tensors is None and found_inf is not None:
             new, opt_state = select(found_inf[0].bool(), (trained, memory), (new, opt_state))
         if tensors is None and self.workspace.ownership is not None:
-            new, opt_state = _apart((new, opt_state), (trained, memory))
+            new, opt_state = unaliased((new, opt_state), (trained, memory))
         # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
         fresh = [
             tensor
@@ -212,16 +213,6 @@ def _skips_by_itself(optimizer: Optimizer, state: State) -> bool:
     grads: Any = state._grads
     # Of which parameters had no gradient it keeps count on the host.
     return optimizer.takes_found_inf and all(gradient is not None and gradient.is_cuda for gradient in grads.values())
-
-
-def _apart(new: Any, old: Any) -> Any:
-    """A tree without tensors of an older one: copies in their places."""
-    leaves: list[Any] = optree.tree_leaves(old, namespace=NAMESPACE)
-    known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    if known.isdisjoint(map(id, optree.tree_leaves(new, namespace=NAMESPACE))):
-        return new
-    copies: Any = optree.tree_map(lambda leaf: leaf.clone() if id(leaf) in known else leaf, new, namespace=NAMESPACE)
-    return copies
 
 
 def in_order(

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import optree
 from torch import Tensor
 
+from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.leaves import are_marked
 from pure_loop.stages.ownership import Ownership, are_torchs, overwritten_by
-from pure_loop.state import State, lend, raw_opt_state, raw_params
+from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 
 if TYPE_CHECKING:
     from pure_loop.model.model import ModelDef
@@ -84,12 +85,19 @@ class Workspace:
                 lend(raw_params(state))
                 lend(raw_opt_state(state))
 
-    def begins_with(self, state: State) -> None:
-        """A fresh start: parameters and optimizer state are the stream's own, unless an algorithm put others there."""
-        memory: Any = raw_opt_state(state)
-        tensors = [*raw_params(state).values(), *optree.tree_leaves(memory, namespace=NAMESPACE)]
-        if self.ownership is not None and are_torchs(tensors):
-            self.made(state, lent=True)
+    def begins_with(self, state: State) -> State:
+        """A fresh start: parameters and optimizer state are the stream's own, unless an algorithm put others there.
+
+        What algorithms keep of them, as an average that begins with the parameters, is copied: the first step would
+        have to copy parameters and optimizer state else, which is more, and with a graph in memory beside it.
+        """
+        params, memory, kept = raw_params(state), raw_opt_state(state), state.algorithm_state
+        trained = [*state.model.trained(params).values(), *optree.tree_leaves(memory, namespace=NAMESPACE)]
+        if self.ownership is None or not are_torchs([*params.values(), *trained]):
+            return state
+        self.made(state, lent=True)
+        copies = unaliased(kept, trained)
+        return state if copies is kept else with_fields(state, algorithm_state=copies)
 
     def fits(self, optimizer: Optimizer, memory: Any, params: FrozenDict[str, Tensor]) -> bool:
         """What ``optimizer.fits`` says of them: asked once, while the same mappings are written to."""

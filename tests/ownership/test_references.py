@@ -228,3 +228,31 @@ def test_an_algorithm_that_puts_in_gradients_costs_no_copy(count: Count, name: s
     last = pl.run(fit(algorithms=[algorithms[name]], watch=watch))
     assert (count.copied, count.reused) == (0, 15)
     assert_same(last, pl.run(fit(algorithms=[algorithms[name]], watch=watch, donate=False)))
+
+
+def _begins_with(field: str) -> pl.Algorithm:
+    """An algorithm that keeps what training began with."""
+
+    @pl.algorithm(Event.BATCH_END, name="first", init=lambda state: FrozenDict(kept=getattr(state, field)))
+    def first(state: pl.State) -> pl.State:
+        return state
+
+    return first
+
+
+@pytest.mark.parametrize("donate", ["auto", True])
+@pytest.mark.parametrize("name", ["ema", "params", "opt_state"])
+def test_a_memory_that_begins_as_the_parameters_costs_no_copied_step(count: Count, name: str, donate: Any) -> None:
+    algorithm = pl.algorithms.ema(smoothing=0.5) if name == "ema" else _begins_with(name)
+    model = plain()
+    model[0].bias.requires_grad_(False)
+    kept = Kept()
+    for event, state in fit(model, algorithms=[algorithm], donate=donate):
+        if event is Event.FIT_START:
+            kept.keep("what the algorithm began with", state.algorithm_state)
+    assert (count.copied, count.reused) == (0, 15)
+    kept.check()
+    assert_same(state, pl.run(fit(model, algorithms=[algorithm], donate=False)))
+    if name != "opt_state":  # a parameter that no step writes to is no copy
+        memory = state.algorithm_state["ema"]["params"] if name == "ema" else state.algorithm_state["first"]["kept"]
+        assert memory["0.bias"] is state.params["0.bias"]
