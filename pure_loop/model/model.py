@@ -277,7 +277,8 @@ class ModelDef:
 
     def release_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
         """Free the instance of these leaves, whose graph is gone, for other calls."""
-        if are_leaves(leaves) and (instance := leaves.holder) is not None:
+        instance: Instance | None = getattr(leaves, "holder", None)
+        if instance is not None:
             leaves.holder, instance.params = None, instance.bound()
             self._idle.append(instance)
 

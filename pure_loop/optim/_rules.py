@@ -150,7 +150,8 @@ class Rule:
         options = options_in_step(self.options, timestamp) if self.scheduled else dict(self.options)
         rate = self.rate if type(timestamp) is Timestamp else None
         options |= {"lr": rate_at(self.name, self.lr, timestamp) if rate is None else rate, "found_inf": found_inf}
-        check_state(self.name, opt_state, self.keys)
+        if not fits:  # else they were checked when they were seen to fit
+            check_state(self.name, opt_state, self.keys)
         names = list(params)
         gradients = gradients_of(grads, names)
         skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
@@ -180,6 +181,7 @@ class Rule:
 
     def fits(self, opt_state: OptState, params: Params) -> bool:
         """Whether parameters and memories lie in memory as the kernel needs it; see :class:`Optimizer`."""
+        check_state(self.name, opt_state, self.keys)
         lists = self._lists(opt_state, params)
         return are_alike(lists[0], *lists)
 

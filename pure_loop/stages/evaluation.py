@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop.data.batch import describe
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
@@ -43,8 +42,7 @@ class EvaluationStage(StageSettings):
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
         code = self.code_of(state, "validate")
-        seeding = self.seeding(state, "validate", index, code=code, seed=seed)
-        with about, refusing, seeding, GradMode(gradients), self._autocast(state):
+        with about, refusing, self.running(state, "validate", index, code=code, seed=seed, gradients=gradients):
             outputs, buffers, model = self.engine.apply(
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
@@ -54,8 +52,8 @@ class EvaluationStage(StageSettings):
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
         seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
-        seeding = self.seeding(state, "validation loss", code=self.code_of(state, "validation loss"), seed=seed)
-        with refusing, seeding, GradMode(gradients), self._autocast(state):
+        code = self.code_of(state, "validation loss")
+        with refusing, self.running(state, "validation loss", code=code, seed=seed, gradients=gradients):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:

@@ -301,7 +301,7 @@ class Ownership:
         mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _are_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
         marked = leaves is not None and _are_lent(leaves) and are_marked(leaves)
-        # Before the look: what another thread reads meanwhile is noted anew, which `_take` finds.
+        # Before the look: what another thread reads meanwhile is noted anew, which `take` finds.
         for mapping in mappings:
             mapping.lent = None
         # Of the stream's own; engines of several ranks have one, too.
@@ -337,15 +337,8 @@ class Ownership:
         """Whether these leaves stand in the private module."""
         return self.instance is not None and self.instance.bound() is leaves
 
-    def take(self, state: State) -> bool:
-        """Whether a step may write to parameters and optimizer state; the State has none any more then."""
-        return self._take(state, ("params", "opt_state"))
-
-    def take_gradients(self, state: State) -> bool:
-        """Whether gradients may be written to; the State has none any more then."""
-        return self._take(state, ("grads",))
-
-    def _take(self, state: State, fields: tuple[str, ...]) -> bool:
+    def take(self, state: State, *fields: str) -> bool:
+        """Whether these fields may be written to; the State has them no more then."""
         if self.compiled or self._granted() is not state:
             return False
         yielded, self._granted, self._last = self._last(), _nothing, _nothing

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
@@ -185,6 +186,36 @@ class StageSettings:
         if stage == "update" or stage == "clip_grad":  # of replicated ranks, which draw alike
             return derive(state.seed, stage, t.epoch, t.batch)
         return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
+
+    def running(
+        self,
+        state: State,
+        stage: str,
+        index: int = 0,
+        *,
+        code: Code,
+        seed: int | None = None,
+        gradients: bool = True,
+        casts: bool = True,
+    ) -> AbstractContextManager[None]:
+        """What the code of a stage runs in: its random numbers, its precision and autograd.
+
+        Args:
+            state, stage, index, code, seed: as for :meth:`seeding`.
+            gradients: whether what is computed has a graph.
+            casts: whether it is a forward or a loss, which the run's precision may cast.
+        """
+        casts_nothing = self.precision.dtype is None and not any_autocast_enabled()
+        if code is None and casts_nothing and torch.is_grad_enabled() is gradients:
+            return NO_CONTEXT  # code of torch's leaves the mode of autograd as it is
+        return self._running(self.seeding(state, stage, index, code=code, seed=seed), state, gradients, casts)
+
+    @contextmanager
+    def _running(
+        self, seeding: AbstractContextManager[None], state: State, gradients: bool, casts: bool
+    ) -> Iterator[None]:
+        with seeding, self._autocast(state, casts=casts), GradMode(gradients):
+            yield
 
     def _autocast(self, state: State, *, casts: bool = True) -> AbstractContextManager[Any]:
         """The precision of a stage; ``casts``: it is a forward or a loss, which the run's precision may cast."""

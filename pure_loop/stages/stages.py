@@ -88,7 +88,7 @@ class Stages(UpdateStage, EvaluationStage):
             forward = state.model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
         code = self.code_of(state, "forward")
         try:
-            with self.seeding(state, "forward", index, code=code), self._autocast(state), GradMode(True):
+            with self.running(state, "forward", index, code=code):
                 outputs, buffers, model = self.engine.apply(
                     state, lambda module: forward(module, microbatch), params, training=True, hold=True
                 )
@@ -109,7 +109,7 @@ class Stages(UpdateStage, EvaluationStage):
             self._refuse_other_targets(state)
         code = self.code_of(state, "loss")
         try:
-            with self.seeding(state, "loss", index, code=code), self._autocast(state), GradMode(True):
+            with self.running(state, "loss", index, code=code):
                 loss, buffers, model = self._loss(state, training=True)
         except Exception as error:
             note_stage(error, "loss", state, index)
@@ -174,7 +174,7 @@ class Stages(UpdateStage, EvaluationStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        with self.seeding(state, "backward", code=self.code_of(state, "backward")), self._autocast(state, casts=False):
+        with self.running(state, "backward", code=self.code_of(state, "backward"), casts=False):
             result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
         model.release_graph(leaves)
         if result is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -145,10 +145,9 @@ class UpdateStage(StageSettings):
             state = state.replace(buffers=buffers, model=state.model.fitting(buffers) if model is None else model)
         from pure_loop.stages.search import nonfinite_error  # no other run needs it
 
-        @contextmanager
-        def seeding(stage: str, index: int) -> Iterator[None]:
-            with self.seeding(state, stage, index, code=self.code_of(state, stage)), self._autocast(state):
-                yield
+        def seeding(stage: str, index: int) -> AbstractContextManager[None]:
+            code, gradients = self.code_of(state, stage), torch.is_grad_enabled()
+            return self.running(state, stage, index, code=code, gradients=gradients)
 
         pieces = list(parts_of(state.batch)) if self.size is None else self.task.split(state.batch, self.size)
         return nonfinite_error(state, self.task, pieces, seeding, ranks=self.engine.ranks, overwritten=overwritten)
@@ -176,10 +175,11 @@ class UpdateStage(StageSettings):
         loss, engine = total_loss(raw_loss(state)), self.engine
         if result is not None:
             return engine.any_rank(find_nonfinite(torch.zeros_like(result), engine.local_shards(fresh)))
+        is_on_cpu = loss.is_cpu and (not fresh or fresh[0].is_cpu)
+        if is_on_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
+            return are_nonfinite(fresh)  # the loss was looked at before the step
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
-        if loss.is_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
-            return are_nonfinite(fresh) or not math.isfinite(loss.item())
         wrong = find_nonfinite(loss, engine.local_shards(fresh))
         if not optimizer.spreads_nonfinite:
             assert state._grads is not None

@@ -72,7 +72,7 @@ class Workspace:
 
     def take_gradients(self, state: State) -> bool:
         """Whether the gradients of a State may be written to; the State has none any more then."""
-        return self.ownership is not None and self.ownership.take_gradients(state)
+        return self.ownership is not None and self.ownership.take(state, "grads")
 
     def made(self, state: State, *, lent: bool = False) -> None:
         """The stream has made the parameters and the optimizer state of this State for itself.
@@ -113,7 +113,7 @@ class Workspace:
         if ownership is None:
             return None
         params, memory = raw_params(state), raw_opt_state(state)
-        if ownership.take(state):
+        if ownership.take(state, "params", "opt_state"):
             return params, memory
         if not ownership.always or ownership.compiled or not ownership.owns(state) or _is_protected(params):
             return None
