@@ -22,7 +22,12 @@ _UNMARKED: tuple[None, None, dict[str, Any]] = (None, None, {})
 
 
 def are_marked(leaves: FrozenDict[str, Tensor]) -> bool:
-    """Whether one of these leaves has a hook, a gradient or an attribute, which a next forward would use."""
+    """Whether one of these leaves has a hook, a gradient or an attribute, which a next forward would use.
+
+    It is looked at where code outside of the loop has read one (:func:`pure_loop.state.lend`).
+    """
+    if getattr(leaves, "lent", None) is None:
+        return False
     marks = list(map(_marks_of, leaves.values()))
     if marks.count(_UNMARKED) == len(marks):
         return False

@@ -16,7 +16,6 @@ from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_k
 from pure_loop.stages.ownership import LARGE
 
 __all__ = [
-    "are_nonfinite",
     "find_nonfinite",
     "gradients_nonfinite",
     "loss_is_finite",
@@ -77,13 +76,6 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
 
 # What that kernel takes on a GPU, in pairs of numbers where they are complex.
 _SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
-
-
-def are_nonfinite(fresh: list[Tensor]) -> bool:
-    """Whether one of these tensors on the CPU is not finite; none of them may be aliased."""
-    result = torch.zeros(1, dtype=torch.float32, device=_CPU)
-    _look(fresh, result)
-    return bool(result.item())
 
 
 def _look(tensors: list[Tensor], result: Tensor) -> None:

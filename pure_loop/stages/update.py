@@ -23,7 +23,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.stages.nonfinite import (
-    are_nonfinite,
     find_nonfinite,
     gradients_nonfinite,
     loss_is_finite,
@@ -85,7 +84,7 @@ class UpdateStage(StageSettings):
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             wrong = self._nonfinite(state, optimizer, fresh, found_inf)
             noted: dict[str, Any] = {}
-            if type(wrong) is not bool and not wrong.is_cpu:
+            if not wrong.is_cpu:
                 noted = self._noted_on_device(state, found_inf, wrong, before)
             elif wrong:
                 raise self._nonfinite_error(state, before, overwritten=in_place)
@@ -167,17 +166,14 @@ class UpdateStage(StageSettings):
         restored = {} if before is None or self.nonfinite != "skip" else _restored(state, before)
         return {"loss_scale": scale, "skipped": cast("Tensor", state.skipped) + 1, **restored}
 
-    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], result: Tensor | None) -> Any:
-        """Whether the loss or one of the new parameters isn't finite: a tensor of shape (1,), or a bool.
+    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], result: Tensor | None) -> Tensor:
+        """1 where the loss or one of the new parameters isn't finite, else 0; float32, shape (1,).
 
         ``result``, if given, says so of the loss and the gradients already, on a device that isn't waited for.
         """
         loss, engine = total_loss(raw_loss(state)), self.engine
         if result is not None:
             return engine.any_rank(find_nonfinite(torch.zeros_like(result), engine.local_shards(fresh)))
-        is_on_cpu = loss.is_cpu and (not fresh or fresh[0].is_cpu)
-        if is_on_cpu and engine.ranks == 1 and optimizer.spreads_nonfinite:
-            return are_nonfinite(fresh)  # the loss was looked at before the step
         if fresh and loss.is_cpu is not fresh[0].is_cpu:
             loss = loss.to(fresh[0].device)
         wrong = find_nonfinite(loss, engine.local_shards(fresh))

@@ -16,7 +16,6 @@ from torch import Tensor
 from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.model.leaves import are_marked
 from pure_loop.stages.ownership import Ownership, are_torchs, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 
@@ -42,21 +41,10 @@ class Workspace:
 
     def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The leaves for a forward: those of the forward before, while parameters and frozen names are the same."""
-        ownership = self.ownership
-        if ownership is None or engine.ranks > 1:
-            return engine.leaves(state, index=index, last=last)
-        leaves = ownership.leaves
-        if (
-            leaves is not None
-            and leaves.origin is raw_params(state)
-            and leaves.frozen == state.frozen
-            and leaves.holder is None  # else a graph still goes through them
-            and not (getattr(leaves, "lent", None) is not None and are_marked(leaves))
-        ):
-            return leaves
-        leaves = engine.leaves(state, index=index, last=last)
-        # Those of others would live on: of whole parameters, which were gathered for this forward.
-        ownership.leaves, ownership.instance = leaves if ownership.has_made_params(state) else None, None
+        leaves, ownership = engine.leaves(state, index=index, last=last), self.ownership
+        if ownership is not None and engine.ranks == 1:
+            # Those of others would live on: of whole parameters, which were gathered for this forward.
+            ownership.leaves, ownership.instance = leaves if ownership.has_made_params(state) else None, None
         return leaves
 
     def went_through(self, model: ModelDef, leaves: FrozenDict[str, Tensor], *, lent: bool) -> None:

@@ -35,7 +35,7 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("forward", nn.Sequential, "forward"),
     ("backward", engine, "gradient_of"),
     ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
-    ("the check for NaN", update, "are_nonfinite"),
+    ("the check for NaN", update, "find_nonfinite"),
     ("counting references", ownership.Ownership, "_has_mapping_alone"),
     ("leaves of autograd", workspace.Workspace, "leaves"),
     ("the consumer's variable", ownership, "rebinds_loop_variable"),

@@ -23,7 +23,7 @@ from pure_loop.model import model as model_file
 from pure_loop.model.instance import Instance
 from pure_loop.random import seeds
 from pure_loop.random.seeds import pop_cpu_seed
-from pure_loop.stages import ownership, workspace
+from pure_loop.stages import ownership
 from pure_loop.stages.workspace import Workspace
 from tests.support.streams import assert_same, assert_same_stream, frozen_copy
 from tests.support.tiers import examples
@@ -311,7 +311,7 @@ def test_nothing_that_a_forward_leaves_on_its_parameters_is_there_in_the_next(wh
     ("owner", "name", "wrong"),
     [
         (ownership, "rebinds_loop_variable", lambda *_: True),
-        (workspace, "are_marked", lambda *_, **__: False),
+        (model_file, "are_marked", lambda *_, **__: False),
         (model_file, "is_users", lambda code: False),
         (Instance, "read_buffers", lambda self, before, *, copy: read_buffers(self, before, copy=False)),
         (seeds, "pop_cpu_seed", lambda _: pop_cpu_seed(torch.get_rng_state())),
