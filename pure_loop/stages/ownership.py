@@ -315,7 +315,7 @@ class Ownership:
         """Whether nothing else has the parameters that are trained, or their leaves."""
         params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
         shared = leaves is not None or self.shares_storage(params)
-        if not Tensors(map(params.get, names)).have_uses(expected.shared if shared else expected.alone):
+        if not Tensors(params[name] for name in names).have_uses(expected.shared if shared else expected.alone):
             return False
         if leaves is None:
             return True
