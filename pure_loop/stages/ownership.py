@@ -40,7 +40,7 @@ from pure_loop.state import State, raw_opt_state, raw_params
 
 __all__ = [
     *("LARGE", "Ownership", "Request", "are_torchs", "are_unaliased", "can_count", "consumer_doubt", "count_in"),
-    *("counting_doubt", "is_watched", "look_through", "overwritten_by", "rebinds_loop_variable"),
+    *("counting_doubt", "has_tensors", "is_watched", "look_through", "overwritten_by", "rebinds_loop_variable"),
     *("storages_are_unshared", "was_sent"),
 ]
 
@@ -509,16 +509,17 @@ def _expected_uses() -> _Expected:
 def _is_private(memory: Any) -> bool:
     """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
     # Mappings of numbers alone are written to by nothing, and several States may have them.
-    inner = [value for value in memory.values() if type(value) is FrozenDict and _has_tensors(value)]
+    inner = [value for value in memory.values() if type(value) is FrozenDict and has_tensors(value)]
     if set(map(count, inner)) - {_expected_uses().nested} or any(map(getweakrefcount, inner)):
         return False
-    if any(not isinstance(value, Tensor | FrozenDict) and _has_tensors(value) for value in memory.values()):
+    if any(not isinstance(value, Tensor | FrozenDict) and has_tensors(value) for value in memory.values()):
         return False
     tensors = Tensors(value for value in memory.values() if isinstance(value, Tensor))
     return tensors.have_uses(_expected_uses().alone) and all(map(_is_private, inner))
 
 
-def _has_tensors(tree: Any) -> bool:
+def has_tensors(tree: Any) -> bool:
+    """Whether a leaf of a tree is a tensor."""
     return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(tree, namespace=NAMESPACE))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.stages.ownership import Ownership, are_torchs, overwritten_by
+from pure_loop.stages.ownership import Ownership, are_torchs, has_tensors, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 
 if TYPE_CHECKING:
@@ -123,12 +123,10 @@ class Workspace:
 
 def _overwritten(value: Any, field: str, batch: int) -> Any:
     """Another mapping with the same tensors; to read this one, or one in it, is an error, through any reference."""
-    if type(value) is not FrozenDict:
+    if type(value) is not FrozenDict or not has_tensors(value):
         return value  # numbers, which other States may share
     other = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
-    dict.clear(value)
-    value.__class__ = Overwritten
-    value.lent = field, overwritten_by(field, batch)
+    Overwritten.fill(value, field, overwritten_by(field, batch))
     return other
 
 

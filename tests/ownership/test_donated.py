@@ -266,3 +266,54 @@ def _itself() -> Any:
     from tests.ownership.ways import Way
 
     return Way(lambda given, which: given, of_tree)
+
+
+def _fit(start: Any, duration: str, **settings: Any) -> Any:
+    optimizer = pl.optim.adamw(lr=0.1)
+    loss = functional.cross_entropy
+    return pl.fit(start, DATA, loss=loss, optimizer=optimizer, max_duration=duration, **settings)
+
+
+def test_donate_true_takes_nothing_of_the_state_that_training_starts_from() -> None:
+    """Nor of a stream that copies, and began with that State, too: numbers on the host are in both."""
+    start = pl.run(_fit(nn.Linear(4, 3), "2ba"))
+    other = _fit(start, "6ba", donate=False)
+    for event, _ in other:
+        if event is Event.BATCH_END:
+            break
+    kept = [state for event, state in _fit(start, "6ba", donate=True) if event is Event.BATCH_END]
+    with pytest.raises(pl.errors.DonatedStateError):
+        _ = kept[0].params["weight"]
+    assert start.opt_state["skipped"] == {"weight": 0, "bias": 0}
+    assert pl.run(other).timestamp.batch == 6
+    assert pl.run(_fit(start, "6ba")).timestamp.batch == 6
+
+
+def _uses(mapping: Any, name: str = "") -> dict[str, Callable[[], Any]]:
+    """What was kept of a mapping, and a later use of it, or of what it has by this name."""
+    values, items, get, copy = mapping.values(), mapping.items(), mapping.get, mapping.copy
+    iterator = iter(items)
+    return {
+        "values()": lambda: [value + 1 for value in values],
+        "items()": lambda: [value + 1 for _, value in items],
+        "an iterator": lambda: [value + 1 for _, value in iterator],
+        "get": lambda: get(name) + 1,
+        "copy": lambda: copy()[name] + 1,
+        "dict.get": lambda: dict.get(mapping, name) + 1,
+        "dict.values": lambda: [value + 1 for value in dict.values(mapping)],
+        "optree": lambda: of_tree(mapping),
+        "torch's pytree": lambda: torch.utils._pytree.tree_leaves(mapping),
+        "the mapping": lambda: mapping[name],
+    }
+
+
+@pytest.mark.parametrize(("field", "name"), [("params", "weight"), ("opt_state", "exp_avg")])
+@pytest.mark.parametrize("use", _uses(pl.FrozenDict()))
+def test_what_is_kept_of_a_mapping_says_that_it_was_overwritten(field: str, name: str, use: str) -> None:
+    uses = []
+    for event, state in _fit(nn.Linear(4, 3), "4ba", donate=True):
+        if event is Event.BATCH_END and state.timestamp.batch < 4:
+            uses.append(_uses(getattr(state, field), name)[use])
+    for later in uses:
+        with pytest.raises(pl.errors.DonatedStateError, match="overwritten by the step of batch"):
+            later()
