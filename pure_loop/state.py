@@ -43,6 +43,7 @@ from pure_loop.time import Timestamp
 __all__ = ["Loss", "MetricValue", "State", "StateFields"]
 
 S = TypeVar("S", bound="State")
+T = TypeVar("T")
 
 Loss: TypeAlias = Tensor | dict[str, Tensor]
 """A loss: a tensor of shape (), or a dict of such with the key ``total``, which is the one that is differentiated."""
@@ -245,7 +246,7 @@ class State(Record):
         return cast("FrozenDict[str, Tensor | None] | None", grads)
 
     def __dir__(self) -> list[str]:
-        return [name for name in object.__dir__(self) if name not in _ELSEWHERE or name in _names(type(self))]
+        return [name for name in object.__dir__(self) if name not in _ELSEWHERE or name in _names[type(self)]]
 
     @classmethod
     def create(
@@ -328,7 +329,7 @@ class State(Record):
                     values["_grads" if name == "grads" else name] = _as_mapping(name, value)
                 elif name == "frozen":
                     values[name] = _names_of(value)
-                elif name in _names(self.__class__):
+                elif name in _names[self.__class__]:
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
@@ -438,7 +439,7 @@ class State(Record):
     if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 
         def __getitem__(self, key: Any) -> NoReturn:
-            if key in _names(type(self)):
+            if key in _names[type(self)]:
                 what = f"state.{key}"
             elif key in self.metrics:
                 what = f"state.metrics[{key!r}]"
@@ -462,7 +463,7 @@ class State(Record):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By names, so that fields of subclasses are never lost, nor tied to the order of others.
-        fields = {public: getattr(self, attribute) for attribute, public in _fields(type(self))}
+        fields = {public: getattr(self, attribute) for attribute, public in _fields[type(self)]}
         return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
 
     def __repr__(self) -> str:
@@ -483,7 +484,7 @@ class State(Record):
     def _repr_html_(self) -> str:
         """A table of the fields for notebooks; waits for no device."""
         rows = []
-        for attribute, public in _fields(type(self)):
+        for attribute, public in _fields[type(self)]:
             value = _raw.get(attribute, attrgetter(attribute))(self)
             overwritten = isinstance(value, Overwritten | OverwrittenValue)
             if not overwritten and (value is NOT_READY or value is None or (type(value) is FrozenDict and not value)):
@@ -671,21 +672,22 @@ POSITIONS = frozenset(
 )
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
-_NAMES: dict[type, frozenset[str]] = {}
-_FIELDS: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
-class _OfClass(dict[type, Callable[..., Any]]):
-    """A function for each class of States, written when it is first asked for."""
+class _OfClass(dict[type, T]):
+    """What is made for each class of States, when it is first asked for."""
 
-    def __init__(self, write: Callable[[type], Callable[..., Any]]) -> None:
-        self._write = write
+    def __init__(self, make: Callable[[type], T]) -> None:
+        self._make = make
 
-    def __missing__(self, cls: type) -> Callable[..., Any]:
-        self[cls] = self._write(cls)
+    def __missing__(self, cls: type) -> T:
+        self[cls] = self._make(cls)
         return self[cls]
 
 
+# (attribute, public name) of each field; and the public names alone.
+_fields = _OfClass(lambda cls: tuple((field.name, field.alias or field.name) for field in attrs.fields(cls)))
+_names = _OfClass(lambda cls: frozenset(public for _, public in _fields[cls]))
 _outside = _OfClass(lambda cls: copier(cls, without=_OF_A_BATCH))
 # By class: ``(state, event, position) -> State`` of an event: a copy, to which nothing refers but the caller.
 at_event = _OfClass(lambda cls: copier(cls, "event", "position"))
@@ -728,26 +730,10 @@ def outside_batch(state: S) -> S:
     return _outside[type(state)](state)  # type: ignore[no-any-return]
 
 
-def _fields(cls: type) -> tuple[tuple[str, str], ...]:
-    """(attribute, public name) of each field."""
-    result = _FIELDS.get(cls)
-    if result is None:
-        result = _FIELDS[cls] = tuple((field.name, field.alias or field.name) for field in attrs.fields(cls))
-    return result
-
-
-def _names(cls: type) -> frozenset[str]:
-    """The public names of its fields."""
-    result = _NAMES.get(cls)
-    if result is None:
-        result = _NAMES[cls] = frozenset(public for _, public in _fields(cls))
-    return result
-
-
 def _no_field(cls: type, name: str) -> str:
-    names = ", ".join(public for _, public in _fields(cls))
+    names = ", ".join(public for _, public in _fields[cls])
     return (
-        f"{cls.__name__} has no field {name!r}{hint(name, _names(cls), _COUNTED)}; it has {names}. An algorithm's own "
+        f"{cls.__name__} has no field {name!r}{hint(name, _names[cls], _COUNTED)}; it has {names}. An algorithm's own "
         "memory goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
     )
 
@@ -758,7 +744,7 @@ _STATIC = ("model", "frozen")
 
 def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
     names, children = [], []
-    for attribute, public in _fields(type(state)):
+    for attribute, public in _fields[type(state)]:
         if public not in _STATIC:
             child = getattr(state, attribute)
             if isinstance(child, Overwritten | OverwrittenValue):
@@ -773,7 +759,7 @@ def _register(cls: type) -> None:
         state: Any = object.__new__(cls)
         for attribute, value in zip(_STATIC, static, strict=True):
             object.__setattr__(state, attribute, value)
-        attributes = (attribute for attribute, public in _fields(cls) if public not in _STATIC)
+        attributes = (attribute for attribute, public in _fields[cls] if public not in _STATIC)
         for attribute, child in zip(attributes, children, strict=True):
             object.__setattr__(state, attribute, child)
         return state
@@ -784,7 +770,7 @@ def _register(cls: type) -> None:
 _register(State)
 
 _COUNTED = tuple(field.name for field in attrs.fields(Timestamp))
-_ELSEWHERE = places((*_names(State), *vars(State)), _COUNTED)
+_ELSEWHERE = places((*_names[State], *vars(State)), _COUNTED)
 for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
 

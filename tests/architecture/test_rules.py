@@ -99,8 +99,6 @@ _STREAMS = "how this process and the other ranks have met"
 MUTABLE = {
     ("stages/nonfinite.py", "_ones"): _CACHE,
     ("random/numpy_state.py", "_spare"): "a cache: bit generators that are lent",
-    ("state.py", "_NAMES"): "a cache: the names of the fields of a class",
-    ("state.py", "_FIELDS"): "a cache: the fields of a class",
     ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
     ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
