@@ -214,10 +214,8 @@ class State(Record):
     grad_norm: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
-        for field, names in _names_by_field(self.model):
-            mapping = _raw.get(field, attrgetter(field))(self)
-            if type(mapping) is FrozenDict:
-                object.__setattr__(self, field, sorted_by(names, mapping))
+        for field, mapping in _reordered(self).items():
+            object.__setattr__(self, field, mapping)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -337,7 +335,7 @@ class State(Record):
             if "model" in changes and state.model is not self.model:
                 state = _following(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
-                state = _in_order(state, changes)
+                state = _in_order(state)
             return state  # type: ignore[no-any-return]
 
     __replace__ = replace
@@ -609,22 +607,22 @@ def _as_mapping(name: str, value: Any) -> Any:
 _KNOWN_BY_NAME = frozenset({"params", "buffers", "grads"})
 
 
-def _names_by_field(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The fields that are known by names, by the names of attributes, and the names of each in the model's order."""
+def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
+    """Of parameters, buffers and gradients those that are in another order than the model's names, in that order."""
+    model, result = state.model, {}
     if not isinstance(model, ModelDef):
-        return ()  # which is refused where it is trained
-    return ("params", model.parameter_names), ("buffers", model.buffer_names), ("_grads", model.trainable)
-
-
-def _in_order(state: Any, fields: Iterable[str] = _KNOWN_BY_NAME) -> Any:
-    """The State with parameters, buffers and gradients in the order of the model's names."""
-    values = {}
-    for field, names in _names_by_field(state.model):
+        return {}  # which is refused where it is trained
+    of_model = ("params", model.parameter_names), ("buffers", model.buffer_names), ("_grads", model.trainable)
+    for field, names in of_model:
         mapping = _raw.get(field, attrgetter(field))(state)
-        if field.removeprefix("_") in fields and type(mapping) is FrozenDict:
-            ordered = sorted_by(names, mapping)
-            if ordered is not mapping:
-                values[field] = ordered
+        if type(mapping) is FrozenDict and (ordered := sorted_by(names, mapping)) is not mapping:
+            result[field] = ordered
+    return result
+
+
+def _in_order(state: Any) -> Any:
+    """The State with parameters, buffers and gradients in the order of the model's names."""
+    values = _reordered(state)
     return changed(state, values) if values else state
 
 
