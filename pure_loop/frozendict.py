@@ -92,8 +92,7 @@ class FrozenDict(dict[K, V]):
     def copy(self) -> FrozenDict[K, V]:
         return self
 
-    def __copy__(self) -> FrozenDict[K, V]:
-        return self
+    __copy__ = copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)

@@ -120,10 +120,8 @@ def _names_of(value: Iterable[str]) -> frozenset[str]:
     return frozenset(value)
 
 
-def _frozen_or_none(value: Any) -> Any:
-    if type(value) is FrozenDict or value is None:
-        return value
-    return FrozenDict(value) if isinstance(value, Mapping) else value
+def _frozen_if_mapping(value: Any) -> Any:
+    return _frozen(value) if isinstance(value, Mapping) else value
 
 
 # slots=True makes attrs build the class twice; a subclass registers itself each time, which is harmless.
@@ -210,7 +208,7 @@ class State(Record):
     microbatch: Any = None
     outputs: Any = None
     loss: Loss | None = None
-    _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_or_none)
+    _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_if_mapping)
     grad_norm: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -592,12 +590,8 @@ _teach(State)
 
 
 def _as_mapping(name: str, value: Any) -> Any:
-    if type(value) is FrozenDict:
-        return value
-    if isinstance(value, Mapping):
-        return FrozenDict(value)
-    if value is None and name == "grads":
-        return value
+    if isinstance(value, Mapping) or (value is None and name == "grads"):
+        return _frozen_if_mapping(value)
     raise ArgumentTypeError(
         f"{name} is a mapping of names, and state.replace was given {type(value).__name__}: "
         f"state.replace({name}={{**state.{name}, name: value}})."
