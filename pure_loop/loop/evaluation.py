@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
 
     ``labels`` are those of all evaluators of the call, in order.
     """
-    label, engine = evaluator.label, stages.engine
+    label, engine, gradients = evaluator.label, stages.engine, evaluator.gradients
     if evaluator.task is not None:
         stages = stages.with_task(evaluator.task)
     branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
@@ -87,14 +88,13 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
                 piece = pieces[min(index, len(pieces) - 1)]
                 stages.place.microbatch = index
                 branch = yield Event.EVAL_BEFORE_FORWARD, branch.replace(microbatch=piece, outputs=None, event=None)
-                options = {"gradients": True} if evaluator.gradients else {}
-                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, **options)
+                branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, gradients=gradients)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
                     metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
                 if not (engine.padding or index >= len(pieces)):
-                    accumulated = _measure(accumulated, metrics, branch, stages, options)
-                if options:
+                    accumulated = _measure(accumulated, metrics, branch, stages, gradients)
+                if gradients:
                     branch = branch.replace(outputs=detached(branch.outputs))
             stages.place.microbatch = 0
             branch = yield Event.EVAL_BATCH_END, branch
@@ -111,34 +111,28 @@ def _values(
     metrics: Sequence[Metric], accumulated: dict[str, Any], state: State, stages: Stages
 ) -> FrozenDict[str, Any]:
     """What the metrics come to; an error of one of them names it."""
-    label, guard = state.evaluator, _guard_of_metrics(state, stages)
-    values: dict[str, Any] = {}
+    label, values = state.evaluator, dict[str, Any]()
     for metric in metrics:
         about = noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}")  # noqa: B023
-        with about, guard(metric):
+        with about, _guard(state, stages, metric):
             values[metric.name] = metric.compute(accumulated[metric.name])
     return FrozenDict(values)
 
 
 def _measure(
-    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages, options: dict[str, bool]
+    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages, gradients: bool
 ) -> dict[str, Any]:
-    """The accumulators after one microbatch."""
+    """The accumulators after one microbatch; ``gradients``: its outputs may have a graph."""
     measured = None
     if any(metric.of_loss for metric in metrics):
-        measured = weighed_loss(stages.validation_loss(branch, **options), stages.task, branch.microbatch)
-    outputs = detached(branch.outputs) if options else branch.outputs
-    guard = _guard_of_metrics(branch, stages)
-    return updated(metrics, accumulated, outputs, measured, branch.microbatch, guard=guard)
+        measured = weighed_loss(stages.validation_loss(branch, gradients=gradients), stages.task, branch.microbatch)
+    outputs = detached(branch.outputs) if gradients else branch.outputs
+    return updated(metrics, accumulated, outputs, measured, branch.microbatch, guard=partial(_guard, branch, stages))
 
 
-def _guard_of_metrics(state: State, stages: Stages) -> Callable[[Metric], AbstractContextManager[None]]:
+def _guard(state: State, stages: Stages, metric: Metric) -> AbstractContextManager[None]:
     """What a metric is called in: a user's may draw from global generators."""
-
-    def guard(metric: Metric) -> AbstractContextManager[None]:
-        return stages.guard(state, ("metric", metric.name)) if is_users(metric) else nullcontext()
-
-    return guard
+    return stages.guard(state, ("metric", metric.name)) if is_users(metric) else nullcontext()
 
 
 def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
@@ -161,8 +155,7 @@ def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) ->
         size = evaluator.microbatch_size
         piece = state.batch if size is None else stages.microbatches(state.batch, size)[0]
         state = yield Event.EVAL_BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, event=None)
-        options = {"gradients": True} if evaluator.gradients else {}
-        state = stages.validate(state, label=f"eval/{label}", batch=0, **options)
+        state = stages.validate(state, label=f"eval/{label}", batch=0, gradients=evaluator.gradients)
         state = yield Event.EVAL_AFTER_FORWARD, state
         outputs = detached(state.outputs)
         for metric in evaluator.metrics or ():
@@ -170,9 +163,9 @@ def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) ->
                 continue
             bits = _bits((outputs, state.microbatch))
             try:
-                with _guard_of_metrics(state, stages)(metric):
+                with _guard(state, stages, metric):
                     numbers = _numbers(metric.update(metric.init(), outputs, state.microbatch))
-                with _guard_of_metrics(state, stages)(metric):
+                with _guard(state, stages, metric):
                     again = _numbers(metric.update(metric.init(), outputs, state.microbatch))
             except Exception as error:
                 kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
@@ -256,11 +249,9 @@ def predict(
             stages.place.batch = number
             state = yield Event.PREDICT_BATCH_START, state
             state = yield Event.PREDICT_BEFORE_FORWARD, state.replace(microbatch=state.batch, event=None)
+            state = stages.validate(state, label="predict", batch=number, gradients=gradients)
             if gradients:
-                state = stages.validate(state, label="predict", batch=number, gradients=True)
                 state = state.replace(outputs=detached(state.outputs))
-            else:
-                state = stages.validate(state, label="predict", batch=number)
             if stages.engine.padding:
                 state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
             state = yield Event.PREDICT_AFTER_FORWARD, state
