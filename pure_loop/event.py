@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from pure_loop.errors import ArgumentError, EventNameError, MissingNameError
 
-__all__ = ["Event", "EventName", "as_event", "nearest_event"]
+__all__ = ["Event", "EventName", "as_event", "events_between", "nearest_event"]
 
 # tests/typing compares it with the members of Event.
 EventName: TypeAlias = Literal[
@@ -204,6 +204,16 @@ you mean 'batch_end' (Event.BATCH_END)?
 
 
 _BY_VALUE: dict[str, Event] = {event.value: event for event in Event}
+
+
+def events_between(first: Event, last: Event) -> frozenset[Event]:
+    """These two events, and those that are declared between them: of one batch it is the order in which they come.
+
+    >>> sorted(events_between(Event.BEFORE_FORWARD, Event.BEFORE_LOSS))
+    [Event.AFTER_FORWARD, Event.BEFORE_FORWARD, Event.BEFORE_LOSS]
+    """
+    events = list(Event)
+    return frozenset(events[events.index(first) : events.index(last) + 1])
 
 
 def nearest_event(name: object, cutoff: float = 0.6) -> Event | None:

@@ -10,7 +10,7 @@ import torch
 from pure_loop._internal.dtensor import have_same_sharding, is_sharded, shard_like
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError
-from pure_loop.event import Event
+from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.leaves import are_leaves
 from pure_loop.model.model import ModelDef
@@ -119,12 +119,7 @@ _STOPPING = frozenset(
     }
 )
 # From BATCH_START, where the rate of the batch is recorded, to its end.
-_RATE_IS_FIXED = frozenset(
-    {
-        *(Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-    }
-)
+_RATE_IS_FIXED = events_between(Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
 
 def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:

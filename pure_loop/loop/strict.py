@@ -21,7 +21,7 @@ import optree
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.errors import ImpurityError
-from pure_loop.event import Event
+from pure_loop.event import Event, events_between
 from pure_loop.state import State, raw_params, with_fields
 
 if TYPE_CHECKING:
@@ -43,14 +43,7 @@ _COMPUTED_AFTER: dict[Event | None, str] = {
 
 
 # Events of which a batch has one or more, besides those of its evaluations.
-_OF_A_BATCH = frozenset(
-    {
-        *(Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH),
-        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-        Event.BATCH_CHECKPOINT,
-    }
-)
+_OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.BATCH_CHECKPOINT)
 _COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # whose timestamp counts their batch
 # Computations with code of the user's, and the event after them. They write to no memory of a State; an update may.
 _OF_USERS = {
