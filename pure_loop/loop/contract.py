@@ -166,7 +166,7 @@ def _refuse_loss(new: State, old: State, name: str, event: Event) -> None:
 
 
 def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:
-    """Refuse other names, shapes, dtypes or devices; bring the names back into their order."""
+    """Refuse other names, shapes, dtypes or devices. What remains comes in the model's order, as in every State."""
     if new.keys() != old.keys():
         missing, unknown = sorted(old.keys() - new.keys())[:3], sorted(new.keys() - old.keys())[:3]
         raise AlgorithmStructureError(
@@ -195,16 +195,12 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
                 "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
             )
         in_parts = in_parts or is_sharded(before)
+    kept = new
     if in_parts:
-        new = FrozenDict((key, each if each is None else shard_like(each, old[key])) for key, each in new.items())
-        state = state.replace(**cast("StateFields", {field: new}))
-    if any(a != b for a, b in zip(new, old, strict=True)):
-        new = FrozenDict((key, new[key]) for key in old)
-        state = state.replace(**cast("StateFields", {field: new}))
-    if any(t is not None and t.requires_grad for t in new.values()):
-        detached = FrozenDict((key, t if t is None else t.detach()) for key, t in new.items())
-        state = state.replace(**cast("StateFields", {field: detached}))
-    return state
+        kept = FrozenDict((key, each if each is None else shard_like(each, old[key])) for key, each in kept.items())
+    if any(t is not None and t.requires_grad for t in kept.values()):
+        kept = FrozenDict((key, t if t is None else t.detach()) for key, t in kept.items())
+    return state if kept is new else state.replace(**cast("StateFields", {field: kept}))
 
 
 def _same_structure(state: State, new: Any, old: Any, name: str, event: Event) -> State:
