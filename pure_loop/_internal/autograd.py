@@ -99,23 +99,20 @@ def add_gradient(
     >>> add_gradient(x * x, [x, y], total), total
     ((tensor(7.), None), [tensor(7.), tensor(2.)])
     """
+
+    def added(tensor: Tensor, gradient: Tensor) -> Tensor:
+        return tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
+
     task_of = graph_task
     if task_of is None:
-        gradients = gradient_of(loss, inputs, seed)
-        return tuple(
-            None if gradient is None else tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
-            for tensor, gradient in zip(total, gradients, strict=True)
-        )
+        gradients = zip(total, gradient_of(loss, inputs, seed), strict=True)
+        return tuple(None if gradient is None else added(tensor, gradient) for tensor, gradient in gradients)
     tasks: list[int] = []
 
     def adding(tensor: Tensor) -> Any:
         # What a hook returns replaces the gradient, which is freed then. A gradient that is taken by the same leaf
         # inside of this backward belongs to another task, and stays as it is.
-        return lambda gradient: (
-            tensor.add_(gradient if counts is None else zero_unless(counts, gradient))
-            if task_of() == tasks[0]
-            else None
-        )
+        return lambda gradient: added(tensor, gradient) if task_of() == tasks[0] else None
 
     hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(task_of()))]  # type: ignore[no-untyped-call]
     try:

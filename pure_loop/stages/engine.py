@@ -9,7 +9,6 @@ counts), :class:`Compute` (gradient and update) and :class:`Agreement` (what ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -175,7 +174,7 @@ class Compute:
             result = add_gradient(loss, inputs, before, seed, counts)
             if all(gradient is None for gradient in result):
                 return result
-            return tuple(map(_first, result, before))
+            return tuple(old if new is None else new for new, old in zip(result, before, strict=True))
         result = gradient_of(loss, inputs, seed)
         if counts is not None:
             result = tuple([None if item is None else zero_unless(counts, item) for item in result])
@@ -306,27 +305,17 @@ class Engine(Data, Compute, Agreement):
 
 ONE_RANK = Engine()
 
-_is_sparse = attrgetter("is_sparse")
 
-
-def _any_sparse(gradients: Iterable[Any]) -> bool:
-    """Whether one of them is sparse: its numbers are in two tensors of other sizes."""
-    return any(map(_is_sparse, gradients))
-
-
-def _first(one: Any, other: Any) -> Any:
-    return other if one is None else one
-
-
-def _added(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two gradients: torch adds a sparse one to a dense one, and not the other way round."""
+def _added(one: Any, other: Any) -> Any:
+    """The sum of two gradients, each of which may be None or sparse."""
+    if one is None or other is None:
+        return other if one is None else one
+    # Torch adds a sparse one to a dense one, and not the other way round.
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def _sum(before: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(a is None or b is None for a, b in zip(before, result, strict=True)):
-        return tuple(b if a is None else a if b is None else _added(a, b) for a, b in zip(before, result, strict=True))
-    if _any_sparse(before) or _any_sparse(result):
+    if any(gradient is None or gradient.is_sparse for gradient in (*before, *result)):
         return tuple(map(_added, before, result))
     # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
     if sum(gradient.numel() for gradient in result) >= LARGE and are_unaliased(result):
