@@ -81,12 +81,9 @@ def _bits_differ(a: Tensor, b: Tensor) -> bool | Tensor:
         return True
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.numel():
         return False  # one memory
-    mine, others = _bits(a), _bits(b)
-    if mine.is_cpu:
-        return not (torch.equal(mine, others) or (_may_be_nan(a) and bool(_equal_numbers(a, b, mine, others).all())))
-    if not _may_be_nan(a):
-        return (mine != others).any()
-    return (~_equal_numbers(a, b, mine, others)).any()
+    if not a.is_cpu:
+        return _differing_numbers(a, b).any()
+    return not torch.equal(_bits(a), _bits(b)) and bool(_differing_numbers(a, b).any())
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -95,16 +92,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
 
 
-def _may_be_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _equal_numbers(a: Tensor, b: Tensor, mine: Tensor, others: Tensor) -> Tensor:
+def _differing_numbers(a: Tensor, b: Tensor) -> Tensor:
+    """Where the bits of two tensors differ, and not both are NaN."""
+    differing = _bits(a) != _bits(b)
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if not a.is_floating_point():
+        return differing
     if a.element_size() == 1:  # floats of 8 bits have no operations of their own
         a, b = a.float(), b.float()
-    return (mine == others) | (a.isnan() & b.isnan())
+    return differing & ~(a.isnan() & b.isnan())
 
 
 def count_of_differences(a: Any, b: Any) -> str:
@@ -120,8 +117,7 @@ def count_of_differences(a: Any, b: Any) -> str:
         return f"{_kind(a)} and {_kind(b)}"
     if not (_has_bits(a) and _has_bits(b)):
         return f"two tensors of {_kind(a)}"
-    mine, others = _bits(a), _bits(b)
-    wrong = ~_equal_numbers(a, b, mine, others) if _may_be_nan(a) else mine != others
+    wrong = _differing_numbers(a, b)
     if a.is_complex():
         wrong = wrong.any(-1)
     place = wrong.nonzero()[0].tolist()
