@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import attrs
@@ -13,7 +13,7 @@ from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import TorchGroup, no_class
+from pure_loop.optim._in_torch import no_class
 from pure_loop.optim.kernels import check_state, gradients_of
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
@@ -62,19 +62,13 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
             f"master_weights needs an optimizer, got {optimizer!r:.80}; write master_weights(pl.optim.adamw(lr=1e-3))"
         )
     rule = _MasterWeights(optimizer)
-    return Optimizer(
+    return attrs.evolve(
+        optimizer,
         name=f"master_weights({optimizer.name})",
         init=rule.init,
         update=rule.update,
         overwrite=None if optimizer.overwrite is None else rule.overwrite,
-        takes_found_inf=optimizer.takes_found_inf,
-        lr=optimizer.lr,
-        options=optimizer.options,
-        spreads_nonfinite=optimizer.spreads_nonfinite,
-        takes_lr_scale=optimizer.takes_lr_scale,
-        elementwise=optimizer.elementwise,
-        parts=optimizer.parts,
-        draws=optimizer.draws,
+        fits=None,
         check=rule.check,
         seeing=None if optimizer.seeing is None else rule.seeing,
         in_torch=None if getattr(optimizer.in_torch, "evaluated", None) is None else _Modes(rule),
@@ -165,17 +159,10 @@ class _Modes:
 
     rule: _MasterWeights
 
-    def cls(self) -> NoReturn:
+    def cls(self, *_: Any, **__: Any) -> NoReturn:
         raise no_class(f"master_weights({self.rule.optimizer.name})")
 
-    def names(self, params: Params) -> NoReturn:
-        self.cls()
-
-    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> NoReturn:
-        self.cls()
-
-    def read(self, groups: Sequence[TorchGroup], params: Params) -> NoReturn:
-        self.cls()
+    names = write = read = cls
 
     def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
         """As :func:`pure_loop.optim.evaluation_params` has them, rounded; None: the optimizer has no modes."""
