@@ -77,17 +77,20 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         takes_lr_scale=all(part.takes_lr_scale for part in rule.parts.values()),
         elementwise=all(part.elementwise for part in rule.parts.values()),
         spreads_nonfinite=all(part.spreads_nonfinite for part in rule.parts.values()),
-        in_torch=PartitionInTorch(rule),
+        in_torch=rule,
     )
 
 
 @attrs.frozen
 class _Partition:
+    """The functions of :func:`partition`; its state as that of a class of torch has a group for each part, in order."""
+
     parts: FrozenDict[str, Optimizer]
     label: Callable[[str, Tensor], str]
 
-    def groups(self, params: Params) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {key: [] for key in self.parts}
+    def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
+        """Each part, and its parameters, by label."""
+        groups: dict[str, dict[str, Tensor]] = {key: {} for key in self.parts}
         for name, param in params.items():
             key = self.label(name, param)
             if key not in groups:
@@ -95,8 +98,8 @@ class _Partition:
                     f"partition: the label of parameter {name!r} (shape {tuple(param.shape)}) is {key!r}, and the "
                     f"optimizers are {list(self.parts)}; give it one of these, or add an optimizer for {key!r}"
                 )
-            groups[key].append(name)
-        return groups
+            groups[key][name] = param
+        return {key: (self.parts[key], FrozenDict(group)) for key, group in groups.items()}
 
     def seeing(self, view: Callable[[str, Tensor], Tensor]) -> Optimizer:
         label = self.label
@@ -104,9 +107,7 @@ class _Partition:
         return partition(parts, lambda name, tensor: label(name, view(name, tensor.detach())))
 
     def init(self, params: Params) -> OptState:
-        return FrozenDict(
-            {key: self.parts[key].init(_pick(params, names)) for key, names in self.groups(params).items()}
-        )
+        return FrozenDict((key, part.init(group)) for key, (part, group) in self.split(params).items())
 
     def check(self, opt_state: Any, params: Params) -> None:
         """
@@ -118,8 +119,8 @@ class _Partition:
                 f"opt_state was made by another optimizer than partition: it holds {keys_of(opt_state)}, and partition "
                 f"needs {keys_of(self.parts)}. Resume with the optimizer that made it, or {AFRESH}"
             )
-        for key, names in self.groups(params).items():
-            refuse_other_memory(self.parts[key], opt_state[key], _pick(params, names))
+        for key, (part, group) in self.split(params).items():
+            refuse_other_memory(part, opt_state[key], group)
 
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
@@ -148,19 +149,12 @@ class _Partition:
         check_state("partition", opt_state, self.parts)
         by_name = dict(zip(params, gradients_of(grads, list(params)), strict=True))
         return {
-            key: (_pick(by_name, names), opt_state[key], _pick(params, names))
-            for key, names in self.groups(params).items()
+            key: (FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
+            for key, (_, group) in self.split(params).items()
         }
 
-
-@attrs.frozen
-class PartitionInTorch:
-    """The state of :func:`partition` as that of one class: a group for each part, in their order."""
-
-    rule: _Partition
-
     def cls(self) -> type[torch.optim.Optimizer]:
-        classes = {key: part_in_torch(part).cls() for key, part in self.rule.parts.items()}
+        classes = {key: part_in_torch(part).cls() for key, part in self.parts.items()}
         if len(set(classes.values())) > 1:
             shown = ", ".join(f"{key!r} is torch.optim.{cls.__name__}" for key, cls in classes.items())
             first = next(iter(classes))
@@ -174,10 +168,6 @@ class PartitionInTorch:
     def names(self, params: Params) -> list[list[str]]:
         return [names for part, picked in self.split(params).values() for names in part_in_torch(part).names(picked)]
 
-    def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
-        """Each part, and its parameters."""
-        return {key: (self.rule.parts[key], _pick(params, names)) for key, names in self.rule.groups(params).items()}
-
     def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
         """The parameters in the mode for evaluation of those parts that have one; None: none has."""
         result: dict[str, Tensor] = {}
@@ -187,7 +177,7 @@ class PartitionInTorch:
         return FrozenDict({**params, **result}) if result else None
 
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
-        check_state("partition", opt_state, self.rule.parts)
+        check_state("partition", opt_state, self.parts)
         groups: list[TorchGroup] = []
         for key, (part, picked) in self.split(params).items():
             groups += part_in_torch(part).write(opt_state[key], picked, timestamp)
@@ -200,7 +190,3 @@ class PartitionInTorch:
             result[key] = part_in_torch(part).read(groups[begin:end], picked)
             begin = end
         return FrozenDict(result)
-
-
-def _pick(values: Mapping[str, Any], names: list[str]) -> FrozenDict[str, Any]:
-    return FrozenDict({name: values[name] for name in names})
