@@ -71,7 +71,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         fits=None,
         check=rule.check,
         seeing=None if optimizer.seeing is None else rule.seeing,
-        in_torch=None if getattr(optimizer.in_torch, "evaluated", None) is None else _Modes(rule),
+        in_torch=None if getattr(optimizer.in_torch, "evaluated", None) is None else rule,
     )
 
 
@@ -152,24 +152,18 @@ class _MasterWeights:
             )
         return half, master
 
-
-@attrs.frozen
-class _Modes:
-    """The parameters for evaluation of an optimizer that has them. No class of torch has the state with the copies."""
-
-    rule: _MasterWeights
-
     def cls(self, *_: Any, **__: Any) -> NoReturn:
-        raise no_class(f"master_weights({self.rule.optimizer.name})")
+        """No class of torch has the state with the copies, nor names for it."""
+        raise no_class(f"master_weights({self.optimizer.name})")
 
     names = write = read = cls
 
     def evaluated(self, opt_state: OptState, params: Params) -> Params | None:
         """As :func:`pure_loop.optim.evaluation_params` has them, rounded; None: the optimizer has no modes."""
-        rule: Any = self.rule.optimizer.in_torch
-        half, master = self.rule._read(opt_state, params)
+        modes: Any = self.optimizer.in_torch
+        half, master = self._read(opt_state, params)
         current = FrozenDict((name, _following(master[name], param)) for name, param in half.items())
-        result = rule.evaluated(opt_state["inner"], _merged(params, current))
+        result = modes.evaluated(opt_state["inner"], _merged(params, current))
         if result is None:
             return None
         return FrozenDict((name, value.to(params[name].dtype)) for name, value in result.items())
