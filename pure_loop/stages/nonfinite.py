@@ -38,9 +38,8 @@ _dtype = attrgetter("dtype")
 
 
 _CPU = torch.device("cpu")  # whatever the default device
-_one_on_cpu = torch.ones(1, dtype=torch.float32, device=_CPU)
-# Of other devices, made once: to make a tensor takes longer than many a kernel.
-_ones: dict[torch.device, Tensor] = {}
+# By device, made once: to make a tensor takes longer than many a kernel.
+_ones: dict[torch.device, Tensor] = {_CPU: torch.ones(1, dtype=torch.float32, device=_CPU)}
 
 
 def _one_on(device: torch.device) -> Tensor:
@@ -64,29 +63,27 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     """
     device, tensors = loss.device, list(fresh)
     if device.type == "cpu":
-        result = torch.zeros(1, dtype=torch.float32, device=_CPU)
-        _look(tensors, result)
-        return result if math.isfinite(loss.item()) else _one_on_cpu
+        return _looked_at(tensors, _CPU) if math.isfinite(loss.item()) else _one_on(_CPU)
     if not _SCALED.issuperset(map(_dtype, tensors)) or any(element.device != device for element in tensors):
         return _any_nonfinite(loss, tensors)
-    result = torch.zeros(1, dtype=torch.float32, device=device)
-    _look(tensors, result)
-    return torch.maximum(result, (~torch.isfinite(loss)).float().reshape(1))
+    return torch.maximum(_looked_at(tensors, device), (~torch.isfinite(loss)).float().reshape(1))
 
 
 # What that kernel takes on a GPU, in pairs of numbers where they are complex.
 _SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
-def _look(tensors: list[Tensor], result: Tensor) -> None:
-    one = _one_on_cpu if result.is_cpu else _one_on(result.device)
+def _looked_at(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """1 where one of these tensors is not finite, else 0; float32, shape (1,)."""
+    result, one = torch.zeros(1, dtype=torch.float32, device=device), _one_on(device)
     dtypes = set(map(_dtype, tensors))
     if len(dtypes) == 1 and not dtypes.pop().is_complex:
         find_nonfinite_kernel(tensors, result, one)
-        return
+        return result
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         find_nonfinite_kernel([real], result, one)
+    return result
 
 
 def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
