@@ -75,15 +75,7 @@ def adamw(
     >>> new["w"], params["w"], opt_state["step"]
     (tensor([0.9000, 1.1000]), tensor([1., 1.]), tensor(1.))
     """
-    options = {
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "independent_decay": independent_decay,
-    }
-    return _optimizer("adamw", lr, options)
+    return _optimizer("adamw", {**locals()})
 
 
 @checked
@@ -102,15 +94,15 @@ def adam(
     >>> adam(lr=3e-4, betas=(0.9, 0.95))
     adam(lr=0.0003, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False)
     """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
-    return _optimizer("adam", lr, options)
+    return _optimizer("adam", {**locals()})
 
 
-def _optimizer(name: str, lr: LearningRate, options: dict[str, Any]) -> Optimizer:
+def _optimizer(name: str, options: dict[str, Any]) -> Optimizer:
+    """The optimizer of these arguments."""
     rule = Rule(
         name=name,
         kernel=partial(_step, name),
-        lr=as_schedule(name, lr),
+        lr=as_schedule(name, options.pop("lr")),
         memories=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),
         options=options,
         counts=True,

@@ -69,19 +69,13 @@ def lamb(
     >>> new["w"], opt_state["step"]
     (tensor([3., 5.]), tensor(1.))
     """
+    options = {**locals()}  # the arguments
     rule = Rule(
         name="lamb",
         kernel=_step,
-        lr=as_schedule("lamb", lr),
+        lr=as_schedule("lamb", options.pop("lr")),
         memories=("exp_avg", "exp_avg_sq"),
-        options={
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "independent_decay": independent_decay,
-            "bias_correction": bias_correction,
-            "maximize": maximize,
-        },
+        options=options,
         counts=True,
     )
     return rule.optimizer(spreads_nonfinite=True)

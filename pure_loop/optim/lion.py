@@ -61,17 +61,13 @@ def lion(
     >>> new["w"], opt_state["exp_avg"]["w"]
     (tensor([0.7500, 1.2500]), tensor([ 0.0400, -0.0050]))
     """
+    options = {**locals()}  # the arguments
     rule = Rule(
         name="lion",
         kernel=_step,
-        lr=as_schedule("lion", lr),
+        lr=as_schedule("lion", options.pop("lr")),
         memories=("exp_avg",),
-        options={
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "independent_decay": independent_decay,
-            "maximize": maximize,
-        },
+        options=options,
     )
     return rule.optimizer(elementwise=True)
 

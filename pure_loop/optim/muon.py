@@ -82,19 +82,13 @@ def muon(
     >>> list(optimizer.init(params)["hidden"]["momentum_buffer"])
     ['0.weight']
     """
+    options = {**locals()}  # the arguments
     rule = Rule(
         name="muon",
         kernel=_step,
-        lr=as_schedule("muon", lr),
+        lr=as_schedule("muon", options.pop("lr")),
         memories=("momentum_buffer",),
-        options={
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "independent_decay": independent_decay,
-            "nesterov": nesterov,
-            "eps": eps,
-            "adjust_lr": adjust_lr,
-        },
+        options=options,
         in_torch=MuonInTorch,
     )
     return attrs.evolve(rule.optimizer(spreads_nonfinite=True), init=partial(_init, rule))

@@ -76,6 +76,7 @@ def sgd(
     >>> new["w"], opt_state
     (tensor([-0.2500]), FrozenDict({}))
     """
+    options = {**locals()}  # the arguments
     if nesterov and (momentum == 0 or dampening != 0):
         raise ArgumentError(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "
@@ -84,16 +85,9 @@ def sgd(
     rule = Rule(
         name="sgd",
         kernel=_step,
-        lr=as_schedule("sgd", lr),
+        lr=as_schedule("sgd", options.pop("lr")),
         memories=("momentum_buffer",) if momentum != 0 else (),
-        options={
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "independent_decay": independent_decay,
-        },
+        options=options,
         marks_first=momentum != 0 and dampening != 0,
         # What the fused kernel does alone; with dampening it is noted on the host which averages have begun.
         takes_found_inf=fused_sgd is not None and not (dampening or independent_decay or callable(momentum)),
