@@ -95,9 +95,6 @@ class StateFields(TypedDict, total=False):
     grad_norm: Tensor | None
 
 
-GRADIENT_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
-
-
 class _NotReady:
     """Stands in ``State._grads`` while an algorithm runs at an event that has no gradients yet."""
 
@@ -232,12 +229,11 @@ class State(Record):
         lend(self._grads)
         grads = self._grads  # once more; see _noted
         if grads is NOT_READY:
-            where = ", ".join(event.name for event in GRADIENT_EVENTS)
             raise GradientsNotReadyError(
                 f"state.grads was read at {self.event.name if self.event else 'no event'}, where this batch has no "
-                f"gradients yet. They exist at {where} (and, with several microbatches, from the first "
-                "AFTER_BACKWARD of the batch on). Bind the algorithm to one of these events; gradients that "
-                "are complete, unscaled and clipped are those of AFTER_TRAIN_BATCH."
+                "gradients yet. They exist at AFTER_BACKWARD, AFTER_TRAIN_BATCH, BATCH_END (and, with several "
+                "microbatches, from the first AFTER_BACKWARD of the batch on). Bind the algorithm to one of these "
+                "events; gradients that are complete, unscaled and clipped are those of AFTER_TRAIN_BATCH."
             )
         return cast("FrozenDict[str, Tensor | None] | None", grads)
 
@@ -482,10 +478,9 @@ class State(Record):
         rows = []
         for attribute, public in _fields[type(self)]:
             value = _raw.get(attribute, attrgetter(attribute))(self)
-            overwritten = isinstance(value, Overwritten | OverwrittenValue)
-            if not overwritten and (value is NOT_READY or value is None or (type(value) is FrozenDict and not value)):
+            if value is NOT_READY or value is None or (type(value) is FrozenDict and not value):
                 continue
-            if overwritten:
+            if isinstance(value, Overwritten | OverwrittenValue):
                 text = "overwritten by the next step"
             elif public in ("params", "buffers", "grads"):
                 text = f"{len(value)} tensors, {sum(t.numel() for t in value.values() if t is not None):,} numbers"

@@ -37,8 +37,9 @@ class EvaluationStage(StageSettings):
         """
         microbatch, task = state.microbatch, self.task
         seed = derive(state.seed, label, batch, index, self.engine.rank)
-        # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too.
-        params = self.engine.leaves(_thawed(state), index=index, last=False)
+        # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too, and by those
+        # that are frozen in training.
+        params = self.engine.leaves(with_fields(state, frozen=frozenset()), index=index, last=False)
         about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
         code = self.code_of(state, "validate")
@@ -69,8 +70,3 @@ class EvaluationStage(StageSettings):
 
 
 _validated = setter("outputs", "buffers", "model")
-
-
-def _thawed(state: State) -> State:
-    """What is frozen in training an evaluation may differentiate by."""
-    return with_fields(state, frozen=frozenset()) if state.frozen else state
