@@ -14,7 +14,7 @@ from pure_loop.errors import ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, put_slots, slot_of
 from pure_loop.model.mirrored import Mirrored, mirror, stands_twice
-from pure_loop.model.tree import places_at, set_mode, tensor_places
+from pure_loop.model.tree import entries, places_at, set_mode, tensor_places
 
 if TYPE_CHECKING:
     from pure_loop.model.model import ModelDef
@@ -169,13 +169,11 @@ class Instance:
             (id(tensors), key): tensor for (_, tensors, key), tensor in zip(self.buffers, self._written, strict=False)
         }
         assigned = set()
-        for prefix, module in self.module.named_modules():
-            for key, tensor in module._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor is not None and not isinstance(tensor, Tensor):
-                    raise ModelError(f"the forward set buffer {name!r} to {tensor!r}: a buffer is a tensor or None.")
-                if tensor is not None and tensor is not written.get((id(module._buffers), key)):
-                    assigned.add(name)
+        for name, tensors, key, tensor in entries(self.module, "_buffers"):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise ModelError(f"the forward set buffer {name!r} to {tensor!r}: a buffer is a tensor or None.")
+            if tensor is not None and tensor is not written.get((id(tensors), key)):
+                assigned.add(name)
         self._refuse_other_submodules()
         self._refuse_other_parameters()
         altered = alterations(self.module, self._came, self.altered)
@@ -219,19 +217,17 @@ class Instance:
     def _refuse_other_parameters(self) -> None:
         places = {(id(tensors), key): name for name, tensors, key in self._parameters}
         bound: Any = self.bound()
-        for prefix, module in self.module.named_modules():
-            for key, tensor in module._parameters.items():
-                name = f"{prefix}.{key}" if prefix else key
-                known = places.pop((id(module._parameters), key), None)
-                if tensor is not None and (known is None or (bound is not None and tensor is not bound[known])):
-                    what = "created the parameter" if known is None else "replaced the parameter"
-                    raise ModelError(
-                        f"the forward {what} {name!r}, which is in neither the optimizer nor a State: create it in "
-                        "__init__ (for a lazy module call the model on one batch before training); a tensor that is "
-                        "not trained is a buffer, self.register_buffer(name, tensor)."
-                    )
-                if tensor is None and known is not None:
-                    places[id(module._parameters), key] = known
+        for name, tensors, key, tensor in entries(self.module, "_parameters"):
+            if tensor is None:
+                continue
+            known = places.pop((id(tensors), key), None)
+            if known is None or (bound is not None and tensor is not bound[known]):
+                what = "created the parameter" if known is None else "replaced the parameter"
+                raise ModelError(
+                    f"the forward {what} {name!r}, which is in neither the optimizer nor a State: create it in "
+                    "__init__ (for a lazy module call the model on one batch before training); a tensor that is "
+                    "not trained is a buffer, self.register_buffer(name, tensor)."
+                )
         for name in places.values():
             raise ModelError(
                 f"the forward removed the parameter {name!r}, which the optimizer still trains: leave it where it "

@@ -9,21 +9,27 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 __all__ = [
-    *("class_of", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
+    *("class_of", "entries", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
     *("set_mode", "tensor_places"),
 ]
+
+
+def entries(module: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """(name, dict, key, value) of all parameters or buffers (``kind``) that are registered, None among them."""
+    for prefix, submodule in module.named_modules():
+        tensors = getattr(submodule, kind)
+        for key, value in tensors.items():
+            yield f"{prefix}.{key}" if prefix else key, tensors, key, value
 
 
 def tensor_places(module: nn.Module, names: tuple[str, ...], kind: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(name, dict, key) for every place in the module that holds a tensor: several where weights are tied."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     first: dict[str, int] = {}
-    for prefix, submodule in module.named_modules():
-        tensors = getattr(submodule, kind)
-        for key, tensor in tensors.items():
-            if tensor is not None:
-                places.setdefault(id(tensor), []).append((tensors, key))
-                first[f"{prefix}.{key}" if prefix else key] = id(tensor)
+    for path, tensors, key, tensor in entries(module, kind):
+        if tensor is not None:
+            places.setdefault(id(tensor), []).append((tensors, key))
+            first[path] = id(tensor)
     for name in names:
         for tensors, key in places[first[name]]:
             yield name, tensors, key
