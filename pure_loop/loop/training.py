@@ -22,7 +22,7 @@ from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.event import Event
+from pure_loop.event import Event, events_between
 from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
@@ -39,18 +39,12 @@ Between: TypeAlias = Callable[[State, int, bool, Any], Script]
 # The events of the older documents. Others of the script are passed over in that order.
 EVENTS_OF_2021 = frozenset(
     {
-        *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.BATCH_START),
-        *(Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-        *(Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD),
-        *(Event.EVAL_BATCH_END, Event.EVAL_END, Event.EPOCH_END, Event.FIT_END),
+        *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.EPOCH_END, Event.FIT_END),
+        *events_between(Event.BATCH_START, Event.BATCH_END),
+        *events_between(Event.EVAL_START, Event.EVAL_END),
     }
 )
-
-_OF_A_MICROBATCH = (
-    *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS),
-    *(Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
-)
+_OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
 
 
 class Stopwatch:
@@ -249,13 +243,6 @@ def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> S
     return state
 
 
-def load_or_start(state: State, fit: Fit) -> State:
-    """What a fresh start trains from: a checkpoint, or the State itself; its first step may write where that is."""
-    if fit.load is not None:
-        state = fit.load(state)
-    return fit.stages.workspace.begins_with(state)
-
-
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a fresh State or from the boundary at which a State was kept.
 
@@ -266,7 +253,9 @@ def fit(state: State, fit: Fit) -> Script:
     if fit.fresh:
         state = yield Event.INIT, fit.meet(state)
         state = yield Event.BEFORE_LOAD, fit.prepare(state)
-        state = yield Event.AFTER_LOAD, load_or_start(state, fit)
+        # From a checkpoint, or the State itself; the first step may write where that is.
+        state = stages.workspace.begins_with(state if fit.load is None else fit.load(state))
+        state = yield Event.AFTER_LOAD, state
     else:
         state = fit.prepare(outside_batch(state))
     at = state.position  # the boundary from which training resumes
@@ -334,8 +323,8 @@ def fit(state: State, fit: Fit) -> Script:
                 at = None
                 if state.has_ended():
                     exhausted = state.timestamp.batch_in_epoch == fit.source.length
-                    if exhausted and state.timestamp.batch_in_epoch > first:
-                        _hold_to_length(fit, batches)
+                    if exhausted and state.timestamp.batch_in_epoch > first and fit.source.uneven is None:
+                        next(batches, END)  # the source raises if there is one more than its length says
                     break
         if exhausted or fit.order == "2021":  # which closes an epoch that is cut short, too
             _check_finite(state)
@@ -450,12 +439,6 @@ def _open(state: State, fit: Fit) -> Any:
     t = state.timestamp
     batches = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
     return batches if fit.compiled is None else fit.compiled.feed(batches)
-
-
-def _hold_to_length(fit: Fit, batches: Any) -> None:
-    """After the last batch by the loader's length: the source raises if there is another one."""
-    if fit.source.uneven is None:  # or else this rank may have more than all have
-        next(batches, END)
 
 
 def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:

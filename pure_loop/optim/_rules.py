@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain, repeat
-from operator import is_not
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -91,7 +90,8 @@ class Rule:
 
     @scheduled.default
     def _scheduled(self) -> bool:
-        return any(map(callable, chain.from_iterable(_as_tuple(value) for value in self.options.values())))
+        values = self.options.values()
+        return any(map(callable, chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in values)))
 
     def optimizer(self, *, spreads_nonfinite: bool = False, elementwise: bool = False) -> Optimizer:
         """The optimizer; for the arguments see :class:`Optimizer`."""
@@ -168,7 +168,7 @@ class Rule:
                 step = opt_state["step"].add_(1 if found_inf is None else 1 - found_inf[0])
                 # Bias correction counts the steps that a parameter took part in.
                 steps = [step - missed if missed else step for missed in skipped]
-            for first, chosen in _by_start(gradients, started) if started else [(False, gradients)]:
+            for first, chosen in _by_start(gradients, started):
                 options["first"] = first
                 if self.told is not None:
                     options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
@@ -195,17 +195,11 @@ def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
     return FrozenDict(zip(tensors, clone_all(list(tensors.values())), strict=True))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def _noted(
     names: list[str], grads: list[Tensor | None], skipped: list[int], started: list[bool]
 ) -> dict[str, FrozenDict[str, Any]]:
     """What changes in the optimizer state on the host."""
     result: dict[str, FrozenDict[str, Any]] = {}
-    if not started and all(map(is_not, grads, repeat(None))):
-        return result
     if skipped and any(grad is None for grad in grads):
         counts = (count + (grad is None) for count, grad in zip(skipped, grads, strict=True))
         result["skipped"] = FrozenDict(zip(names, counts, strict=True))

@@ -201,6 +201,5 @@ def run_in_place(
         if dtype.is_complex:
             # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
             lists = [[torch.view_as_real(tensor) for tensor in tensors] for tensors in lists]
-        counts = [steps[index] for index in used] if steps else []
-        counts = [count if count.device == device else count.to(device) for count in counts]
+        counts = [steps[index].to(device) for index in used] if steps else []
         kernel(lists[0], lists[1], lists[2:], counts)

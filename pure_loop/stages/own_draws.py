@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,41 +14,28 @@ from pure_loop._internal.torch_private import DispatchMode, no_dispatch, without
 from pure_loop.errors import ImpurityError
 from pure_loop.random.seeds import movements, state_of
 
-__all__ = ["CheckedDraws"]
+__all__ = ["checked_draws"]
 
 
-class CheckedDraws:
+@contextmanager
+def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, device: torch.device) -> Iterator[None]:
     """A stage under ``strict=True``, inside of a guard of its generators: it alone draws from torch's.
 
     Args:
         guard: what seeds them.
-        stage: for errors.
-        batch: the number of the batch, for errors.
+        stage, batch: for errors.
         device: the one whose generator is seeded, besides the CPU's.
     """
-
-    def __init__(self, guard: AbstractContextManager[None], stage: str, batch: int, device: torch.device) -> None:
-        self._guard, self._stage, self._batch = guard, stage, batch
-        self._own = _OwnDraws(device)
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._guard)
-            stack.enter_context(self._own)
-            self._stack = stack.pop_all()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._own.look()
-        self._stack.__exit__(kind, error, trace)
-        if kind is None and self._own.disturbed:
-            raise ImpurityError(
-                f"the state of torch's global generator changed during the {self._stage} of batch {self._batch}, and "
-                f"no operation of the {self._stage} had changed it: another thread draws from it or seeds it, so that "
-                "the dropout of this batch can't be had again. Give that thread a torch.Generator() of its own, and "
-                "draw with generator=."
-            )
+    own = _OwnDraws(device)
+    with guard, own:
+        yield
+        own.look()
+    if own.disturbed:
+        raise ImpurityError(
+            f"the state of torch's global generator changed during the {stage} of batch {batch}, and no operation of "
+            f"the {stage} had changed it: another thread draws from it or seeds it, so that the dropout of this batch "
+            "can't be had again. Give that thread a torch.Generator() of its own, and draw with generator=."
+        )
 
 
 # Methods of a generator that move it without a draw.

@@ -24,7 +24,7 @@ from pure_loop.precision import Precision
 from pure_loop.random.guards import Place, guard, is_users, runs_users_code
 from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
 from pure_loop.stages.engine import ONE_RANK, Engine
-from pure_loop.stages.own_draws import CheckedDraws
+from pure_loop.stages.own_draws import checked_draws
 from pure_loop.stages.ownership import is_watched
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
@@ -63,16 +63,6 @@ class StageSettings:
     users_stages: frozenset[str] = attrs.field(init=False, repr=False, eq=False)
     # Those of a loss that is a module: they may be registered at any time.
     hooks_of_loss: tuple[Mapping[int, Any], ...] = attrs.field(init=False, repr=False, eq=False)
-    # Whether complete gradients are clipped or measured.
-    finishes: bool = attrs.field(init=False, repr=False, eq=False)
-    # Whether the optimizer may keep what it is given: one of ours by itself, or one of torch's, doesn't. The label
-    # function of a partition is the user's.
-    optimizer_may_keep: bool = attrs.field(init=False, repr=False, eq=False)
-
-    @optimizer_may_keep.default
-    def _optimizer_may_keep(self) -> bool:
-        optimizer = self.optimizer
-        return optimizer is not None and (bool(optimizer.parts) or optimizer.draws)
 
     @hooks_of_loss.default
     def _hooks_of_loss(self) -> tuple[Mapping[int, Any], ...]:
@@ -86,10 +76,6 @@ class StageSettings:
                 *(module._backward_pre_hooks, module._backward_hooks),
             )
         )
-
-    @finishes.default
-    def _finishes(self) -> bool:
-        return self.clip_grad is not None or self.measures_norm
 
     @property
     def size(self) -> int | None:
@@ -131,7 +117,7 @@ class StageSettings:
             return seeded(seed, device)
         context = SeededHosts(seed, device) if code == "users" else seeded(seed, device)
         if self.strict and stage in _CHECKED:
-            return CheckedDraws(context, stage, state.timestamp.batch, device)
+            return checked_draws(context, stage, state.timestamp.batch, device)
         return context
 
     def code_of(self, state: State, stage: str) -> Code:

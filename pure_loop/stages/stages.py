@@ -7,7 +7,7 @@ scripts of your own and algorithms call the same stages.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -206,15 +206,11 @@ class Stages(UpdateStage, EvaluationStage):
             DataError: the divisor is 0, because all microbatches have weight 0: the loss is a mean over nothing. With
                 ``nonfinite="skip"`` the loss is NaN then, and :meth:`update` skips the step.
         """
-        if (
-            loss is None
-            and type(divisor) is float
-            and divisor == 1.0
-            and not self.finishes
-            and state.loss_scale is None
-        ):
+        known, clip = type(divisor) is float, cast("Any", self.clip_grad)
+        is_plain = clip is None and not self.measures_norm and state.loss_scale is None
+        if loss is None and known and divisor == 1.0 and is_plain:
             return state if state.grad_norm is None else with_fields(state, grad_norm=None)
-        nothing = type(divisor) is float and divisor == 0
+        nothing = known and divisor == 0
         if nothing and self.nonfinite == "error":
             raise DataError(
                 f"all microbatches of batch {state.timestamp.batch} weigh 0, so its loss is a mean over nothing: "
@@ -225,18 +221,18 @@ class Stages(UpdateStage, EvaluationStage):
         mean = raw_loss(state) if loss is None else self.engine.reduce_loss(state, loss)
         if nothing:
             mean = _times_nan(raw_loss(state))
-        clip: Any = self.clip_grad
         norm, grads = None, state._grads
         by_norm = isinstance(clip, int | float)
         factors = [divisor] if type(divisor) is not float or divisor != 1.0 else []
         in_place = bool(factors or by_norm) and self.workspace.take_gradients(state)
         with GradMode(False):
             if factors:
-                grads = _multiplied(grads, in_place, divide_by=divisor)
+                grads = _scaled(grads, in_place, divisor, torch._foreach_div, torch._foreach_div_)
             if by_norm or self.measures_norm:
                 norm = global_norm(grads)
             if by_norm:
-                grads = _multiplied(grads, in_place, by=clipping_factor(grads, clip, norm=norm))
+                factor = clipping_factor(grads, clip, norm=norm)
+                grads = _scaled(grads, in_place, factor, torch._foreach_mul, torch._foreach_mul_)
             elif clip is not None:
                 lend(grads)
                 with self.seeding(state, "clip_grad", code=self.code_of(state, "clip_grad")):
@@ -244,12 +240,8 @@ class Stages(UpdateStage, EvaluationStage):
         return _finished[type(state)](state, grads, norm, mean)  # type: ignore[no-any-return]
 
 
-def _multiplied(grads: Any, in_place: bool, *, by: Any = None, divide_by: Any = None) -> Any:
-    """Gradients times a factor, or divided by one."""
-    if by is None:
-        copying, writing, factor = torch._foreach_div, torch._foreach_div_, divide_by
-    else:
-        copying, writing, factor = torch._foreach_mul, torch._foreach_mul_, by
+def _scaled(grads: Any, in_place: bool, factor: Any, copying: Any, writing: Any) -> Any:
+    """Gradients times a factor, or divided by one: by torch's function that copies, or the one that writes."""
     if in_place:
         writing([gradient for gradient in grads.values() if gradient is not None], factor)
         return grads

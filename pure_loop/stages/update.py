@@ -89,7 +89,9 @@ class UpdateStage(StageSettings):
             elif wrong:
                 raise self._nonfinite_error(state, before, overwritten=in_place)
         result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
-        lent = self.optimizer_may_keep or any_optimizer_hook() or bool(code_around_operations())
+        # One of ours by itself keeps nothing, and neither does one of torch's. The label of a partition is the user's.
+        may_keep = bool(optimizer.parts) or optimizer.draws
+        lent = may_keep or any_optimizer_hook() or bool(code_around_operations())
         self.workspace.made(result, lent=lent)
         return result
 
@@ -140,8 +142,7 @@ class UpdateStage(StageSettings):
     def _nonfinite_error(self, state: State, before: Before | None, *, overwritten: bool = False) -> NonFiniteError:
         """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
         if before is not None and not overwritten:  # what the forward wrote to buffers is of the batch
-            buffers, model = before
-            state = state.replace(buffers=buffers, model=state.model.fitting(buffers) if model is None else model)
+            state = state.replace(**_restored(state, before))
         from pure_loop.stages.search import nonfinite_error  # no other run needs it
 
         def seeding(stage: str, index: int) -> AbstractContextManager[None]:
@@ -253,10 +254,8 @@ def select(condition: Tensor, yes: Any, no: Any) -> Any:
     """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
     others, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
-    if spec != other_spec:  # an optimizer that keeps more, or less, after this step
-        return yes if bool(condition) else no
-    plain = [(a, b) for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)]
-    if any(a != b for a, b in plain):
+    # An optimizer may keep more, or less, after this step.
+    if spec != other_spec or any(a != b for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)):
         return yes if bool(condition) else no
     chosen = [
         from_local(b, torch.where(condition, local_tensor(a), local_tensor(b)))

@@ -103,7 +103,7 @@ class Workspace:
         params, memory = raw_params(state), raw_opt_state(state)
         if ownership.take(state, "params", "opt_state"):
             return params, memory
-        if not ownership.always or ownership.compiled or not ownership.owns(state) or _is_protected(params):
+        if not ownership.always or ownership.compiled or not ownership.owns(state) or getattr(params, "readers", None):
             return None
         # What an algorithm keeps in the State is no State of the past.
         memories: Any = state.algorithm_state
@@ -145,7 +145,3 @@ def protect(state: State) -> Callable[[], None]:
         readers.add(reader)
     lend(params)
     return lambda: readers.discard(reader)
-
-
-def _is_protected(params: FrozenDict[str, Tensor]) -> bool:
-    return bool(getattr(params, "readers", None))
