@@ -28,8 +28,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     Args:
         optimizers: by label.
         label: a pure function of a parameter's name and of its shape, dtype, device, class and attributes, never of its
-            numbers: it is asked in every update and must always give the same answer. In ``fit`` it is shown the
-            parameter as it was declared: ``getattr(tensor, "_no_weight_decay", False)``.
+            numbers: it is asked once for parameters of these kinds. In ``fit`` it is shown the parameter as it was
+            declared: ``getattr(tensor, "_no_weight_decay", False)``.
 
     The state holds the state of each optimizer under its label. ``lr`` of the result is that of the first
     optimizer; the others are in ``parts``.
@@ -87,12 +87,20 @@ class _Partition:
 
     parts: FrozenDict[str, Optimizer]
     label: Callable[[str, Tensor], str]
+    # By what a label may depend on. A step in place asks for none: a label may keep the tensor that it is given.
+    _labels: dict[tuple[Any, ...], list[str]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+
+    def labels(self, params: Params) -> list[str]:
+        """The labels of these parameters, which are asked for once."""
+        kinds = tuple((name, param.shape, param.dtype, param.device, type(param)) for name, param in params.items())
+        if kinds not in self._labels:
+            self._labels[kinds] = [self.label(name, param) for name, param in params.items()]
+        return self._labels[kinds]
 
     def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
         """Each part, and its parameters, by label."""
         groups: dict[str, dict[str, Tensor]] = {key: {} for key in self.parts}
-        for name, param in params.items():
-            key = self.label(name, param)
+        for (name, param), key in zip(params.items(), self.labels(params), strict=True):
             if key not in groups:
                 raise ArgumentError(
                     f"partition: the label of parameter {name!r} (shape {tuple(param.shape)}) is {key!r}, and the "

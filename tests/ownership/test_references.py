@@ -256,3 +256,22 @@ def test_a_memory_that_begins_as_the_parameters_costs_no_copied_step(count: Coun
     if name != "opt_state":  # a parameter that no step writes to is no copy
         memory = state.algorithm_state["ema"]["params"] if name == "ema" else state.algorithm_state["first"]["kept"]
         assert memory["0.bias"] is state.params["0.bias"]
+
+
+@pytest.mark.parametrize("donate", ["auto", True])
+@pytest.mark.parametrize("kept_from", [0, 2, 4])
+def test_what_a_label_of_a_partition_keeps_stays(count: Count, kept_from: int, donate: Any) -> None:
+    """It is given the parameters before a step writes to them."""
+    kept, asked = Kept(), [0]
+
+    def label(name: str, tensor: Tensor) -> str:
+        if asked[0] >= kept_from:
+            kept.keep(f"what the label of {name} was given, call {asked[0]}", tensor)
+        asked[0] += 1
+        return "all"
+
+    optimizer = pl.optim.partition({"all": pl.optim.adamw(lr=0.1)}, label=label)
+    last = pl.run(fit(optimizer=optimizer, donate=donate))
+    kept.check()
+    assert count.copied <= 1
+    assert_same(last, pl.run(fit(optimizer=optimizer, donate=False)))

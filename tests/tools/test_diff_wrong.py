@@ -267,9 +267,9 @@ WRONG_OF_LOOPS: dict[Any, Where] = {
     loops.starts_the_epoch_again: ("AFTER_DATALOADER", 2, "data", "batch/0"),
     loops.forgets_the_optimizer_state: ("FIT_START", 2, "loop", "opt_state/momentum_buffer/0.weight"),
     loops.loads_the_weights_alone: ("INIT", 0, "loop", "params/0.weight"),
-    # The averages of ema begin as the parameters and buffers themselves, which are not to be written to.
-    loops.updates_in_place: ("BATCH_END", 1, "optimizer", "algorithm_state/ema/params/0.weight"),
-    loops.overwrites_what_was_kept: ("BATCH_END", 1, "optimizer", "algorithm_state/ema/params/0.weight"),
+    # What an algorithm keeps of a State, and buffers with which an average begins, are not to be written to.
+    loops.updates_in_place: ("BATCH_END", 1, "optimizer", "algorithm_state/before/0.weight"),
+    loops.overwrites_what_was_kept: ("BATCH_END", 1, "optimizer", "algorithm_state/before/0.weight"),
     loops.lends_its_buffers_to_batchnorm: (
         *("AFTER_FORWARD", 0, "forward", "algorithm_state/ema/buffers/1.running_mean"),
     ),
@@ -292,6 +292,8 @@ NO_STREAM_OF_FIT = {
     loops.weighs_ranks_alike,
     loops.trains_the_users_module,
 }
+# Wrong only where something keeps parameters.
+KEEPING = {loops.updates_in_place, loops.overwrites_what_was_kept}
 # Wrong only in a run that resumes.
 RESUMED = {loops.starts_the_epoch_again, loops.forgets_the_optimizer_state}
 
@@ -302,6 +304,8 @@ def compared_loop(make: Callable[[], Any], folder: Path) -> Divergence | None:
     settings: dict[str, Any] = {"callbacks": [lambda event, state: None]}
     # Callbacks come after the algorithms of an event, of which one would be named for what they write to the State.
     chosen: list[Any] = [] if make is loops.callbacks_shift_the_seed else members()
+    if make in KEEPING:
+        chosen.append(pl.Algorithm("before", {Event.BATCH_START: lambda state: state.remember("before", state.params)}))
     if make in RESUMED:
         settings["start"] = half_of(*chosen)
     if make is loops.loads_the_weights_alone:
