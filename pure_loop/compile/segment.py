@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import GradMode
@@ -130,7 +131,7 @@ class Segment:
             few = _READ_BY_FEW if self.brief and type(raw_opt_state(state)) is FrozenDict else _READ_BY_FEW[:1]
             self._take(state, few)
             assert self._fields is not None
-        with self.stages._autocast(state, casts=False):
+        with self.stages.running(state, "batch", code=None, gradients=torch.is_grad_enabled(), casts=False):
             try:
                 return self._call(state, timestamps, per_batch, index)
             except UnreadFieldError:
@@ -204,7 +205,7 @@ class Segment:
         arguments = self._arguments
         if arguments is None:
             arguments = self._arguments = [durable.leaves[i] for i in instance.start]
-        with self.stages._autocast(state, casts=False), GradMode(False):
+        with self.stages.running(state, "batch", code=None, gradients=False, casts=False):
             for number, (env, per_batch) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
                 report = instance.compiled.call(self._given(instance, arguments, env, _tensors(per_batch), drawn))[0]

@@ -397,8 +397,7 @@ class TracedStages(LoopStages):
         params = self.engine.leaves(thawed, index=index, last=False)
         with (
             refusing_to_differentiate("forward", gradients),
-            GradMode(gradients),
-            self._autocast(state),
+            self.running(state, "validate", code=None, gradients=gradients),
             naming(self.tracing, what, ("forward", None)),
         ):
             outputs, buffers, model = self.engine.apply(
@@ -411,8 +410,7 @@ class TracedStages(LoopStages):
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         with (
             refusing_to_differentiate("loss", gradients),
-            GradMode(gradients),
-            self._autocast(state),
+            self.running(state, "validation loss", code=None, gradients=gradients),
             naming(self.tracing, "the loss in evaluation", ("forward", None)),
         ):
             return measured_loss(self._loss(state, training=False)[0], self.task).detach()

@@ -202,7 +202,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(raw_loss(state))
-    stages.place.clear()
+    stages.place.microbatch = 0
     mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
         loss = raw_loss(state)
