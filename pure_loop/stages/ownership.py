@@ -87,7 +87,7 @@ class Ownership:
 
     __slots__ = (
         *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory"),
-        *("_params", "_waits_with", "_yields_next"),
+        *("_params", "_tensors", "_waits_with", "_yields_next"),
         *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
         *("measures", "observed", "observed_at", "shares_storage"),
     )
@@ -127,11 +127,15 @@ class Ownership:
         self.instance: Any = None
         self._arrived: tuple[Any, ...] = ()
         self._waits_with: Callable[[], State | None] = _nothing
+        # The parameters that were looked at last, by a weak reference to their mapping.
+        self._tensors: tuple[Callable[[], Any], Tensors] | None = None
 
     def adopt(self, state: State) -> None:
         """Parameters and optimizer state of this State were made by the stream for itself."""
         self._granted = self._last = _nothing  # a step that copied has not used the decision, and no other one may
         params, memory = raw_params(state), raw_opt_state(state)
+        if self._tensors is not None and self._tensors[0]() is not params:
+            self._tensors = None  # which would keep other tensors alive
         both = type(params) is FrozenDict and type(memory) is FrozenDict
         if not both or not self.owns(state):
             self.fits = None
@@ -300,8 +304,10 @@ class Ownership:
         # Before the look: what another thread reads meanwhile is noted anew, which `take` finds.
         for mapping in mappings:
             mapping.lent = None
+        # Of the stream's own; engines of several ranks have one, too.
+        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
         result = (
-            getweakrefcount(params) <= 1 + self.is_of_ranks  # one is the stream's own
+            getweakrefcount(params) <= own
             and getweakrefcount(memory) <= 1
             and (not read or self._has_parameters_alone(state, leaves))
             and (not read_memory or _is_private(memory))
@@ -315,7 +321,10 @@ class Ownership:
         """Whether nothing else has the parameters that are trained, or their leaves."""
         params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
         shared = leaves is not None or self.shares_storage(params)
-        if not Tensors(params[name] for name in names).have_uses(expected.shared if shared else expected.alone):
+        if self._tensors is None or self._tensors[0]() is not params:
+            self._tensors = ref(params, _gone), Tensors(params[name] for name in names)
+        # The tensors are in a list here, as they were where this was counted.
+        if not self._tensors[1].have_uses(expected.shared if shared else expected.alone):
             return False
         if leaves is None:
             return True
