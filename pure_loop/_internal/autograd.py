@@ -13,32 +13,10 @@ from pure_loop._internal.torch_private import (
     graph_task,
     is_transformed,
     run_backward,
-    set_grad_enabled,
 )
 from pure_loop.errors import ModelError
 
-__all__ = ["GradMode", "add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
-
-
-class GradMode:
-    """``torch.set_grad_enabled`` at a third of its price: it stands in every stage.
-
-    >>> with GradMode(False):
-    ...     torch.is_grad_enabled()
-    False
-    """
-
-    __slots__ = ("_before", "_mode")
-
-    def __init__(self, mode: bool) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        set_grad_enabled(self._mode)
-
-    def __exit__(self, *_: object) -> None:
-        set_grad_enabled(self._before)
+__all__ = ["add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
 
 
 def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:

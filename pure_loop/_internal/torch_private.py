@@ -64,7 +64,6 @@ __all__ = [
     "registered_pytrees",
     "replaceable_world",
     "run_backward",
-    "set_grad_enabled",
     "storage_goes_back",
     "storage_uses",
     "subclass_of_tensor",
@@ -94,11 +93,7 @@ def _find(owner: Any, path: str, lost: str) -> Any:
 # Frames of this module stand between a caller and some functions of torch; elsewhere that module has no frames.
 WRAPPER_OF_FUNCTIONS = "torch._compile"
 
-# Gradient mode and autocast.
-
-set_grad_enabled: Callable[[bool], Any] = (
-    _find(torch, "_C._set_grad_enabled", "two microseconds a step") or torch.set_grad_enabled
-)
+# Autocast.
 
 
 def _any_autocast_enabled() -> bool:

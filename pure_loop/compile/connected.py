@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from pure_loop._internal.autograd import GradMode, graph_of, refuse_strangers
+from pure_loop._internal.autograd import graph_of, refuse_strangers
 from pure_loop.compile._torch import partition
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
@@ -142,7 +142,7 @@ class _Halves:
     def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
         value = tuple(tensors)
         tensors.clear()
-        with GradMode(True):
+        with torch.set_grad_enabled(True):
             result: Sequence[Any] = _Function.apply(self, *value)  # type: ignore[no-untyped-call]
         return result
 

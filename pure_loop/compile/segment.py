@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.cloning import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
@@ -280,7 +279,7 @@ class Segment:
             arguments = [leaves[i] for i in instance.start]
             self._arguments = None if copied else arguments
         # Else operations outside of the machine code would note down what they do, where autograd continues through it.
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             outputs = compiled.call(self._given(instance, arguments, env, tensors, drawn))
         following = instance.next
         if copied or not instance.same:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile._torch import fake_tensor_class
@@ -437,7 +436,7 @@ def update(
     fields: dict[str, Any] = {}
     context = stages.tracing.context
     what = f"optimizer {optimizer.name!r}"
-    with GradMode(False):
+    with torch.set_grad_enabled(False):
         with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
             new, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
         loss = total_loss(raw_loss(state))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pure_loop._internal.autograd import GradMode, graph_of, scalar_like, zero_unless
+from pure_loop._internal.autograd import graph_of, scalar_like, zero_unless
 from pure_loop._internal.torch_private import fill_buckets
 from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
@@ -86,7 +86,7 @@ class ReplicateEngine(MultiRankEngine):
             if name not in trained or engine is None or engine._held is not parameters:
                 return detached(name)
             engine._borrow(params)
-            with GradMode(True):
+            with torch.set_grad_enabled(True):
                 return parameters[name].view_as(parameters[name])
 
         return LazyLeaves(params, view, detached, frozen=state.frozen, index=index, last=last)
@@ -162,7 +162,7 @@ class ReplicateEngine(MultiRankEngine):
         reached = self._put_before(state, in_place=in_place)
         if loss is None and not averaging.find_unused_parameters:
             reached = list(self._held.values())
-        with GradMode(True):
+        with torch.set_grad_enabled(True):
             if reached:
                 # Nothing of each, so that its gradient takes part, though this microbatch may leave it out.
                 nothing = torch.stack([item.reshape(-1)[:0].sum() for item in reached]).sum()
@@ -302,7 +302,7 @@ def _backward_of_nothing(averaging: DistributedDataParallel) -> None:
     held = list(averaging.parameters())
     # What was computed last is differentiated first.
     parts = [parameter.reshape(-1)[:0].sum() for parameter in reversed(held)]
-    with GradMode(True):
+    with torch.set_grad_enabled(True):
         averaging(torch.stack([part.to(parts[0]) for part in parts]).sum()).backward()
     for parameter in held:
         parameter.grad = None

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pure_loop._internal.autograd import GradMode, scalar_like, zero_unless
+from pure_loop._internal.autograd import scalar_like, zero_unless
 from pure_loop._internal.dtensor import from_local, full_tensor, is_sharded, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
@@ -173,7 +173,7 @@ class ShardEngine(MultiRankEngine):
         if self._copied() is not params:
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
-            with GradMode(False):
+            with torch.set_grad_enabled(False):
                 value = [params[name] for name in self._held]
                 mine = [local_tensor(self._as_part(item)) for item in value]
                 torch._foreach_copy_([local_tensor(held) for held in self._held.values()], mine)
@@ -210,7 +210,7 @@ class ShardEngine(MultiRankEngine):
         self._load(leaves.origin, training=True)
         self._bind(leaves.buffers)
         self._module.set_requires_gradient_sync(leaves.last)
-        with GradMode(True):
+        with torch.set_grad_enabled(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
                 outputs = [tensor for tensor in _tensors(raw_outputs(state)) if tensor.requires_grad]

@@ -11,7 +11,6 @@ from weakref import ref
 import attrs
 import torch
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.forks import generation, here
 from pure_loop.algorithm import Handler
@@ -228,7 +227,7 @@ def apply(
         _set_grads(state, NOT_READY)
     handler = handlers[0]
     try:
-        with GradMode(True):
+        with torch.set_grad_enabled(True):
             for handler in handlers:
                 if handler.when is not None and not _is_true(handler, state, stages):
                     continue

@@ -16,7 +16,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.cloning import clone_all
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
@@ -129,7 +128,7 @@ class Rule:
     ) -> tuple[Params, OptState]:
         """The step on copies of what it writes to."""
         check_state(self.name, opt_state, self.keys)
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             copies = {key: _copied(opt_state[key]) for key in self.memories}
             if self.counts:
                 copies["step"] = opt_state["step"].clone()
@@ -158,7 +157,7 @@ class Rule:
         started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
         given = lists = self._lists(opt_state, params)
         alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             if not alike:
                 lists, gradients = laid_out(names, given, gradients)
             # So far this rule has written to nothing, and from here on it refuses nothing.

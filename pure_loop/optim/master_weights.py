@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
@@ -115,7 +114,7 @@ class _MasterWeights:
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
         half, master = self._read(opt_state, params)
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             current = FrozenDict((name, _following(master[name], param)) for name, param in half.items())
             new, inner = self.optimizer.update(
                 _widened(grads, params), opt_state["inner"], _merged(params, current), timestamp
@@ -130,7 +129,7 @@ class _MasterWeights:
         """:meth:`update`, written to the copies, to the state of the optimizer, and to the parameters."""
         half, master = self._read(opt_state, params)
         overwrite: Any = self.optimizer.overwrite
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             gradients = _widened(grads, params)
             for name, param in half.items():
                 followed = _following(master[name], param)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode, gradient_of
+from pure_loop._internal.autograd import gradient_of
 from pure_loop.errors import LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.stages.loss import detached
@@ -39,7 +39,7 @@ def value_and_grad(
     (tensor(9.), tensor(6.))
     """
     leaves = FrozenDict((name, tensor.detach().requires_grad_()) for name, tensor in params.items())
-    with GradMode(True):
+    with torch.set_grad_enabled(True):
         result = function(leaves)
         value: Any = result[0] if isinstance(result, tuple) else result
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:

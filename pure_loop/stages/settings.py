@@ -11,7 +11,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
@@ -200,7 +199,7 @@ class StageSettings:
     def _running(
         self, seeding: AbstractContextManager[None], state: State, gradients: bool, casts: bool
     ) -> Iterator[None]:
-        with seeding, self._autocast(state, casts=casts), GradMode(gradients):
+        with seeding, self._autocast(state, casts=casts), torch.set_grad_enabled(gradients):
             yield
 
     def _autocast(self, state: State, *, casts: bool = True) -> AbstractContextManager[Any]:

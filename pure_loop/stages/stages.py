@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode, refuse_strangers
+from pure_loop._internal.autograd import refuse_strangers
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
@@ -225,7 +225,7 @@ class Stages(UpdateStage, EvaluationStage):
         by_norm = isinstance(clip, int | float)
         factors = [divisor] if type(divisor) is not float or divisor != 1.0 else []
         in_place = bool(factors or by_norm) and self.workspace.take_gradients(state)
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             if factors:
                 grads = _scaled(grads, in_place, divisor, torch._foreach_div, torch._foreach_div_)
             if by_norm or self.measures_norm:

@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.autograd import GradMode
 from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
@@ -80,7 +79,7 @@ class UpdateStage(StageSettings):
                 found_inf = None  # a step like any other
         elif self.engine.ranks == 1 and self._is_nonfinite_at_once(state):  # before anything is written to
             raise self._nonfinite_error(state, before)
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             wrong = self._nonfinite(state, optimizer, fresh, found_inf)
             noted: dict[str, Any] = {}
@@ -155,7 +154,7 @@ class UpdateStage(StageSettings):
     def _overflow(self, state: State) -> Tensor:
         """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
         assert state._grads is not None
-        with GradMode(False):
+        with torch.set_grad_enabled(False):
             grads = self.engine.local_shards(state._grads.values())
             loss = total_loss(raw_loss(state)).to(device_of(state))
             return self.engine.any_rank(gradients_nonfinite(loss, grads))

@@ -34,7 +34,6 @@ ATTRIBUTES = re.compile(
 )
 # Those that are looked up while pure_loop is imported.
 NAMES = [
-    "torch._C._set_grad_enabled",
     "torch._C._is_any_autocast_enabled",
     "torch.autograd.Variable._execution_engine",
     "torch._C._current_graph_task_id",
