@@ -67,14 +67,8 @@ class StageSettings:
     def _hooks_of_loss(self) -> tuple[Mapping[int, Any], ...]:
         loss = getattr(self.task.loss, "loss", self.task.loss)
         modules = loss.modules() if isinstance(loss, nn.Module) else ()
-        return tuple(
-            hooks
-            for module in modules
-            for hooks in (
-                *(module._forward_pre_hooks, module._forward_hooks),
-                *(module._backward_pre_hooks, module._backward_hooks),
-            )
-        )
+        kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        return tuple(getattr(module, kind) for module in modules for kind in kinds)
 
     @property
     def size(self) -> int | None:
