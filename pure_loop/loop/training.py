@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -28,6 +28,7 @@ from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
+from pure_loop.stages.loss import map_loss
 from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
@@ -205,12 +206,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
     stages.place.microbatch = 0
     mean = weights.mean_of(losses, always=engine.ranks > 1)
     if mean is None and engine.ranks > 1:
-        loss = raw_loss(state)
-        mean = (
-            {name: torch.zeros_like(torch.as_tensor(part)) for name, part in loss.items()}
-            if isinstance(loss, dict)
-            else torch.zeros_like(cast("torch.Tensor", loss))
-        )
+        mean = map_loss(lambda part: torch.zeros_like(torch.as_tensor(part)), raw_loss(state))
     return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 

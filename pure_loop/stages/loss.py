@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "detached",
     "detached_loss",
     "loss_problem",
+    "map_loss",
     "measured_loss",
     "weighed_loss",
 ]
@@ -83,6 +85,11 @@ def _dict_problem(losses: dict[Any, Any]) -> str | None:
             what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
             return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
     return None
+
+
+def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
+    """The function of a loss, or of each part of one that is a dict."""
+    return {name: function(part) for name, part in loss.items()} if isinstance(loss, dict) else function(loss)
 
 
 def measured_loss(loss: Any, task: Task) -> Tensor:

@@ -7,6 +7,7 @@ scripts of your own and algorithms call the same stages.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import attrs
@@ -20,7 +21,7 @@ from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_present
 from pure_loop.stages.evaluation import EvaluationStage
-from pure_loop.stages.loss import check_loss, detached, detached_loss
+from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.notes import note_stage
 from pure_loop.stages.update import UpdateStage
@@ -220,7 +221,7 @@ class Stages(UpdateStage, EvaluationStage):
             divisor = divisor * state.loss_scale.scale
         mean = raw_loss(state) if loss is None else self.engine.reduce_loss(state, loss)
         if nothing:
-            mean = _times_nan(raw_loss(state))
+            mean = map_loss(lambda part: part * math.nan, raw_loss(state))
         norm, grads = None, state._grads
         by_norm = isinstance(clip, int | float)
         factors = [divisor] if type(divisor) is not float or divisor != 1.0 else []
@@ -257,9 +258,3 @@ _finished = setter("_grads", "grad_norm", "loss")
 def _are_missing(grads: Any) -> bool:
     """Whether no microbatch before this one had a gradient."""
     return grads is None or all(gradient is None for gradient in grads.values())
-
-
-def _times_nan(loss: Any) -> Any:
-    if isinstance(loss, dict):
-        return {name: _times_nan(part) for name, part in loss.items()}
-    return loss * float("nan")
