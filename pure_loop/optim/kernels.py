@@ -46,14 +46,8 @@ def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
 
 def gradients_of(grads: Grads, names: list[str]) -> list[Tensor | None]:
     """The gradients in the order of ``names``."""
-    if list(grads) == names:
-        return list(grads.values())
-    if grads.keys() != set(names):
-        raise ArgumentError(
-            f"grads and params name different parameters: {_difference(grads, names)}; "
-            "grads needs every name of params, with None for a parameter that the batch didn't use"
-        )
-    return [grads[name] for name in names]
+    advice = "grads needs every name of params, with None for a parameter that the batch didn't use"
+    return _in_order(grads, names, "grads", advice, ArgumentError)
 
 
 def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
@@ -72,21 +66,20 @@ def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
 
 def memory_of(opt_state: OptState, key: str, names: list[str]) -> list[Any]:
     """One mapping of the optimizer state, such as ``exp_avg``, in the order of ``names``."""
-    memory = opt_state[key]
-    if list(memory) == names:
-        return list(memory.values())
-    if memory.keys() != set(names):
-        raise ResumeError(
-            f"opt_state[{key!r}] and params name different parameters: {_difference(memory, names)}; "
-            "opt_state belongs to another model: begin again with optimizer.init(params)"
-        )
-    return [memory[name] for name in names]
+    advice = "opt_state belongs to another model: begin again with optimizer.init(params)"
+    return _in_order(opt_state[key], names, f"opt_state[{key!r}]", advice, ResumeError)
 
 
-def _difference(value: Iterable[str], names: list[str]) -> str:
-    value = list(value)
-    missing, extra = [n for n in names if n not in value], [n for n in value if n not in names]
-    return ", ".join(f"{word} {some[:3]}" for word, some in (("missing", missing), ("not a parameter", extra)) if some)
+def _in_order(
+    mapping: Mapping[str, Any], names: list[str], what: str, advice: str, error: type[ValueError]
+) -> list[Any]:
+    """The values of a mapping of just these names, in their order."""
+    if mapping.keys() != set(names):
+        missing, extra = [n for n in names if n not in mapping], [n for n in mapping if n not in names]
+        odd = ("missing", missing), ("not a parameter", extra)
+        differences = ", ".join(f"{word} {some[:3]}" for word, some in odd if some)
+        raise error(f"{what} and params name different parameters: {differences}; {advice}")
+    return [mapping[name] for name in names]
 
 
 def laid_out(
