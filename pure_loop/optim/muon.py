@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError
 from pure_loop.optim._in_torch import MuonInTorch
-from pure_loop.optim._rules import Rule, StepOptions, between, decay_
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim._settings import Rate
 from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params, as_schedule
 from pure_loop.ranges import AtLeast, Between, OneOf, checked
@@ -119,11 +119,8 @@ def _step(
             continue
         original = options["adjust_lr"] == "original"
         ratio = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-        step = _orthogonal(direction, options["eps"])
-        if isinstance(lr, Tensor):  # of a step that is compiled
-            param.sub_(step.to(param) * (lr * ratio).to(param))
-        else:
-            param.add_(step, alpha=-(lr * ratio))
+        step = _orthogonal(direction, options["eps"]).to(param)
+        add_multiple_([param], [step], -(lr * ratio))
 
 
 def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
