@@ -287,32 +287,28 @@ def fit(state: State, fit: Fit) -> Script:
                         script = fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap)
                         state = None  # type: ignore[assignment]  # so that only that script has it, and may write to it
                         state = yield from script
-                    elif fit.verify is not None and fit.verify.is_due(state):
-                        state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
-                        if fit.evaluators:
-                            state = current(state, fit, Event.BATCH_END)
-                        state = yield Event.BATCH_END, state
                     else:
-                        state = yield Event.BATCH_START, state
-                        state = yield Event.BEFORE_TRAIN_BATCH, state
-                        buffers, model = state.buffers, state.model
-                        state = yield from gradients(state, stages)
-                        if stages.engine.ranks > 1:
-                            state = stages.engine.sync_buffers(state, buffers)
-                        state = yield Event.AFTER_TRAIN_BATCH, state
-                        before = state.timestamp
-                        now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
-                        state = stages.update(
-                            state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
-                        )
-                        if fit.evaluators:
-                            state = current(state, fit, Event.BATCH_END)
+                        if fit.verify is not None and fit.verify.is_due(state):
+                            state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
+                        else:
+                            state = yield Event.BATCH_START, state
+                            state = yield Event.BEFORE_TRAIN_BATCH, state
+                            buffers, model = state.buffers, state.model
+                            state = yield from gradients(state, stages)
+                            if stages.engine.ranks > 1:
+                                state = stages.engine.sync_buffers(state, buffers)
+                            state = yield Event.AFTER_TRAIN_BATCH, state
+                            before = state.timestamp
+                            now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
+                            state = stages.update(
+                                state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
+                            )
+                        state = current(state, fit, Event.BATCH_END)
                         state = yield Event.BATCH_END, state
                     at = Event.BATCH_END
                 if at is Event.BATCH_END:
                     state = outside_batch(state)
-                    if fit.evaluators:
-                        state = yield from evaluations(state, fit, Event.BATCH_END)
+                    state = yield from evaluations(state, fit, Event.BATCH_END)
                     state = yield Event.BATCH_CHECKPOINT, state
                 if fit.iteration_length is not None:
                     state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
@@ -330,8 +326,7 @@ def fit(state: State, fit: Fit) -> Script:
             state = yield from evaluations(state, fit, *ended)
             state = yield Event.EPOCH_END, state
         elif exhausted:
-            if fit.evaluators:
-                state = current(state, fit, Event.EPOCH_END)
+            state = current(state, fit, Event.EPOCH_END)
             state = yield Event.EPOCH_END, state
             state = yield from epoch_end(state, fit, Event.EPOCH_END)
 
