@@ -20,6 +20,7 @@ from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
+from pure_loop.model.names import sorted_by
 from pure_loop.optim import Optimizer
 from pure_loop.stages.nonfinite import (
     find_nonfinite,
@@ -219,21 +220,16 @@ def in_order(
     Raises:
         ArgumentTypeError, ArgumentError: it is something else.
     """
-    if type(updated) is tuple and len(updated) == 2 and updated[0] is trained:
-        return updated
     if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
         raise ArgumentTypeError(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
             "name, and the new opt_state: (params, opt_state)."
         )
     new, opt_state = updated
-    names = list(trained)
-    if list(new) == names and type(new) is FrozenDict:
-        return new, opt_state
     if new.keys() != trained.keys():
         odd = sorted(new.keys() ^ trained.keys())[:3]
         raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
-    return FrozenDict((name, new[name]) for name in names), opt_state
+    return sorted_by(tuple(trained), new if type(new) is FrozenDict else FrozenDict(new)), opt_state
 
 
 def _restored(state: State, before: Before) -> dict[str, Any]:
