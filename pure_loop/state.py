@@ -32,7 +32,7 @@ from pure_loop.errors import (
     NonFiniteError,
     ResumeError,
 )
-from pure_loop.event import Event
+from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import places as places_of
@@ -641,22 +641,12 @@ def sort_by_model(state: S) -> S:
     return changed(_in_order(state), {"opt_state": memory})  # type: ignore[no-any-return]
 
 
+_ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
+# The boundaries at which an algorithm may end training.
+STOPPING = _ENDS | events_between(Event.ITERATION_END, Event.ITERATION_CHECKPOINT)
 # The events from which a kept State resumes. FIT_START is left out: a resumed call yields it, and the State it yields
 # there must still name the boundary that it came from.
-POSITIONS = frozenset(
-    {
-        Event.AFTER_LOAD,
-        Event.EPOCH_START,
-        Event.BATCH_END,
-        Event.BATCH_CHECKPOINT,
-        Event.EPOCH_END,
-        Event.EPOCH_CHECKPOINT,
-        Event.FIT_END,
-        Event.ITERATION_START,
-        Event.ITERATION_END,
-        Event.ITERATION_CHECKPOINT,
-    }
-)
+POSITIONS = STOPPING | {Event.AFTER_LOAD, Event.EPOCH_START, Event.FIT_END, Event.ITERATION_START}
 _MAPPINGS = frozenset({"params", "buffers", "algorithm_state", "metrics", "grads"})
 _OF_A_BATCH = ("event", "evaluator", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 

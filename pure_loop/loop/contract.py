@@ -20,6 +20,7 @@ from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import (
     NOT_READY,
+    STOPPING,
     State,
     StateFields,
     frozen_problem,
@@ -112,12 +113,6 @@ def _refuse_ill_typed(new: Any, old: State, name: str, event: Event) -> None:
             )
 
 
-_STOPPING = frozenset(
-    {
-        *(Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT),
-        *(Event.ITERATION_END, Event.ITERATION_CHECKPOINT),
-    }
-)
 # From BATCH_START, where the rate of the batch is recorded, to its end.
 _RATE_IS_FIXED = events_between(Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
@@ -129,7 +124,7 @@ def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
         if type(stop) is not bool:
             what = f"stop to {stop!r:.60} of type {type(stop).__name__}"
             _refuse_field(what, name, event, "it is True or False; of a tensor, write bool(tensor)")
-        if event not in _STOPPING:
+        if event not in STOPPING:
             where = "at EVAL_END, keep it in algorithm_state and set stop" if event.is_eval else "set it"
             _refuse_field("stop", name, event, f"training stops at a boundary: {where} at BATCH_CHECKPOINT")
     if new.lr_scale is not old.lr_scale:
