@@ -74,6 +74,8 @@ def _in_order(
     mapping: Mapping[str, Any], names: list[str], what: str, advice: str, error: type[ValueError]
 ) -> list[Any]:
     """The values of a mapping of just these names, in their order."""
+    if list(mapping) == names:  # as most are
+        return list(mapping.values())
     if mapping.keys() != set(names):
         missing, extra = [n for n in names if n not in mapping], [n for n in mapping if n not in names]
         odd = ("missing", missing), ("not a parameter", extra)

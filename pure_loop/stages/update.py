@@ -220,6 +220,8 @@ def in_order(
     Raises:
         ArgumentTypeError, ArgumentError: it is something else.
     """
+    if type(updated) is tuple and len(updated) == 2 and updated[0] is trained:
+        return updated
     if not (isinstance(updated, tuple) and len(updated) == 2 and isinstance(updated[0], Mapping)):
         raise ArgumentTypeError(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
