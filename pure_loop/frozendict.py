@@ -112,7 +112,9 @@ class FrozenDict(dict[K, V]):
 _SHOWN = 8
 _MOST = 20
 _LONGEST = 80
-_ABOUT_METRICS = (
+_ABOUT_FIELDS = (
+    "state.algorithm_state has the memory of an algorithm that says how it begins, "
+    "pl.Algorithm(name, handlers, init=lambda state: ...), or from its first state.remember(name, memory) on; "
     "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
     'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval". At the BATCH_END or EPOCH_END '
     "after which an evaluator is due, its old metrics are left out until its EVAL_END: read the new ones at "
@@ -124,14 +126,14 @@ def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
     """What to write for a name that a mapping of a State lacks."""
     names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
     if not names:
-        return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_METRICS}."
+        return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_FIELDS}."
     from pure_loop._internal.suggestions import nearest  # only on the way to an error
 
     near = nearest(key, names) if isinstance(key, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
     shown = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     labels = all(isinstance(value, FrozenDict) for value in mapping.values())
-    return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_METRICS}." if labels else "")
+    return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_FIELDS}." if labels else "")
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[Any], Any, Sequence[str]]:

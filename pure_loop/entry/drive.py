@@ -69,6 +69,12 @@ def drive(
             f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
+    given: Any = script
+    if isinstance(given, Stream):
+        raise ArgumentTypeError(
+            "script is a stream of fit, evaluate, predict or drive, which applies algorithms of its own and takes no "
+            "State back: give algorithms, callbacks and loggers to that function, fit(..., algorithms=[...])."
+        )
     settings = StreamSettings(
         algorithms=algorithms,
         callbacks=callbacks,

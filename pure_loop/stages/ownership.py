@@ -87,7 +87,7 @@ class Ownership:
 
     __slots__ = (
         *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory"),
-        *("_params", "_tensors", "_waits_with", "_yields_next"),
+        *("_params", "_step", "_tensors", "_waits_with", "_yields_next"),
         *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
         *("measures", "observed", "observed_at", "shares_storage"),
     )
@@ -122,6 +122,7 @@ class Ownership:
         self._memory: Callable[[], Any] = _nothing
         self.fits: bool | None = None
         self._granted: Callable[[], State | None] = _nothing
+        self._step: Callable[[], State | None] = _nothing
         self._last: Callable[[], State | None] = _nothing
         self.leaves: FrozenDict[str, Tensor] | None = None
         self.instance: Any = None
@@ -155,6 +156,10 @@ class Ownership:
         """Whether the parameters are those that were adopted."""
         return self._params() is raw_params(state)
 
+    def is_next_step_of(self, state: State) -> bool:
+        """Whether the script goes on with this State, to its step; an algorithm may call the stages with others."""
+        return self._step() is state
+
     def owns(self, state: State) -> bool:
         """Whether parameters and optimizer state are those that were adopted."""
         return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
@@ -172,6 +177,7 @@ class Ownership:
             state: what the script is sent; the caller is the driver, which has it in one variable.
             last: a weak reference to the State that the consumer was given last.
         """
+        self._step = ref(state) if event is _BEFORE_STEP else _nothing
         arrived, self._arrived = self._arrived, ()
         waits_with, self._waits_with = self._waits_with, _nothing
         written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.arguments import check_choice, is_number, positive_or_none, refusal
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
@@ -42,17 +43,51 @@ _tracer = tracer.get
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
 
+def _instance(name: str, value: Any, kind: Any, example: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise refusal(name, value, f"of the library, such as {example}", "Stages")
+
+
+def _task(value: Any) -> Task:
+    task: Task = _instance("task", value, Task, "pl.Task(loss=...)")
+    return task
+
+
+def _optimizer(value: Any) -> Optimizer | None:
+    optimizer: Optimizer | None = _instance("optimizer", value, Optimizer | None, "pl.optim.adamw(lr=1e-3)")
+    return optimizer
+
+
+def _precision(value: Any) -> Precision:
+    return Precision.parse(value)
+
+
+def _size(value: Any) -> int | None:
+    return positive_or_none("microbatch_size", value, where="Stages")
+
+
+def _nonfinite(value: Any) -> str:
+    return check_choice("nonfinite", value, ("error", "skip"), where="Stages")
+
+
+def _clip(value: Any) -> Any:
+    if value is None or callable(value) or (is_number(value) and value > 0):
+        return value
+    raise refusal("clip_grad", value, "a norm above 0 such as 1.0, or a function (grads, params) -> grads", "Stages")
+
+
 @attrs.frozen(kw_only=True)
 class StageSettings:
     """What :class:`~pure_loop.stages.stages.Stages` is made with; its fields are described there."""
 
-    task: Task
-    optimizer: Optimizer | None = None
-    precision: Precision = attrs.field(factory=lambda: Precision.parse("fp32"))
-    microbatch_size: int | None = None
+    task: Task = attrs.field(converter=_task)
+    optimizer: Optimizer | None = attrs.field(default=None, converter=_optimizer)
+    precision: Precision = attrs.field(factory=lambda: Precision.parse("fp32"), converter=_precision)
+    microbatch_size: int | None = attrs.field(default=None, converter=_size)
     found: FoundSize | None = None
-    clip_grad: float | ClipGrad | None = None
-    nonfinite: str = "error"
+    clip_grad: float | ClipGrad | None = attrs.field(default=None, converter=_clip)
+    nonfinite: str = attrs.field(default="error", converter=_nonfinite)
     measures_norm: bool = False
     engine: Engine = ONE_RANK
     workspace: Workspace = attrs.field(factory=Workspace, repr=False, eq=False)

@@ -69,6 +69,12 @@ class UpdateStage(StageSettings):
         """
         if self.optimizer is None:
             raise ArgumentError("these stages have no optimizer: Stages(task=..., optimizer=pl.optim.adamw(...)).")
+        if raw_loss(state) is None or state._grads is None:
+            missing = "loss" if raw_loss(state) is None else "grads"
+            raise ArgumentError(
+                f"state.{missing} is None, and an update needs gradients and the loss that they are of: go through "
+                "stages.forward, stages.loss and stages.backward first, or write state.replace(loss=..., grads=...)."
+            )
         before: Before | None = None if buffers is None else (buffers, model)
         optimizer, scale, found_inf = state.model.served_by(self.optimizer), state.loss_scale, None
         if self.nonfinite == "skip" or scale is not None:

@@ -103,7 +103,8 @@ class Workspace:
         params, memory = raw_params(state), raw_opt_state(state)
         if ownership.take(state, "params", "opt_state"):
             return params, memory
-        if not ownership.always or ownership.compiled or not ownership.owns(state) or getattr(params, "readers", None):
+        takes_kept = ownership.always and not ownership.compiled and ownership.is_next_step_of(state)
+        if not takes_kept or not ownership.owns(state) or getattr(params, "readers", None):
             return None
         # What an algorithm keeps in the State is no State of the past.
         memories: Any = state.algorithm_state

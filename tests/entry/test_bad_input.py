@@ -283,6 +283,8 @@ def test_settings_of_an_evaluator(name: str, value: Any, kind: tuple[Any, Any]) 
 
 def test_scripts_and_streams() -> None:
     refused(lambda: pl.drive(lambda state: state), *TYPE, "not a generator", "call the function, drive(script(state))")
+    stream: Any = fit()
+    refused(lambda: pl.drive(stream), *TYPE, "script is a stream of fit", "fit(..., algorithms=[...])")
     stream = fit()
     pl.run(stream)
     refused(lambda: pl.run(stream), *VALUE, "the stream yielded nothing", "run to its end before")

@@ -317,3 +317,21 @@ def test_what_is_kept_of_a_mapping_says_that_it_was_overwritten(field: str, name
     for later in uses:
         with pytest.raises(pl.errors.DonatedStateError, match="overwritten by the step of batch"):
             later()
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END])
+def test_an_update_that_an_algorithm_tries_takes_nothing(event: Event) -> None:
+    """It is a function of States, also where the loop's own step takes what is kept."""
+
+    @pl.algorithm(event)
+    def ahead(state: pl.State, stages: pl.Stages) -> pl.State:
+        new = stages.update(state)
+        steps = [(new.params[name] - tensor).norm() for name, tensor in state.params.items()]
+        return state.remember("ahead", sum(steps, torch.zeros(())))
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    lasts = [pl.run(_fit(model, "6ba", algorithms=[ahead], donate=donate)) for donate in (False, "auto", True)]
+    for last in lasts[1:]:
+        assert torch.equal(last.algorithm_state["ahead"], lasts[0].algorithm_state["ahead"])
+        assert torch.equal(last.params["weight"], lasts[0].params["weight"])

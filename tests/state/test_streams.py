@@ -129,7 +129,7 @@ def test_names_that_mappings_lack() -> None:
     refused(lambda: state.metrics["val"], missing, error, "there are 'eval'", "by their labels")
     refused(lambda: state.metrics["eval"]["accurcy"], missing, error, "did you mean 'accuracy'?", "'loss'")
     refused(lambda: state.params["0.wieght"], missing, error, "did you mean '0.weight'?", "'2.bias'")
-    refused(lambda: state.algorithm_state["ema"], missing, error, "is empty")
+    refused(lambda: state.algorithm_state["ema"], missing, error, "is empty", "init=lambda state: ...", "remember")
     refused(lambda: state.params[0], missing, error, "0 is not here")
     assert state.metrics.get("val") is None
     assert "val" not in state.metrics
