@@ -30,29 +30,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Strict"]
 
-# The stage that runs after each event.
-_COMPUTED_AFTER: dict[Event | None, str] = {
-    Event.BEFORE_FORWARD: "the forward",
-    Event.BEFORE_LOSS: "the loss",
-    Event.BEFORE_BACKWARD: "the backward",
-    Event.AFTER_TRAIN_BATCH: "the optimizer's step",
-    Event.EVAL_BEFORE_FORWARD: "the forward of the evaluation",
-    Event.EVAL_AFTER_FORWARD: "a metric",
-    Event.PREDICT_BEFORE_FORWARD: "the forward of the prediction",
+# What is computed after an event; and the event that follows, if code of the user's is in it: that writes to no memory
+# of a State, and an update may.
+_COMPUTED: dict[Event, tuple[str, Event | None]] = {
+    Event.BEFORE_FORWARD: ("the forward", Event.AFTER_FORWARD),
+    Event.BEFORE_LOSS: ("the loss", Event.AFTER_LOSS),
+    Event.BEFORE_BACKWARD: ("the backward", None),
+    Event.AFTER_TRAIN_BATCH: ("the optimizer's step", None),
+    Event.EVAL_BEFORE_FORWARD: ("the forward of the evaluation", Event.EVAL_AFTER_FORWARD),
+    Event.EVAL_AFTER_FORWARD: ("a metric", Event.EVAL_BATCH_END),
+    Event.PREDICT_BEFORE_FORWARD: ("the forward of the prediction", Event.PREDICT_AFTER_FORWARD),
 }
+_OTHER = ("the computation that followed", None)
 
 
 # Events of which a batch has one or more, besides those of its evaluations.
 _OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.BATCH_CHECKPOINT)
 _COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # whose timestamp counts their batch
-# Computations with code of the user's, and the event after them. They write to no memory of a State; an update may.
-_OF_USERS = {
-    Event.BEFORE_FORWARD: Event.AFTER_FORWARD,
-    Event.BEFORE_LOSS: Event.AFTER_LOSS,
-    Event.EVAL_BEFORE_FORWARD: Event.EVAL_AFTER_FORWARD,
-    Event.EVAL_AFTER_FORWARD: Event.EVAL_BATCH_END,
-    Event.PREDICT_BEFORE_FORWARD: Event.PREDICT_AFTER_FORWARD,
-}
 
 
 class Strict:
@@ -84,7 +78,7 @@ class Strict:
         self._batches = batches
         self.handled, self.yielded = set(observed), set(observed)
         self._computed = frozenset(
-            event for event in Event if always or (event in observed and _OF_USERS.get(event) in observed)
+            event for event in Event if always or (event in observed and _COMPUTED.get(event, _OTHER)[1] in observed)
         )
         self._first_batch: int | None = None
         self._is_due = always
@@ -137,7 +131,7 @@ class Strict:
         """
         if self.computing is not None:
             (state, before), self.computing = self.computing, None
-            self.take_back(state, _COMPUTED_AFTER.get(before, "the computation that followed"), before)
+            self.take_back(state, _COMPUTED.get(before, _OTHER)[0], before)
             self._value = None
         if self.checker is not None:
             self.checker.advance(event)
