@@ -48,9 +48,13 @@ def check_loss(loss: Any, state: State, event: str, task: Task | None = None) ->
 def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
     """What is wrong with a loss, and what to write instead; None where nothing is."""
     if isinstance(loss, dict):
-        problem = _dict_problem(loss)
-        if problem is not None:
-            return problem
+        if "total" not in loss:
+            return f"is a dict with keys {sorted(map(str, loss))}; it needs the key 'total'."
+        for key, part in loss.items():
+            is_tensor = isinstance(part, Tensor)
+            if key != "total" and (part.ndim if is_tensor else not isinstance(part, int | float)):
+                what = f"of shape {tuple(part.shape)}" if is_tensor else f"a {type(part).__name__}"
+                return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
         loss = loss["total"]
     if loss is None:
         return (
@@ -74,16 +78,6 @@ def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
         return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
     if loss.is_meta and not shapes_only.get():
         return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
-    return None
-
-
-def _dict_problem(losses: dict[Any, Any]) -> str | None:
-    if "total" not in losses:
-        return f"is a dict with keys {sorted(map(str, losses))}; it needs the key 'total'."
-    for key, part in losses.items():
-        if key != "total" and (not isinstance(part, Tensor | int | float) or (isinstance(part, Tensor) and part.ndim)):
-            what = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-            return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
     return None
 
 
