@@ -38,7 +38,6 @@ Code: TypeAlias = Literal["users", "torch"] | None
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
-_tracer = tracer.get
 # Stages of which strict=True sees to it that no other thread draws meanwhile.
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
@@ -141,7 +140,7 @@ class StageSettings:
         if seed is None:
             seed = self.seed_of(state, stage, index)
         device = device_of(state)
-        if _tracer() is not None:
+        if tracer.get() is not None:
             return seeded(seed, device)
         context = SeededHosts(seed, device) if code == "users" else seeded(seed, device)
         if self.strict and stage in _CHECKED:
