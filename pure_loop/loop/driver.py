@@ -52,11 +52,6 @@ class Attached:
     observers: Observers = attrs.field(factory=FrozenDict)
     stages: Stages | None = None
     strict: Strict | None = None
-    events: frozenset[Event] = attrs.field(init=False)
-
-    @events.default
-    def _events(self) -> frozenset[Event]:
-        return frozenset({*self.handlers, *self.observers})
 
     def apply(self, event: Event, state: State, began: int) -> State:
         """Apply the algorithms of an event to its State, and pass the result to the callbacks.
@@ -129,7 +124,7 @@ def drive(
             )
             if ownership is not None and event in ownership.observed_at:
                 ownership.observed = True
-            if event in attached.events:
+            if event in attached.handlers or event in attached.observers:
                 state = attached.apply(event, state, began)
             if watch is None or event in watch:
                 if strict is None or event not in strict.yielded:
