@@ -86,7 +86,7 @@ class Ownership:
     """
 
     __slots__ = (
-        *("_arrived", "_decides", "_first_batch", "_granted", "_is_large", "_last", "_memory"),
+        *("_arrived", "_decides", "_first_batch", "_granted", "_last", "_memory"),
         *("_params", "_step", "_tensors", "_waits_with", "_yields_next"),
         *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
         *("measures", "observed", "observed_at", "shares_storage"),
@@ -113,7 +113,6 @@ class Ownership:
         self._decides: frozenset[Event | Request] = _OF_GRAPHS if compiled else frozenset({_BEFORE_STEP})
         self.counted: frozenset[Event | Request] = frozenset({*Event, *Request})
         self._first_batch = "awaited"
-        self._is_large: bool | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -142,15 +141,9 @@ class Ownership:
             self.fits = None
             # With a callback each is a weak reference of its own, beside which another one counts.
             self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
-            if both and not self.compiled and self._has_large_gradients(state):
+            if both and not self.compiled and _has_large_gradients(state):
                 self._decides |= _OF_GRADIENTS
                 self.counted |= _OF_GRADIENTS
-
-    def _has_large_gradients(self, state: State) -> bool:
-        """Whether a check of references is cheaper than to copy the gradients, or to have them once more."""
-        if self._is_large is None:
-            self._is_large = sum(map(Tensor.numel, raw_params(state).values())) >= LARGE
-        return self._is_large
 
     def has_made_params(self, state: State) -> bool:
         """Whether the parameters are those that were adopted."""
@@ -190,7 +183,7 @@ class Ownership:
             self._look_between(event, state, last, frame)
         if event not in self._decides:
             return
-        if event is Event.BATCH_START or (self.compiled and self._has_large_gradients(state)):
+        if event is Event.BATCH_START or (self.compiled and _has_large_gradients(state)):
             self._make_room(state, last, frame)
         if event is not Event.BATCH_START:
             self._granted = self._last = _nothing
@@ -272,7 +265,7 @@ class Ownership:
         yielded = last()
         if yielded is None or yielded._grads is None or yielded._grads is state._grads:
             return
-        if count(yielded) != _in_two_places() or not self._has_large_gradients(state):
+        if count(yielded) != _in_two_places() or not _has_large_gradients(state):
             return
         if self._is_replaced(frame, yielded):
             _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
@@ -287,7 +280,7 @@ class Ownership:
         leaves = self.leaves
         if leaves is None or leaves.origin is not raw_params(state):
             return others == 0
-        bound = self.instance is not None and self.instance.bound() is leaves
+        bound = self._is_bound(leaves)
         return others == 1 and count(leaves) == _in_two_places() + (bound and self.instance.params is leaves)
 
     def has_tensors_alone(self, state: State) -> bool:
@@ -406,6 +399,11 @@ def overwritten_by(field: str, batch: int) -> str:
     if field == "grads":
         return f"added to, divided or clipped in place by batch {batch}"
     return f"overwritten by the step of batch {batch}"
+
+
+def _has_large_gradients(state: State) -> bool:
+    """Whether a check of references is cheaper than to copy the gradients, or to have them once more."""
+    return sum(map(Tensor.numel, raw_params(state).values())) >= LARGE
 
 
 def _mappings(state: State) -> tuple[Any, Any, Any]:
@@ -678,7 +676,7 @@ def is_watched(*, by_profilers: bool = True) -> bool:
     if gettrace() is not None or (by_profilers and getprofile() is not None):
         return True
     tools = [tool for tool in _TOOLS if by_profilers or tool != _PROFILER]
-    return any(_monitoring.get_tool(tool) is not None for tool in tools) if tools else False
+    return any(_monitoring.get_tool(tool) is not None for tool in tools)
 
 
 _UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
