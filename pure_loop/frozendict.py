@@ -221,15 +221,6 @@ class Overwritten(_Refusing, FrozenDict[Any, Any]):
         result.lent = field, what
         return result
 
-    @classmethod
-    def fill(cls, mapping: Any, field: str, what: str) -> None:
-        """Make a mapping one to whose tensors a step has written, for whoever has it, a view or a method of it."""
-        value = OverwrittenValue(field, what)
-        for name in mapping:
-            dict.__setitem__(mapping, name, value)
-        mapping.__class__ = cls
-        mapping.lent = field, what
-
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = __ror__ = __eq__ = __ne__ = _Refusing.refuse_reading
     __reversed__ = keys = values = items = get = copy = __copy__ = __reduce__ = _Refusing.refuse_reading
     __hash__ = None  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.frozendict import FrozenDict, Overwritten
+from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.stages.ownership import Ownership, are_torchs, has_tensors, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 
@@ -127,7 +127,11 @@ def _overwritten(value: Any, field: str, batch: int) -> Any:
     if type(value) is not FrozenDict or not has_tensors(value):
         return value  # numbers, which other States may share
     other = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
-    Overwritten.fill(value, field, overwritten_by(field, batch))
+    what = overwritten_by(field, batch)
+    for name in value:  # which a view, an iterator or a method of it may read
+        dict.__setitem__(value, name, OverwrittenValue(field, what))
+    value.__class__ = Overwritten
+    value.lent = field, what
     return other
 
 
