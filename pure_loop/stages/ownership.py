@@ -676,7 +676,7 @@ def is_watched(*, by_profilers: bool = True) -> bool:
     if gettrace() is not None or (by_profilers and getprofile() is not None):
         return True
     tools = [tool for tool in _TOOLS if by_profilers or tool != _PROFILER]
-    return any(_monitoring.get_tool(tool) is not None for tool in tools)
+    return bool(tools) and any(_monitoring.get_tool(tool) is not None for tool in tools)
 
 
 _UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
