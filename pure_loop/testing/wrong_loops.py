@@ -339,10 +339,8 @@ def trains_the_users_module() -> Fit:
 
 def ignores_the_batch_of_algorithms() -> Fit:
     """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
-    event = "state = yield Event.BEFORE_TRAIN_BATCH, state\n"
-    indent = " " * 24
-    kept = f"loaded = state.batch\n{indent}{event}{indent}state = state.replace(batch=loaded)\n"
-    script = edited(loop.fit, event, kept)
+    event = "state = yield Event.BEFORE_TRAIN_BATCH, state"
+    script = edited(loop.fit, event, f"loaded = state.batch; {event}; state = state.replace(batch=loaded)")
     return while_patched(lambda: patch.object(loop, "fit", script))
 
 
