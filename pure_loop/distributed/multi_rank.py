@@ -73,7 +73,7 @@ class MultiRankEngine(Engine):
         self._total: Any = 0.0
         self._divisor: Any = 1.0
         # The power of two by which the weights of microbatches are divided.
-        self._power: Any = None
+        self._power: Any = 1.0
         self._on_device: Any = None
         # Whether the loss is a sum, and not a mean.
         self._summed = False
@@ -296,11 +296,15 @@ class MultiRankEngine(Engine):
         numbers = (len(mine), own, *self._mine, self._signature, *self._whole)
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # The answer is not waited for before the backward is over, where what it says is not needed before: each
-        # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks.
-        if split or self._power is None or state.loss_scale is not None:
+        # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks, and
+        # where training resumes. The mean size of the batches before is, and is of the weight's order.
+        before = state.timestamp
+        if split or not before.batch or not before.sample or state.loss_scale is not None:
             mine += [0] * (self._answered() - len(mine))
             Weights.of(mine, self._batch, self._total)  # refuses what can't be weighed
             self._power = power_of_two(self._total)
+        else:
+            self._power = power_of_two(before.sample / before.batch)
         if summed:
             shares: tuple[Any, ...] = tuple([float(weight != 0) for weight in mine])
         else:
@@ -326,8 +330,6 @@ class MultiRankEngine(Engine):
         if self._on_device is None and not 0 <= self._total < math.inf:
             raise DataError(f"batch {self._batch} weighs {self._weights}, rank by rank: {WEIGHTS_ARE}")
         self._divisor = 1.0 if self._summed else self._total / self._power
-        if self._on_device is None and self._total == 0:
-            self._power = None  # it is that of nothing
         return self._divisor
 
     def num_microbatches(self, pieces: int, state: State) -> int:

@@ -420,6 +420,29 @@ def test_resumption_is_bitwise_on_any_number_of_ranks(name):
         assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+@pl.algorithm(Event.AFTER_BACKWARD)
+def clamped(state):
+    """It is not linear: of a gradient times two it doesn't give the double."""
+    grads = {name: None if grad is None else grad.clamp(-0.01, 0.01) for name, grad in state.grads.items()}
+    return state.replace(grads=pl.FrozenDict(grads))
+
+
+def test_an_algorithm_that_is_not_linear_resumes_where_batches_are_of_other_sizes():
+    def stream(start):
+        data, settings = batches((2, 8, 3, 16, 1)), {"parallel": "replicate", "algorithms": clamped}
+        optimizer = pl.optim.sgd(lr=LR)
+        return pl.fit(
+            start, data, loss=torch.nn.functional.mse_loss, optimizer=optimizer, max_duration="1ep", **settings
+        )
+
+    def program(rank):
+        kept = [state for event, state in stream(model()) if event is Event.BATCH_END]
+        return dict(kept[-1].params), [dict(pl.run(stream(state)).params) for state in kept[:-1]]
+
+    for straight, resumed in pool(2).run(program):
+        assert all(torch.equal(straight[name], params[name]) for params in resumed for name in straight)
+
+
 @pytest.mark.slow
 def test_resumption_from_a_file_is_bitwise_on_three_ranks(tmp_path):
     folder = str(tmp_path)
