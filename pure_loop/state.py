@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.records import Record, changed, copier
+from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.state_hints import Elsewhere, hint, places
 from pure_loop.errors import (
@@ -325,7 +325,7 @@ class State(Record):
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
-            state = changed(self, values)
+            state = copier(self.__class__, *values)(self, *values.values())
             if "model" in changes and state.model is not self.model:
                 state = _following(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
@@ -612,7 +612,7 @@ def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
 def _in_order(state: Any) -> Any:
     """The State with parameters, buffers and gradients in the order of the model's names."""
     values = _reordered(state)
-    return changed(state, values) if values else state
+    return with_fields(state, **values) if values else state
 
 
 def _following(state: Any, before: Any) -> Any:
@@ -625,9 +625,7 @@ def _following(state: Any, before: Any) -> Any:
         return state
     wanted, were = order_of(model), places_of(before.parameter_names, before.buffer_names)
     memory, kept = raw_opt_state(state), state.algorithm_state
-    return changed(
-        state, {"opt_state": reordered(memory, wanted, were), "algorithm_state": reordered(kept, wanted, were)}
-    )
+    return with_fields(state, opt_state=reordered(memory, wanted, were), algorithm_state=reordered(kept, wanted, were))
 
 
 def order_of(model: ModelDef) -> dict[str, int]:
@@ -638,7 +636,7 @@ def order_of(model: ModelDef) -> dict[str, int]:
 def sort_by_model(state: S) -> S:
     """The State with parameters, buffers, gradients and the optimizer state in the order of its model's names."""
     memory = reordered(raw_opt_state(state), order_of(state.model))
-    return changed(_in_order(state), {"opt_state": memory})  # type: ignore[no-any-return]
+    return with_fields(_in_order(state), opt_state=memory)  # type: ignore[no-any-return]
 
 
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
@@ -697,9 +695,9 @@ def device_of(state: Any) -> torch.device:
     return next(iter(getattr(params, "origin", params).values())).device  # type: ignore[no-any-return]
 
 
-def with_fields(state: S, **fields: Any) -> S:
+def with_fields(state: S, /, **fields: Any) -> S:
     """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
-    return changed(state, fields)  # type: ignore[no-any-return]
+    return copier(type(state), *fields)(state, *fields.values())  # type: ignore[arg-type, no-any-return]
 
 
 def outside_batch(state: S) -> S:
