@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.records import Record, changed, copier
+from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, table
-from pure_loop._internal.state_hints import Elsewhere, hint, places
+from pure_loop._internal.state_hints import Elsewhere, hint, hints
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,8 +35,7 @@ from pure_loop.errors import (
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.model.model import ModelDef
-from pure_loop.model.names import places as places_of
-from pure_loop.model.names import reordered, sorted_by
+from pure_loop.model.names import places, reordered, sorted_by
 from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
 
@@ -325,9 +324,9 @@ class State(Record):
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
-            state = changed(self, values)
-            if "model" in changes and state.model is not self.model:
-                state = _following(state, self.model)
+            state = copier(self.__class__, *values)(self, *values.values())
+            if "model" in changes and isinstance(state.model, ModelDef):  # what is none is refused where it is trained
+                state = sort_by_model(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
                 state = _in_order(state)
             return state  # type: ignore[no-any-return]
@@ -612,33 +611,23 @@ def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
 def _in_order(state: Any) -> Any:
     """The State with parameters, buffers and gradients in the order of the model's names."""
     values = _reordered(state)
-    return changed(state, values) if values else state
-
-
-def _following(state: Any, before: Any) -> Any:
-    """The State with all that is known by names in the order of its model, which is a new one."""
-    state = _in_order(state)
-    model = state.model
-    if not isinstance(model, ModelDef) or not isinstance(before, ModelDef):
-        return state
-    if (model.parameter_names, model.buffer_names) == (before.parameter_names, before.buffer_names):
-        return state
-    wanted, were = order_of(model), places_of(before.parameter_names, before.buffer_names)
-    memory, kept = raw_opt_state(state), state.algorithm_state
-    return changed(
-        state, {"opt_state": reordered(memory, wanted, were), "algorithm_state": reordered(kept, wanted, were)}
-    )
+    return with_fields(state, **values) if values else state
 
 
 def order_of(model: ModelDef) -> dict[str, int]:
     """The places of the model's names: of its parameters, and then of its buffers."""
-    return places_of(model.parameter_names, model.buffer_names)
+    return places(model.parameter_names, model.buffer_names)
 
 
-def sort_by_model(state: S) -> S:
-    """The State with parameters, buffers, gradients and the optimizer state in the order of its model's names."""
-    memory = reordered(raw_opt_state(state), order_of(state.model))
-    return changed(_in_order(state), {"opt_state": memory})  # type: ignore[no-any-return]
+def sort_by_model(state: S, before: ModelDef | None = None) -> S:
+    """The State with parameters, buffers, gradients and the optimizer state in the order of its model's names.
+
+    Where ``before`` is the model that it had, so is what algorithms keep in the order of that.
+    """
+    state = _in_order(state)
+    wanted, were = order_of(state.model), None if before is None else order_of(before)
+    kept = state.algorithm_state if were is None else reordered(state.algorithm_state, wanted, were)
+    return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=kept)
 
 
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
@@ -697,9 +686,9 @@ def device_of(state: Any) -> torch.device:
     return next(iter(getattr(params, "origin", params).values())).device  # type: ignore[no-any-return]
 
 
-def with_fields(state: S, **fields: Any) -> S:
+def with_fields(state: S, /, **fields: Any) -> S:
     """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
-    return changed(state, fields)  # type: ignore[no-any-return]
+    return copier(type(state), *fields)(state, *fields.values())  # type: ignore[arg-type, no-any-return]
 
 
 def outside_batch(state: S) -> S:
@@ -747,7 +736,7 @@ def _register(cls: type) -> None:
 _register(State)
 
 _COUNTED = tuple(field.name for field in attrs.fields(Timestamp))
-_ELSEWHERE = places((*_names[State], *vars(State)), _COUNTED)
+_ELSEWHERE = hints((*_names[State], *vars(State)), _COUNTED)
 for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
 

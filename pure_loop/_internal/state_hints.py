@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from pure_loop._internal.suggestions import nearest
 
-__all__ = ["Elsewhere", "hint", "places"]
+__all__ = ["Elsewhere", "hint", "hints"]
 
 _PLACES: tuple[tuple[str, str], ...] = (
     ("gradients gradient grad", "gradients are state.grads, by parameter name"),
@@ -40,7 +40,7 @@ _PLACES: tuple[tuple[str, str], ...] = (
 )
 
 
-def places(fields: Iterable[str], counted: Iterable[str]) -> dict[str, str]:
+def hints(fields: Iterable[str], counted: Iterable[str]) -> dict[str, str]:
     """Where to look, by name, for names that are no fields of a State; ``counted`` are those of its timestamp."""
     result = {name: f"it is state.timestamp.{name}" for name in counted}
     result |= {name: place for names, place in _PLACES for name in names.split()}
@@ -52,7 +52,7 @@ def places(fields: Iterable[str], counted: Iterable[str]) -> dict[str, str]:
 def hint(name: str, fields: Iterable[str], counted: Iterable[str]) -> str:
     """What to write for a name that is no field of a State, in parentheses; "" where nothing is known."""
     fields = list(fields)
-    place = places(fields, counted).get(name)
+    place = hints(fields, counted).get(name)
     if place is None:
         near = nearest(name, fields)
         place = None if near is None else f"did you mean {near!r}?"
