@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
-import attrs
 import torch
 
 from pure_loop._internal.closing import call_all
@@ -28,55 +27,23 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Attached", "Handlers", "apply", "drive", "run_to_end"]
+__all__ = ["Handlers", "apply", "drive", "run_to_end"]
 
 Handlers = Mapping[Event, tuple[Handler, ...]]
 Observers = Mapping[Event, tuple[Observer, ...]]
 Script = Generator[tuple[Event, State], State, Any]
 
+_NOTHING: FrozenDict[Event, Any] = FrozenDict()
 _set_grads = vars(State)["_grads"].__set__
-
-
-@attrs.frozen
-class Attached:
-    """Algorithms and callbacks of a stream, by event.
-
-    Attributes:
-        handlers: of algorithms.
-        observers: of callbacks and loggers.
-        stages: what handlers that take a second argument are given.
-        strict: the checks; None: there are none.
-    """
-
-    handlers: Handlers = attrs.field(factory=FrozenDict)
-    observers: Observers = attrs.field(factory=FrozenDict)
-    stages: Stages | None = None
-    strict: Strict | None = None
-
-    def apply(self, event: Event, state: State, began: int) -> State:
-        """Apply the algorithms of an event to its State, and pass the result to the callbacks.
-
-        ``began`` is the generation of the process that began the stream: in a child of it callbacks are not called.
-        """
-        handlers, observers = self.handlers.get(event, ()), self.observers.get(event, ())
-        strict = self.strict if self.strict is not None and event in self.strict.handled else None
-        if strict is not None:
-            strict.begin(event, state, handlers)
-        if handlers:
-            state = apply(event, state, handlers, self.stages, strict, observers)
-        if observers:
-            if began != generation():
-                refuse_fork(event, state)
-            _observe(event, state, observers, self.stages, strict)
-        if strict is not None:
-            strict.end(event)
-        return state
 
 
 def drive(
     script: Script,
-    attached: Attached,
+    handlers: Handlers = _NOTHING,
+    observers: Observers = _NOTHING,
     *,
+    stages: Stages | None = None,
+    strict: Strict | None = None,
     watch: Collection[Event] | None = None,
     events: Collection[Event] | None = None,
     ownership: Ownership | None = None,
@@ -87,7 +54,10 @@ def drive(
 
     Args:
         script: yields events and States, and takes each State back.
-        attached: its algorithms and callbacks.
+        handlers: those of algorithms, by event.
+        observers: callbacks and loggers, by event.
+        stages: what handlers that take a second argument are given.
+        strict: the checks; None: there are none.
         watch: the events that the consumer is given; None: all.
         events: those of the run's order; others of the script are passed over. None: it has all.
         ownership: decides, before memory is written to, whether it may be.
@@ -97,12 +67,13 @@ def drive(
     """
     if ownership is not None and not ownership.measures:
         measure_references()
-    strict, began = attached.strict, generation()
+    began = generation()
     state: Any = None
     error: BaseException | None = None
     closing = None if closing is None else [*map(here, closing)]
     event = Event.INIT
     last_yielded: Callable[[], State | None] = _no_state
+    checks = strict
     try:
         while True:
             try:
@@ -114,31 +85,35 @@ def drive(
                 continue
             if events is not None and event not in events:
                 continue
-            counted = ownership is not None and event in ownership.counted
-            if counted and ownership is not None:
-                ownership.arrives(state)
-            if strict is not None and (strict.computing is not None or strict.checker is not None):
-                strict.advance(event)
+            counting = ownership if ownership is not None and event in ownership.counted else None
+            if counting is not None:
+                counting.arrives(state)
+            if checks is not None:
+                checks.advance(event)
+            checks = strict if strict is not None and event in strict.checked else None
             state = at_event[type(state)](
                 state, event, position_at(event, state) if event in POSITIONS else state.position
             )
             if ownership is not None and event in ownership.observed_at:
                 ownership.observed = True
-            if event in attached.handlers or event in attached.observers:
-                state = attached.apply(event, state, began)
+            handled, seen = handlers.get(event, ()), observers.get(event, ())
+            if checks is not None:
+                checks.begin(event, state, handled)
+            if handled:
+                state = apply(event, state, handled, stages, checks, seen)
+            if seen:
+                if began != generation():
+                    refuse_fork(event, state)
+                _observe(event, state, seen, stages, checks)
             if watch is None or event in watch:
-                if strict is None or event not in strict.yielded:
-                    yield event, state
-                else:
-                    strict.before_body(state, event)
-                    yield event, state
-                    strict.after_body(state, event)
-                    strict.before_computation(state, event)
+                if checks is not None:
+                    checks.show(event, state)
+                yield event, state
                 last_yielded = ref(state)
-            elif strict is not None:
-                strict.before_computation(state, event)
-            if counted and ownership is not None:
-                ownership.before(event, state, last_yielded)
+            if checks is not None:
+                checks.end(event, state)
+            if counting is not None:
+                counting.before(event, state, last_yielded)
     except BaseException as ended_by:
         error = ended_by
         if failed is not None and began == generation():
@@ -157,7 +132,7 @@ def drive(
 def run_to_end(script: Script, handlers: Handlers, stages: Any) -> Any:
     """Run a script to its end with its algorithms and nothing else; gives what it returns."""
     try:
-        next(drive(script, Attached(handlers, stages=stages), watch=frozenset()))
+        next(drive(script, handlers, stages=stages, watch=frozenset()))
     except StopIteration as stop:
         return stop.value
     raise AssertionError("a script of which no event is watched yields nothing")
@@ -199,7 +174,7 @@ def _measure_references() -> None:
     model = torch.nn.LayerNorm(1, device="cpu")  # it draws nothing
     first = State.create(model, opt_state=FrozenDict(), grads=FrozenDict())
     ownership = Ownership(watch={Event.BATCH_END}, measures=True)
-    pairs = drive(script(first), Attached(), watch={Event.BATCH_END}, ownership=ownership)
+    pairs = drive(script(first), watch={Event.BATCH_END}, ownership=ownership)
     del first
     _event, _last = next(pairs)
     next(pairs, None)
@@ -227,7 +202,7 @@ def apply(
                 if handler.when is not None and not _is_true(handler, state, stages):
                     continue
                 if strict is not None:
-                    strict.before_handler(state, handler, event)
+                    strict.show(event, state, handler)
                 new = _called(handler, state, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
@@ -290,7 +265,7 @@ def refuse_fork(event: Event, state: State) -> NoReturn:
 def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, strict: Strict | None) -> None:
     for place, observer in enumerate(seen):
         if strict is not None:
-            strict.before_observer(state)
+            strict.show(event, state)
         try:
             try:
                 if observer.path is None:

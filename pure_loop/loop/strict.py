@@ -59,10 +59,7 @@ class Strict:
         batches: and all events in so many batches.
 
     Attributes:
-        checker, always: the arguments.
-        computing: a State that a computation has, and its event; None: none is checked.
-        handled: the events whose next algorithms and callbacks are checked.
-        yielded: the events after which the loop's body is checked.
+        checked: the events that are checked when they come next.
     """
 
     def __init__(
@@ -73,10 +70,9 @@ class Strict:
         always: bool = True,
         batches: int = 0,
     ) -> None:
-        self.checker, self.always = checker, always
+        self._checker, self._always, self._batches = checker, always, batches
         self._in_batches = _OF_A_BATCH if batches else frozenset[Event]()
-        self._batches = batches
-        self.handled, self.yielded = set(observed), set(observed)
+        self.checked = set(observed)
         self._computed = frozenset(
             event for event in Event if always or (event in observed and _COMPUTED.get(event, _OTHER)[1] in observed)
         )
@@ -88,7 +84,7 @@ class Strict:
         self._value: Value | None = None
         self._valued: Callable[[], State | None] = _no_state
         self._is_out = False
-        self.computing: tuple[State, Event] | None = None
+        self._computing: tuple[State, Event] | None = None
 
     @classmethod
     def of(
@@ -123,75 +119,51 @@ class Strict:
         return cls(Checker(order, loaded=loaded))
 
     def advance(self, event: Event) -> None:
-        """The script has come to this event.
+        """The script has come to this event, from one that was checked, or from its beginning.
 
         Raises:
             OrderError: the event may not come here.
             ImpurityError: what was computed since the last event wrote to its State.
         """
-        if self.computing is not None:
-            (state, before), self.computing = self.computing, None
+        if self._computing is not None:
+            (state, before), self._computing = self._computing, None
             self.take_back(state, _COMPUTED.get(before, _OTHER)[0], before)
             self._value = None
-        if self.checker is not None:
-            self.checker.advance(event)
+        if self._checker is not None:
+            self._checker.advance(event)
 
     def begin(self, event: Event, state: State, handlers: Sequence[Handler]) -> None:
-        """Before the algorithms and callbacks of an event in ``handled``."""
-        self._is_due = self.always or self._is_among_first(event, state)
+        """Before the algorithms, the callbacks and the loop's body at an event in ``checked``."""
+        self._is_due = self._always or event not in self._uncalled
+        if event in self._in_batches:
+            number = state.timestamp.batch - (event in _COUNTED)
+            if self._first_batch is None:
+                self._first_batch = number
+            self._is_due = number < self._first_batch + self._batches
         if event not in self._uncalled:
             self._uncalled[event] = {id(handler) for handler in handlers if handler.when is not None}
 
-    def end(self, event: Event) -> None:
-        """After the algorithms and callbacks of an event in ``handled``."""
-        if not self.always and not self._uncalled[event] and not (self._is_due and event in self._in_batches):
-            self.handled.discard(event)
-        if event not in self.yielded:
-            self._value = None
-
-    def before_handler(self, state: State, handler: Handler, event: Event) -> None:
-        """Before an algorithm is called."""
+    def show(self, event: Event, state: State, handler: Handler | None = None) -> None:
+        """Before an algorithm, a callback or the loop's body is given the State; ``handler``: that of the algorithm."""
         uncalled = self._uncalled[event]
         if self._is_due or id(handler) in uncalled:
             self.hand_over(state)
         uncalled.discard(id(handler))
 
-    def before_observer(self, state: State) -> None:
-        """Before a callback is called."""
-        if self._is_due:
-            self.hand_over(state)
+    def end(self, event: Event, state: State) -> None:
+        """After all of them, and before the script goes on.
 
-    def before_body(self, state: State, event: Event) -> None:
-        """Before the loop's body is given an event in ``yielded``."""
-        if self.always or self._is_among_first(event, state):
-            self.hand_over(state)
-        else:
-            self.yielded.discard(event)
-
-    def after_body(self, state: State, event: Event) -> None:
-        """
         Raises:
             ImpurityError: the loop's body changed its State.
         """
         self.take_back(state, "the loop's body", event)
-        if not self.always and event not in self._in_batches:
-            self.yielded.discard(event)
-
-    def before_computation(self, state: State, event: Event) -> None:
-        """Before the script goes on after an event that is observed."""
-        if event in self._computed and (event in self.handled or event in self.yielded):
+        if not (self._always or self._uncalled[event] or (self._is_due and event in self._in_batches)):
+            self.checked.discard(event)
+        if self._is_due and event in self._computed:
             self.hand_over(state)
-            self.computing = (state, event)
+            self._computing = state, event
         else:
             self._value = None  # which has copies of small tensors, and the next event has another State
-
-    def _is_among_first(self, event: Event, state: State) -> bool:
-        if event not in self._in_batches:
-            return True
-        number = state.timestamp.batch - (event in _COUNTED)
-        if self._first_batch is None:
-            self._first_batch = number
-        return number < self._first_batch + self._batches
 
     def hand_over(self, state: State) -> None:
         """Remember a State by value before it is passed on."""
