@@ -199,25 +199,26 @@ def apply(
     try:
         with torch.set_grad_enabled(True):
             for handler in handlers:
-                if handler.when is not None and not _is_true(handler, state, stages):
-                    continue
+                path, when = handler.path, handler.when
+                if when is not None:
+                    path_of_when = None if path is None or isinstance(when, Cadence) else (*path, "when")
+                    if not _called(when, (state,), state, path_of_when, stages):
+                        continue
                 if strict is not None:
                     strict.show(event, state, handler)
-                new = _called(handler, state, stages)
+                if handler.takes_stages and stages is None:
+                    raise AlgorithmReturnError(
+                        f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
+                        "pl.drive(script, stages=...)."
+                    )
+                arguments = (state, stages) if handler.takes_stages else (state,)
+                new = _called(handler.function, arguments, state, path, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
                 if new is not state:
                     state = check_returned(new, state, handler.algorithm, event)
     except BaseException as error:
-        is_named = isinstance(error, PureLoopError) and f"algorithm {handler.algorithm!r}" in str(error)
-        if isinstance(error, Exception) and not is_named:
-            error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
-        if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "with parallel='shard' params, grads and opt_state are DTensors: "
-                "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
-            )
-        _record(event, state, observers, error)
+        _ends(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise
     finally:
         if grads_missing and state._grads is NOT_READY:
@@ -225,29 +226,20 @@ def apply(
     return state
 
 
-def _called(handler: Handler, state: State, stages: Any) -> Any:
-    """What a handler returns."""
-    if handler.takes_stages and stages is None:
-        raise AlgorithmReturnError(
-            f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
-            "pl.drive(script, stages=...)."
-        )
-    arguments = (state, stages) if handler.takes_stages else (state,)
-    if handler.path is None:
-        return handler.function(*arguments)
-    with guard(state, handler.path) if stages is None else stages.guard(state, handler.path):
-        return handler.function(*arguments)
-
-
-def _is_true(handler: Handler, state: State, stages: Any) -> bool:
-    """Whether a handler's ``when`` is true now."""
-    when = handler.when
-    assert when is not None
-    if handler.path is None or isinstance(when, Cadence):
-        return when(state)
-    path = (*handler.path, "when")
-    with guard(state, path) if stages is None else stages.guard(state, path):
-        return when(state)
+def _called(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    state: State,
+    path: tuple[str | int, ...] | None,
+    stages: Any,
+    *,
+    apart: bool = False,
+) -> Any:
+    """What code returns that is called at an event; see :func:`guard`. ``path`` is None of what draws nothing."""
+    if path is None:
+        return function(*arguments)
+    with (guard if stages is None else stages.guard)(state, path, apart=apart):
+        return function(*arguments)
 
 
 def refuse_fork(event: Event, state: State) -> NoReturn:
@@ -267,26 +259,27 @@ def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, 
         if strict is not None:
             strict.show(event, state)
         try:
-            try:
-                if observer.path is None:
-                    returned = observer.observe(event, state)
-                else:
-                    seeding = guard if stages is None else stages.guard
-                    with seeding(state, observer.path, apart=True):
-                        returned = observer.observe(event, state)
-            except Exception as error:
-                error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
-                raise
+            returned = _called(observer.observe, (event, state), state, observer.path, stages, apart=True)
             if returned is not None:
                 refuse_return(returned, observer.name, event)
             if strict is not None:
                 strict.take_back(state, f"callback {observer.name}", event)
         except BaseException as error:
-            _record(event, state, seen[place + 1 :], error)
+            _ends(event, state, f"callback {observer.name}", seen[place + 1 :], error)
             raise
 
 
-def _record(event: Event, state: State, observers: Sequence[Observer], error: BaseException) -> None:
-    """An error ends the stream at this event: observers that record are shown it, so that no value of it is lost."""
+def _ends(event: Event, state: State, author: str, observers: Sequence[Observer], error: BaseException) -> None:
+    """An error ends the stream at this event: note its author, unless it names him itself.
+
+    Of ``observers`` those that record are shown the State, so that no value of it is lost.
+    """
+    if isinstance(error, Exception) and not (isinstance(error, PureLoopError) and author in str(error)):
+        error.add_note(f"raised by {author} at {event.name}, batch {state.timestamp.batch}")
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "with parallel='shard' params, grads and opt_state are DTensors: "
+            "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
+        )
     recording = [partial(observer.observe, event, state) for observer in observers if observer.records]
     call_all(recording, error, f"while recording {event.name}: ")
