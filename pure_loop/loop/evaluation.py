@@ -31,7 +31,7 @@ from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch
 
-__all__ = ["Script", "evaluate", "evaluation", "first_microbatch", "predict", "without_metrics"]
+__all__ = ["Script", "evaluate", "evaluation", "predict", "refuse_misfit", "without_metrics"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
@@ -135,53 +135,42 @@ def _guard(state: State, stages: Stages, metric: Metric) -> AbstractContextManag
     return stages.guard(state, ("metric", metric.name)) if is_users(metric) else nullcontext()
 
 
-def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
-    """The first microbatch of an evaluation, to see whether the metrics that were passed fit it, and keep nothing.
+def refuse_misfit(state: State, stages: Stages, metrics: Sequence[Metric]) -> None:
+    """See whether metrics that were passed fit the first microbatch of an evaluation, and keep nothing.
+
+    Args:
+        state: that of its EVAL_AFTER_FORWARD.
+        stages: the loop's.
+        metrics: of its evaluator.
 
     Raises:
         ArgumentError: a metric gives two values for one batch.
         DataError: a metric does not, or the error that it raised; names the evaluator and the metric.
     """
-    label = evaluator.label
-    if evaluator.task is not None:
-        stages = stages.with_task(evaluator.task)
-    about = noting(lambda: f"raised in evaluator {label!r}, batch 0, before training")
-    with closing(evaluator.source.epoch(0)) as batches, about:
-        state = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
-        ready = next_batch(state, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
-        if ready is None:
-            return state
-        state = yield Event.EVAL_BATCH_START, state.replace(batch=ready[0], event=None)
-        size = evaluator.microbatch_size
-        piece = state.batch if size is None else stages.microbatches(state.batch, size)[0]
-        state = yield Event.EVAL_BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, event=None)
-        state = stages.validate(state, label=f"eval/{label}", batch=0, gradients=evaluator.gradients)
-        state = yield Event.EVAL_AFTER_FORWARD, state
-        outputs = detached(state.outputs)
-        for metric in evaluator.metrics or ():
-            if metric.of_loss:
-                continue
-            bits = _bits((outputs, state.microbatch))
-            try:
-                with _guard(state, stages, metric):
-                    numbers = _numbers(metric.update(metric.init(), outputs, state.microbatch))
-                with _guard(state, stages, metric):
-                    again = _numbers(metric.update(metric.init(), outputs, state.microbatch))
-            except Exception as error:
-                kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
-                reason = str(error) or type(error).__name__
-                raise kind(
-                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
-                ) from error
-            # A metric that writes to what it is given measures two batches; the checks of an evaluation name it.
-            if not _are_close(numbers, again) and _bits((outputs, state.microbatch)) == bits:
-                raise ArgumentError(
-                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measured one batch twice, each time "
-                    f"from init(), and gave {_shown(numbers)}, then {_shown(again)}. It keeps something outside of its "
-                    "accumulator, which would go from one evaluation to the next and be lost where training resumes: "
-                    "let init() return a new accumulator, and update() keep all in what it returns."
-                )
-    return state
+    label, outputs, microbatch = state.evaluator, detached(state.outputs), state.microbatch
+    for metric in metrics:
+        if metric.of_loss:
+            continue
+        bits = _bits((outputs, microbatch))
+        try:
+            with _guard(state, stages, metric):
+                numbers = _numbers(metric.update(metric.init(), outputs, microbatch))
+            with _guard(state, stages, metric):
+                again = _numbers(metric.update(metric.init(), outputs, microbatch))
+        except Exception as error:
+            kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
+            reason = str(error) or type(error).__name__
+            raise kind(
+                f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
+            ) from error
+        # A metric that writes to what it is given measures two batches; the checks of an evaluation name it.
+        if not _are_close(numbers, again) and _bits((outputs, microbatch)) == bits:
+            raise ArgumentError(
+                f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measured one batch twice, each time "
+                f"from init(), and gave {_shown(numbers)}, then {_shown(again)}. It keeps something outside of its "
+                "accumulator, which would go from one evaluation to the next and be lost where training resumes: "
+                "let init() return a new accumulator, and update() keep all in what it returns."
+            )
 
 
 def _bits(value: Any) -> list[Digest | None]:

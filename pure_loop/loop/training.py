@@ -24,11 +24,12 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
 from pure_loop.loop.batches import train_batch
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
+from pure_loop.loop.driver import drive, run_to_end
+from pure_loop.loop.evaluation import Script, evaluate, evaluation, predict, refuse_misfit, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import map_loss
+from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
@@ -349,7 +350,12 @@ def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundE
     for evaluator in evaluators:
         never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
         if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
-            run_to_end(first_microbatch(state, stages, evaluator), stages.handlers, stages)
+            script, label = evaluation(state, stages, evaluator), evaluator.label
+            about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
+            with closing(script), about:
+                for _, shown in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
+                    refuse_misfit(shown, stages, evaluator.metrics or ())
+                    break
 
 
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
