@@ -290,7 +290,7 @@ class Compiler:
                     env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
                     batches.push(loaded)
-                    stopwatch.put_back(seconds)
+                    stopwatch.last -= seconds
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after

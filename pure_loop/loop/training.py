@@ -49,50 +49,45 @@ EVENTS_OF_2021 = frozenset(
 _OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
 
 
+# Of which a sum of many stays finite, and which are 30 million years.
+_MOST_SECONDS = 1e15
+
+
 class Stopwatch:
     """Seconds between laps, by a clock.
+
+    Attributes:
+        last: when the last lap was.
 
     Raises:
         ArgumentError: the clock gives NaN or infinity, at which no duration ends and which no checkpoint holds.
         ArgumentTypeError: it gives no number.
     """
 
-    __slots__ = ("_clock", "_last")
+    __slots__ = ("_clock", "last")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = _seconds_of(clock())
+        self.last = 0.0
+        self.lap()
 
     def lap(self) -> float:
         """The seconds since the last lap; 0 where the clock was set back."""
-        now = _seconds_of(self._clock())
-        seconds, self._last = now - self._last, now
+        value: Any = self._clock()
+        try:
+            now = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentTypeError(
+                f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that "
+                "returns seconds as a float, such as time.monotonic."
+            ) from error
+        if not abs(now) < _MOST_SECONDS:
+            raise ArgumentError(
+                f"clock returned {now}: fit(clock=...) is a function that returns seconds as a finite float below "
+                f"{_MOST_SECONDS:g}, such as time.monotonic."
+            )
+        seconds, self.last = now - self.last, now
         return max(0.0, seconds)
-
-    def put_back(self, seconds: float) -> None:
-        """Add these seconds to the next lap."""
-        self._last -= seconds
-
-
-# Of which a sum of many stays finite, and which are 30 million years.
-_MOST_SECONDS = 1e15
-
-
-def _seconds_of(value: Any) -> float:
-    """What a clock gives, as a float."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentTypeError(
-            f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that returns "
-            "seconds as a float, such as time.monotonic."
-        ) from error
-    if not abs(seconds) < _MOST_SECONDS:
-        raise ArgumentError(
-            f"clock returned {seconds}: fit(clock=...) is a function that returns seconds as a finite float below "
-            f"{_MOST_SECONDS:g}, such as time.monotonic."
-        )
-    return seconds
 
 
 @attrs.frozen(kw_only=True)
@@ -143,11 +138,6 @@ class LastBoundary:
 
     state: State | None = None
     evaluated: dict[str, State] = attrs.field(factory=dict)
-
-    def leave(self) -> None:
-        """The next batch is loaded, whose step may write to the memory of these States."""
-        self.state = None
-        self.evaluated.clear()
 
 
 @attrs.frozen(kw_only=True)
@@ -270,8 +260,9 @@ def fit(state: State, fit: Fit) -> Script:
     while not over and (at in _INSIDE_BATCH or not state.has_ended()):
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state
-        first = state.timestamp.batch_in_epoch
-        with closing(_open(state, fit)) as batches:
+        t = state.timestamp
+        first, data = t.batch_in_epoch, fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+        with closing(data if fit.compiled is None else fit.compiled.feed(data)) as batches:
             while True:
                 if at not in _INSIDE_BATCH:
                     if fit.compiled is not None:
@@ -304,12 +295,14 @@ def fit(state: State, fit: Fit) -> Script:
                             state = stages.update(
                                 state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
                             )
-                        state = current(state, fit, Event.BATCH_END)
+                        if state.metrics:
+                            state = current(state, fit, Event.BATCH_END)
                         state = yield Event.BATCH_END, state
                     at = Event.BATCH_END
                 if at is Event.BATCH_END:
                     state = outside_batch(state)
-                    state = yield from evaluations(state, fit, Event.BATCH_END)
+                    if fit.evaluators:
+                        state = yield from evaluations(state, fit, Event.BATCH_END)
                     state = yield Event.BATCH_CHECKPOINT, state
                 if fit.iteration_length is not None:
                     state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
@@ -432,18 +425,14 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
     return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
 
 
-def _open(state: State, fit: Fit) -> Any:
-    t = state.timestamp
-    batches = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
-    return batches if fit.compiled is None else fit.compiled.feed(batches)
-
-
 def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
     """The State with the next batch, its samples and its tokens; ``(state, None, 0)`` at the end of the data."""
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
         return state, None, 0
-    fit.boundary.leave()
+    # The step of this batch may write to the memory of these States.
+    fit.boundary.state = None
+    fit.boundary.evaluated.clear()
     batch, samples, tokens = ready
     return _loaded[type(state)](state, batch), samples, tokens
 
