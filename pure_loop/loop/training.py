@@ -117,11 +117,8 @@ class LoopStages(Stages):
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
                 "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
             )
-        return self.gradients_of(state.replace(grads=None, grad_norm=None))
-
-    def gradients_of(self, state: State) -> State:
-        """:meth:`gradients` of a State without gradients."""
-        result: State = run_to_end(gradients(state, self), self.handlers, self)
+        script = gradients(state.replace(grads=None, grad_norm=None), self)
+        result: State = run_to_end(script, self.handlers, self)
         return with_fields(result, event=state.event)
 
 
