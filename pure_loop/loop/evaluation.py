@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -15,13 +15,12 @@ from torch import Tensor
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.data.batch import map_tensors
-from pure_loop.data.source import END, Source
+from pure_loop.data.batch import beside, map_tensors, to_device
+from pure_loop.data.source import END, Part, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.batches import next_batch
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics
@@ -29,11 +28,39 @@ from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
-from pure_loop.state import State, outside_batch
+from pure_loop.state import State, outside_batch, raw_params
 
-__all__ = ["Script", "evaluate", "evaluation", "predict", "refuse_misfit", "without_metrics"]
+__all__ = ["Script", "evaluate", "evaluation", "next_batch", "predict", "refuse_misfit", "without_metrics"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+
+def next_batch(
+    state: State, stages: Stages, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
+) -> tuple[Any, int, int] | None:
+    """The batch on the device, and its samples and tokens; None at the end of the data.
+
+    Args:
+        state: the State before it.
+        stages: what counts, and what asks the other ranks.
+        source: where it comes from.
+        loaded: what it gave: a batch, or END.
+        seconds: how long it is since this was asked last.
+        event: which comes next if there is a batch.
+    """
+    engine, task = stages.engine, stages.task
+    if engine.ranks == 1:
+        if loaded is END:
+            return None
+        whole = beside(loaded, next(iter(raw_params(state).values())), source)
+        return whole, task.samples(whole), task.tokens(whole)
+    part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
+    batch = part.batch
+    samples, tokens = (task.samples(batch), task.tokens(batch)) if part.counts else (0, 0)
+    batch = engine.next_batch(state, part, samples, tokens, seconds, event, source)
+    if batch is END:
+        return None
+    return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens
 
 
 def _no_rows(tensor: Tensor) -> Tensor:

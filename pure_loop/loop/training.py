@@ -20,12 +20,19 @@ from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
-from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import drive, run_to_end
-from pure_loop.loop.evaluation import Script, evaluate, evaluation, predict, refuse_misfit, without_metrics
+from pure_loop.loop.evaluation import (
+    Script,
+    evaluate,
+    evaluation,
+    next_batch,
+    predict,
+    refuse_misfit,
+    without_metrics,
+)
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import map_loss
@@ -420,6 +427,33 @@ def already_finished(state: State, at: Event | None) -> bool:
 def _begins_iteration(state: State, fit: Fit) -> bool:
     t = state.timestamp
     return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
+
+
+def train_batch(
+    state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
+) -> tuple[Any, int, int] | None:
+    """:func:`next_batch` of ``fit``'s own data, with its errors; ``number`` is the batch's, if not the State's next."""
+    engine, batch = fit.stages.engine, state.timestamp.batch
+    try:
+        ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
+    except DataError as error:
+        error.add_note(f"raised by batch {batch if number is None else number} of train_dataloader")
+        raise
+    if ready is None or ready[2] or engine.padding:
+        return ready
+    # What all ranks have counted is known one batch later.
+    if fit.needs_tokens is not None and not state.timestamp.token and (engine.ranks == 1 or batch):
+        raise DataError(
+            f"{fit.needs_tokens} counts tokens, and batch {batch} has none by the default count, so it would never "
+            "move: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write it in "
+            'another unit, such as "100ba".'
+        )
+    if fit.counts_tokens:
+        raise DataError(
+            f"batch {batch} has no tokens by the default count, so a duration in tokens would never end: count them "
+            "with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
+        )
+    return ready
 
 
 def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
