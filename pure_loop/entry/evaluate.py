@@ -30,7 +30,7 @@ from pure_loop.evaluator import (
     with_own_tasks,
 )
 from pure_loop.event import Event, EventName
-from pure_loop.loop import training as loop
+from pure_loop.loop import evaluation as loop
 from pure_loop.loop.driver import drive
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict

@@ -24,15 +24,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
 from pure_loop.loop.driver import drive, run_to_end
-from pure_loop.loop.evaluation import (
-    Script,
-    evaluate,
-    evaluation,
-    next_batch,
-    predict,
-    refuse_misfit,
-    without_metrics,
-)
+from pure_loop.loop.evaluation import Script, evaluation, next_batch, refuse_misfit, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import map_loss
@@ -40,7 +32,7 @@ from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "evaluate", "fit", "gradients", "predict"]
+__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "fit", "gradients"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, Any], Script]
