@@ -229,17 +229,17 @@ def _shown(numbers: list[Tensor]) -> str:
     return ", ".join(str(tensor.flatten()[:3].tolist()) for tensor in numbers[:3]) or "no numbers"
 
 
-def _settings(stages: Stages, algorithms: Sequence[str]) -> dict[str, Any]:
-    """What has to be equal on all ranks."""
-    return {"precision": stages.precision.name, "loss": stages.task.loss_in_words, "algorithms": list(algorithms)}
+def _begun(state: State, stages: Stages, **settings: Any) -> State:
+    """The State outside of a batch, where all ranks have met; ``settings``, and those of stages, are equal on all."""
+    settings |= {"precision": stages.precision.name, "loss": stages.task.loss_in_words}
+    return stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
 
 
 def evaluate(
     state: State, stages: Stages, evaluators: Sequence[BoundEvaluator], algorithms: Sequence[str] = ()
 ) -> Script:
     """Evaluation by itself; ``algorithms`` are described, for ranks to compare."""
-    settings = {"evaluators": [item.described for item in evaluators], **_settings(stages, algorithms)}
-    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = _begun(state, stages, evaluators=[item.described for item in evaluators], algorithms=algorithms)
     state = without_metrics(state, {evaluator.label for evaluator in evaluators})
     state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
@@ -252,8 +252,7 @@ def predict(
     state: State, stages: Stages, source: Source, algorithms: Sequence[str] = (), *, gradients: bool = False
 ) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    settings = {"dataloader": source.described, **_settings(stages, algorithms)}
-    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = _begun(state, stages, dataloader=source.described, algorithms=algorithms)
     state = yield Event.PREDICT_START, state
     number = 0
     with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):
