@@ -35,9 +35,8 @@ __all__ = ["check_returned"]
 
 def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
-    cls = type(old)
-    if type(new) is not cls:
-        _refuse_type(new, cls, name, event)
+    if type(new) is not type(old):
+        _refuse_type(new, type(old), name, event)
     if new.event is not event:
         if new.event is not None:
             other = new.event.name if isinstance(new.event, Event) else repr(new.event)

@@ -91,9 +91,8 @@ def drive(
             if checks is not None:
                 checks.advance(event)
             checks = strict if strict is not None and event in strict.checked else None
-            state = at_event[type(state)](
-                state, event, position_at(event, state) if event in POSITIONS else state.position
-            )
+            position = position_at(event, state) if event in POSITIONS else state.position
+            state = at_event[type(state)](state, event, position)
             if ownership is not None and event in ownership.observed_at:
                 ownership.observed = True
             handled, seen = handlers.get(event, ()), observers.get(event, ())

@@ -384,7 +384,7 @@ def current(state: State, fit: Fit, event: Event) -> State:
 def evaluations(state: State, fit: Fit, *events: Event) -> Script:
     """The evaluators that are due at one of these events; decided before the first one runs."""
     requested = [item for event in events for item in due_evaluators(state, fit, event)]
-    due_now = [item for item in fit.evaluators if item in requested] if len(events) > 1 else requested
+    due_now = [item for item in fit.evaluators if item in requested]
     if not due_now:
         return state
     state = without_metrics(state, {item.label for item in due_now})
