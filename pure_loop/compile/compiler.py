@@ -19,9 +19,8 @@ from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
 from pure_loop.data.source import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
-from pure_loop.loop.batches import train_batch
 from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import Fit, LoopStages, Script, current, gradients
+from pure_loop.loop.training import Fit, LoopStages, Script, current, gradients, train_batch
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
@@ -290,7 +289,7 @@ class Compiler:
                     env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
                     batches.push(loaded)
-                    stopwatch.put_back(seconds)
+                    stopwatch.last -= seconds
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after

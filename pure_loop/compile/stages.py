@@ -35,8 +35,7 @@ from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import LoopStages, gradients
+from pure_loop.loop.training import LoopStages
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 from pure_loop.precision import LossScale
@@ -329,9 +328,6 @@ class TracedStages(LoopStages):
     def gradients(self, state: State) -> State:
         with self.tracing.context.quiet():
             return LoopStages.gradients(self, state)
-
-    def gradients_of(self, state: State) -> State:
-        return run_to_end(gradients(state, self), self.handlers, self)  # type: ignore[no-any-return]
 
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__}"

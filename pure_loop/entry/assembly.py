@@ -31,7 +31,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
-from pure_loop.loop.driver import Attached, drive
+from pure_loop.loop.driver import drive
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages
@@ -222,7 +222,10 @@ def start(assembly: Assembly) -> Stream:
     )
     pairs = drive(
         loop.fit(assembly.state, fit),
-        Attached(handlers, observed, stages, strict),
+        handlers,
+        observed,
+        stages=stages,
+        strict=strict,
         watch=settings.watch,
         events=loop.EVENTS_OF_2021 if fit.order == "2021" else None,
         ownership=stages.workspace.ownership,

@@ -95,7 +95,10 @@ def drive(
     checks = Strict.of(settings.strict, settings.watch, {*handlers, *observed})
     pairs = driver.drive(
         _with_memory(script, settings.algorithms, meeting),
-        driver.Attached(handlers, observed, stages, checks),
+        handlers,
+        observed,
+        stages=stages,
+        strict=checks,
         watch=settings.watch,
         closing=[meeting.close, *(callback.close for callback in objects), *run.at_end],
         failed=meeting.failed,

@@ -30,8 +30,8 @@ from pure_loop.evaluator import (
     with_own_tasks,
 )
 from pure_loop.event import Event, EventName
-from pure_loop.loop import training as loop
-from pure_loop.loop.driver import Attached, drive
+from pure_loop.loop import evaluation as loop
+from pure_loop.loop.driver import drive
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.loop.training import LoopStages, Script
@@ -225,7 +225,10 @@ def _stream(
     strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
     pairs = drive(
         script,
-        Attached(handlers, observed, stages, strict),
+        handlers,
+        observed,
+        stages=stages,
+        strict=strict,
         watch=settings.watch,
         closing=[*(closed.close for closed in to_close), *run.at_end],
         failed=engine.failed,

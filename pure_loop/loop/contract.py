@@ -35,9 +35,8 @@ __all__ = ["check_returned"]
 
 def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
-    cls = type(old)
-    if type(new) is not cls:
-        _refuse_type(new, cls, name, event)
+    if type(new) is not type(old):
+        _refuse_type(new, type(old), name, event)
     if new.event is not event:
         if new.event is not None:
             other = new.event.name if isinstance(new.event, Event) else repr(new.event)
@@ -141,7 +140,7 @@ def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
 def _refuse_frozen(new: State, name: str, event: Event) -> None:
     problem = frozen_problem(new.frozen, new.model)
     if problem is not None:
-        raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed frozen, and it {problem}.")
+        _refuse(f"changed frozen, and it {problem}.", name, event)
     if event.is_eval or event in _RATE_IS_FIXED - {Event.BATCH_END}:
         _refuse_field("frozen", name, event, "set it at BATCH_END for the next batch, or at BATCH_START")
 
@@ -164,31 +163,23 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
     """Refuse other names, shapes, dtypes or devices. What remains comes in the model's order, as in every State."""
     if new.keys() != old.keys():
         missing, unknown = sorted(old.keys() - new.keys())[:3], sorted(new.keys() - old.keys())[:3]
-        raise AlgorithmStructureError(
-            f"algorithm {name!r} at {event.name} changed the names in {field}: missing {missing}, unknown {unknown}. "
-            f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}})"
-            + ("; to replace the model: at INIT, state.with_module(module)." if field == "params" else ".")
-        )
+        surgery = "; to replace the model: at INIT, state.with_module(module)." if field == "params" else "."
+        advice = f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}}){surgery}"
+        _refuse(f"changed the names in {field}: missing {missing}, unknown {unknown}. {advice}", name, event)
     in_parts = False
     for key, tensor in new.items():
         before = old[key]
         if tensor is before or (tensor is None and field == "grads"):
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} put {type(tensor).__name__} into {field}[{key!r}], not a tensor."
-            )
+            _refuse(f"put {type(tensor).__name__} into {field}[{key!r}], not a tensor.", name, event)
         if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.device != before.device:
-            raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from {_describe(before)} to "
-                f"{_describe(tensor)}; shapes, dtypes and devices stay as they are."
-            )
+            change = f"changed {field}[{key!r}] from {_describe(before)} to {_describe(tensor)}"
+            _refuse(f"{change}; shapes, dtypes and devices stay as they are.", name, event)
         if not have_same_sharding(tensor, before):
             was, now = (getattr(item, "placements", None) for item in (before, tensor))
-            raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}[{key!r}] from parts by {was} to parts by {now}; "
-                "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
-            )
+            advice = "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
+            _refuse(f"changed {field}[{key!r}] from parts by {was} to parts by {now}; {advice}", name, event)
         in_parts = in_parts or is_sharded(before)
     kept = new
     if in_parts:
@@ -200,28 +191,21 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
 
 def _same_structure(state: State, new: Any, old: Any, name: str, event: Event) -> State:
     """Refuse an optimizer state of another tree, or leaves of other shapes; bring its names back into their order."""
-    in_order, field = aligned(new, old), "opt_state"
+    in_order = aligned(new, old)
     if in_order is not new:
         new, state = in_order, state.replace(opt_state=in_order)
     before, spec = optree.tree_flatten(old, namespace=NAMESPACE)
     after, value = optree.tree_flatten(new, namespace=NAMESPACE)
     if value != spec:
-        raise AlgorithmStructureError(
-            f"algorithm {name!r} at {event.name} changed the structure of {field}, in which the optimizer would not "
-            "find its memory again; map its leaves and keep the tree: optree.tree_map(function, state.opt_state, "
-            f"namespace={NAMESPACE!r})."
-        )
+        change = "changed the structure of opt_state, in which the optimizer would not find its memory again"
+        advice = f"keep the tree: optree.tree_map(function, state.opt_state, namespace={NAMESPACE!r})."
+        _refuse(f"{change}; map its leaves and {advice}", name, event)
     for path, a, b in zip(optree.tree_paths(old, namespace=NAMESPACE), after, before, strict=True):
         if any(getattr(a, kind, None) != getattr(b, kind, None) for kind in ("shape", "dtype")):
-            raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed the shape or dtype of {field}{_keys(path)}; both stay as "
-                "they are."
-            )
+            _refuse(f"changed the shape or dtype of opt_state{_keys(path)}; both stay as they are.", name, event)
         if not have_same_sharding(a, b) or is_sharded(b) is not is_sharded(a):
-            raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} changed {field}{_keys(path)}, of which each rank holds a part, to "
-                "something else than parts by the same placements: pl.distributed.shard_like(whole, before)."
-            )
+            change = f"changed opt_state{_keys(path)}, of which each rank holds a part, to something else than"
+            _refuse(f"{change} parts by the same placements: pl.distributed.shard_like(whole, before).", name, event)
     return state
 
 
@@ -250,4 +234,8 @@ def _refuse_type(new: Any, cls: type, name: str, event: Event) -> NoReturn:
 
 
 def _refuse_field(field: str, name: str, event: Event, reason: str) -> NoReturn:
-    raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} changed {field}, and may not: {reason}.")
+    _refuse(f"changed {field}, and may not: {reason}.", name, event)
+
+
+def _refuse(problem: str, name: str, event: Event) -> NoReturn:
+    raise AlgorithmStructureError(f"algorithm {name!r} at {event.name} {problem}")

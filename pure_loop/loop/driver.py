@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
-import attrs
 import torch
 
 from pure_loop._internal.closing import call_all
@@ -28,55 +27,23 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Attached", "Handlers", "apply", "drive", "run_to_end"]
+__all__ = ["Handlers", "apply", "drive", "run_to_end"]
 
 Handlers = Mapping[Event, tuple[Handler, ...]]
 Observers = Mapping[Event, tuple[Observer, ...]]
 Script = Generator[tuple[Event, State], State, Any]
 
+_NOTHING: FrozenDict[Event, Any] = FrozenDict()
 _set_grads = vars(State)["_grads"].__set__
-
-
-@attrs.frozen
-class Attached:
-    """Algorithms and callbacks of a stream, by event.
-
-    Attributes:
-        handlers: of algorithms.
-        observers: of callbacks and loggers.
-        stages: what handlers that take a second argument are given.
-        strict: the checks; None: there are none.
-    """
-
-    handlers: Handlers = attrs.field(factory=FrozenDict)
-    observers: Observers = attrs.field(factory=FrozenDict)
-    stages: Stages | None = None
-    strict: Strict | None = None
-
-    def apply(self, event: Event, state: State, began: int) -> State:
-        """Apply the algorithms of an event to its State, and pass the result to the callbacks.
-
-        ``began`` is the generation of the process that began the stream: in a child of it callbacks are not called.
-        """
-        handlers, observers = self.handlers.get(event, ()), self.observers.get(event, ())
-        strict = self.strict if self.strict is not None and event in self.strict.handled else None
-        if strict is not None:
-            strict.begin(event, state, handlers)
-        if handlers:
-            state = apply(event, state, handlers, self.stages, strict, observers)
-        if observers:
-            if began != generation():
-                refuse_fork(event, state)
-            _observe(event, state, observers, self.stages, strict)
-        if strict is not None:
-            strict.end(event)
-        return state
 
 
 def drive(
     script: Script,
-    attached: Attached,
+    handlers: Handlers = _NOTHING,
+    observers: Observers = _NOTHING,
     *,
+    stages: Stages | None = None,
+    strict: Strict | None = None,
     watch: Collection[Event] | None = None,
     events: Collection[Event] | None = None,
     ownership: Ownership | None = None,
@@ -87,7 +54,10 @@ def drive(
 
     Args:
         script: yields events and States, and takes each State back.
-        attached: its algorithms and callbacks.
+        handlers: those of algorithms, by event.
+        observers: callbacks and loggers, by event.
+        stages: what handlers that take a second argument are given.
+        strict: the checks; None: there are none.
         watch: the events that the consumer is given; None: all.
         events: those of the run's order; others of the script are passed over. None: it has all.
         ownership: decides, before memory is written to, whether it may be.
@@ -97,12 +67,13 @@ def drive(
     """
     if ownership is not None and not ownership.measures:
         measure_references()
-    strict, began = attached.strict, generation()
+    began = generation()
     state: Any = None
     error: BaseException | None = None
     closing = None if closing is None else [*map(here, closing)]
     event = Event.INIT
     last_yielded: Callable[[], State | None] = _no_state
+    checks = strict
     try:
         while True:
             try:
@@ -114,31 +85,34 @@ def drive(
                 continue
             if events is not None and event not in events:
                 continue
-            counted = ownership is not None and event in ownership.counted
-            if counted and ownership is not None:
-                ownership.arrives(state)
-            if strict is not None and (strict.computing is not None or strict.checker is not None):
-                strict.advance(event)
-            state = at_event[type(state)](
-                state, event, position_at(event, state) if event in POSITIONS else state.position
-            )
+            counting = ownership if ownership is not None and event in ownership.counted else None
+            if counting is not None:
+                counting.arrives(state)
+            if checks is not None:
+                checks.advance(event)
+            checks = strict if strict is not None and event in strict.checked else None
+            position = position_at(event, state) if event in POSITIONS else state.position
+            state = at_event[type(state)](state, event, position)
             if ownership is not None and event in ownership.observed_at:
                 ownership.observed = True
-            if event in attached.handlers or event in attached.observers:
-                state = attached.apply(event, state, began)
+            handled, seen = handlers.get(event, ()), observers.get(event, ())
+            if checks is not None:
+                checks.begin(event, state, handled)
+            if handled:
+                state = apply(event, state, handled, stages, checks, seen)
+            if seen:
+                if began != generation():
+                    refuse_fork(event, state)
+                _observe(event, state, seen, stages, checks)
             if watch is None or event in watch:
-                if strict is None or event not in strict.yielded:
-                    yield event, state
-                else:
-                    strict.before_body(state, event)
-                    yield event, state
-                    strict.after_body(state, event)
-                    strict.before_computation(state, event)
+                if checks is not None:
+                    checks.show(event, state)
+                yield event, state
                 last_yielded = ref(state)
-            elif strict is not None:
-                strict.before_computation(state, event)
-            if counted and ownership is not None:
-                ownership.before(event, state, last_yielded)
+            if checks is not None:
+                checks.end(event, state)
+            if counting is not None:
+                counting.before(event, state, last_yielded)
     except BaseException as ended_by:
         error = ended_by
         if failed is not None and began == generation():
@@ -157,7 +131,7 @@ def drive(
 def run_to_end(script: Script, handlers: Handlers, stages: Any) -> Any:
     """Run a script to its end with its algorithms and nothing else; gives what it returns."""
     try:
-        next(drive(script, Attached(handlers, stages=stages), watch=frozenset()))
+        next(drive(script, handlers, stages=stages, watch=frozenset()))
     except StopIteration as stop:
         return stop.value
     raise AssertionError("a script of which no event is watched yields nothing")
@@ -199,7 +173,7 @@ def _measure_references() -> None:
     model = torch.nn.LayerNorm(1, device="cpu")  # it draws nothing
     first = State.create(model, opt_state=FrozenDict(), grads=FrozenDict())
     ownership = Ownership(watch={Event.BATCH_END}, measures=True)
-    pairs = drive(script(first), Attached(), watch={Event.BATCH_END}, ownership=ownership)
+    pairs = drive(script(first), watch={Event.BATCH_END}, ownership=ownership)
     del first
     _event, _last = next(pairs)
     next(pairs, None)
@@ -224,25 +198,26 @@ def apply(
     try:
         with torch.set_grad_enabled(True):
             for handler in handlers:
-                if handler.when is not None and not _is_true(handler, state, stages):
-                    continue
+                path, when = handler.path, handler.when
+                if when is not None:
+                    path_of_when = None if path is None or isinstance(when, Cadence) else (*path, "when")
+                    if not _called(when, (state,), state, path_of_when, stages):
+                        continue
                 if strict is not None:
-                    strict.before_handler(state, handler, event)
-                new = _called(handler, state, stages)
+                    strict.show(event, state, handler)
+                if handler.takes_stages and stages is None:
+                    raise AlgorithmReturnError(
+                        f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
+                        "pl.drive(script, stages=...)."
+                    )
+                arguments = (state, stages) if handler.takes_stages else (state,)
+                new = _called(handler.function, arguments, state, path, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
                 if new is not state:
                     state = check_returned(new, state, handler.algorithm, event)
     except BaseException as error:
-        is_named = isinstance(error, PureLoopError) and f"algorithm {handler.algorithm!r}" in str(error)
-        if isinstance(error, Exception) and not is_named:
-            error.add_note(f"raised by algorithm {handler.algorithm!r} at {event.name}, batch {state.timestamp.batch}")
-        if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "with parallel='shard' params, grads and opt_state are DTensors: "
-                "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
-            )
-        _record(event, state, observers, error)
+        _ends(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise
     finally:
         if grads_missing and state._grads is NOT_READY:
@@ -250,29 +225,20 @@ def apply(
     return state
 
 
-def _called(handler: Handler, state: State, stages: Any) -> Any:
-    """What a handler returns."""
-    if handler.takes_stages and stages is None:
-        raise AlgorithmReturnError(
-            f"algorithm {handler.algorithm!r} takes the loop's stages, and this script has none: write "
-            "pl.drive(script, stages=...)."
-        )
-    arguments = (state, stages) if handler.takes_stages else (state,)
-    if handler.path is None:
-        return handler.function(*arguments)
-    with guard(state, handler.path) if stages is None else stages.guard(state, handler.path):
-        return handler.function(*arguments)
-
-
-def _is_true(handler: Handler, state: State, stages: Any) -> bool:
-    """Whether a handler's ``when`` is true now."""
-    when = handler.when
-    assert when is not None
-    if handler.path is None or isinstance(when, Cadence):
-        return when(state)
-    path = (*handler.path, "when")
-    with guard(state, path) if stages is None else stages.guard(state, path):
-        return when(state)
+def _called(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    state: State,
+    path: tuple[str | int, ...] | None,
+    stages: Any,
+    *,
+    apart: bool = False,
+) -> Any:
+    """What code returns that is called at an event; see :func:`guard`. ``path`` is None of what draws nothing."""
+    if path is None:
+        return function(*arguments)
+    with (guard if stages is None else stages.guard)(state, path, apart=apart):
+        return function(*arguments)
 
 
 def refuse_fork(event: Event, state: State) -> NoReturn:
@@ -290,28 +256,29 @@ def refuse_fork(event: Event, state: State) -> NoReturn:
 def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, strict: Strict | None) -> None:
     for place, observer in enumerate(seen):
         if strict is not None:
-            strict.before_observer(state)
+            strict.show(event, state)
         try:
-            try:
-                if observer.path is None:
-                    returned = observer.observe(event, state)
-                else:
-                    seeding = guard if stages is None else stages.guard
-                    with seeding(state, observer.path, apart=True):
-                        returned = observer.observe(event, state)
-            except Exception as error:
-                error.add_note(f"raised by callback {observer.name} at {event.name}, batch {state.timestamp.batch}")
-                raise
+            returned = _called(observer.observe, (event, state), state, observer.path, stages, apart=True)
             if returned is not None:
                 refuse_return(returned, observer.name, event)
             if strict is not None:
                 strict.take_back(state, f"callback {observer.name}", event)
         except BaseException as error:
-            _record(event, state, seen[place + 1 :], error)
+            _ends(event, state, f"callback {observer.name}", seen[place + 1 :], error)
             raise
 
 
-def _record(event: Event, state: State, observers: Sequence[Observer], error: BaseException) -> None:
-    """An error ends the stream at this event: observers that record are shown it, so that no value of it is lost."""
+def _ends(event: Event, state: State, author: str, observers: Sequence[Observer], error: BaseException) -> None:
+    """An error ends the stream at this event: note its author, unless it names him itself.
+
+    Of ``observers`` those that record are shown the State, so that no value of it is lost.
+    """
+    if isinstance(error, Exception) and not (isinstance(error, PureLoopError) and author in str(error)):
+        error.add_note(f"raised by {author} at {event.name}, batch {state.timestamp.batch}")
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "with parallel='shard' params, grads and opt_state are DTensors: "
+            "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
+        )
     recording = [partial(observer.observe, event, state) for observer in observers if observer.records]
     call_all(recording, error, f"while recording {event.name}: ")

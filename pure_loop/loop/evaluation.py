@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -15,13 +15,12 @@ from torch import Tensor
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.data.batch import map_tensors
-from pure_loop.data.source import END, Source
+from pure_loop.data.batch import beside, map_tensors, to_device
+from pure_loop.data.source import END, Part, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.batches import next_batch
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics
@@ -29,11 +28,39 @@ from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
-from pure_loop.state import State, outside_batch
+from pure_loop.state import State, outside_batch, raw_params
 
-__all__ = ["Script", "evaluate", "evaluation", "first_microbatch", "predict", "without_metrics"]
+__all__ = ["Script", "evaluate", "evaluation", "next_batch", "predict", "refuse_misfit", "without_metrics"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
+
+
+def next_batch(
+    state: State, stages: Stages, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
+) -> tuple[Any, int, int] | None:
+    """The batch on the device, and its samples and tokens; None at the end of the data.
+
+    Args:
+        state: the State before it.
+        stages: what counts, and what asks the other ranks.
+        source: where it comes from.
+        loaded: what it gave: a batch, or END.
+        seconds: how long it is since this was asked last.
+        event: which comes next if there is a batch.
+    """
+    engine, task = stages.engine, stages.task
+    if engine.ranks == 1:
+        if loaded is END:
+            return None
+        whole = beside(loaded, next(iter(raw_params(state).values())), source)
+        return whole, task.samples(whole), task.tokens(whole)
+    part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
+    batch = part.batch
+    samples, tokens = (task.samples(batch), task.tokens(batch)) if part.counts else (0, 0)
+    batch = engine.next_batch(state, part, samples, tokens, seconds, event, source)
+    if batch is END:
+        return None
+    return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens
 
 
 def _no_rows(tensor: Tensor) -> Tensor:
@@ -135,53 +162,42 @@ def _guard(state: State, stages: Stages, metric: Metric) -> AbstractContextManag
     return stages.guard(state, ("metric", metric.name)) if is_users(metric) else nullcontext()
 
 
-def first_microbatch(state: State, stages: Stages, evaluator: BoundEvaluator) -> Script:
-    """The first microbatch of an evaluation, to see whether the metrics that were passed fit it, and keep nothing.
+def refuse_misfit(state: State, stages: Stages, metrics: Sequence[Metric]) -> None:
+    """See whether metrics that were passed fit the first microbatch of an evaluation, and keep nothing.
+
+    Args:
+        state: that of its EVAL_AFTER_FORWARD.
+        stages: the loop's.
+        metrics: of its evaluator.
 
     Raises:
         ArgumentError: a metric gives two values for one batch.
         DataError: a metric does not, or the error that it raised; names the evaluator and the metric.
     """
-    label = evaluator.label
-    if evaluator.task is not None:
-        stages = stages.with_task(evaluator.task)
-    about = noting(lambda: f"raised in evaluator {label!r}, batch 0, before training")
-    with closing(evaluator.source.epoch(0)) as batches, about:
-        state = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
-        ready = next_batch(state, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
-        if ready is None:
-            return state
-        state = yield Event.EVAL_BATCH_START, state.replace(batch=ready[0], event=None)
-        size = evaluator.microbatch_size
-        piece = state.batch if size is None else stages.microbatches(state.batch, size)[0]
-        state = yield Event.EVAL_BEFORE_FORWARD, state.replace(microbatch=piece, outputs=None, event=None)
-        state = stages.validate(state, label=f"eval/{label}", batch=0, gradients=evaluator.gradients)
-        state = yield Event.EVAL_AFTER_FORWARD, state
-        outputs = detached(state.outputs)
-        for metric in evaluator.metrics or ():
-            if metric.of_loss:
-                continue
-            bits = _bits((outputs, state.microbatch))
-            try:
-                with _guard(state, stages, metric):
-                    numbers = _numbers(metric.update(metric.init(), outputs, state.microbatch))
-                with _guard(state, stages, metric):
-                    again = _numbers(metric.update(metric.init(), outputs, state.microbatch))
-            except Exception as error:
-                kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
-                reason = str(error) or type(error).__name__
-                raise kind(
-                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
-                ) from error
-            # A metric that writes to what it is given measures two batches; the checks of an evaluation name it.
-            if not _are_close(numbers, again) and _bits((outputs, state.microbatch)) == bits:
-                raise ArgumentError(
-                    f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measured one batch twice, each time "
-                    f"from init(), and gave {_shown(numbers)}, then {_shown(again)}. It keeps something outside of its "
-                    "accumulator, which would go from one evaluation to the next and be lost where training resumes: "
-                    "let init() return a new accumulator, and update() keep all in what it returns."
-                )
-    return state
+    label, outputs, microbatch = state.evaluator, detached(state.outputs), state.microbatch
+    for metric in metrics:
+        if metric.of_loss:
+            continue
+        bits = _bits((outputs, microbatch))
+        try:
+            with _guard(state, stages, metric):
+                numbers = _numbers(metric.update(metric.init(), outputs, microbatch))
+            with _guard(state, stages, metric):
+                again = _numbers(metric.update(metric.init(), outputs, microbatch))
+        except Exception as error:
+            kind = type(error) if isinstance(error, DataError | ArgumentError | ArgumentTypeError) else DataError
+            reason = str(error) or type(error).__name__
+            raise kind(
+                f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) does not fit its data: {reason}"
+            ) from error
+        # A metric that writes to what it is given measures two batches; the checks of an evaluation name it.
+        if not _are_close(numbers, again) and _bits((outputs, microbatch)) == bits:
+            raise ArgumentError(
+                f"evaluator {label!r}: the metric {metric.name!r} ({metric!r}) measured one batch twice, each time "
+                f"from init(), and gave {_shown(numbers)}, then {_shown(again)}. It keeps something outside of its "
+                "accumulator, which would go from one evaluation to the next and be lost where training resumes: "
+                "let init() return a new accumulator, and update() keep all in what it returns."
+            )
 
 
 def _bits(value: Any) -> list[Digest | None]:
@@ -213,17 +229,17 @@ def _shown(numbers: list[Tensor]) -> str:
     return ", ".join(str(tensor.flatten()[:3].tolist()) for tensor in numbers[:3]) or "no numbers"
 
 
-def _settings(stages: Stages, algorithms: Sequence[str]) -> dict[str, Any]:
-    """What has to be equal on all ranks."""
-    return {"precision": stages.precision.name, "loss": stages.task.loss_in_words, "algorithms": list(algorithms)}
+def _begun(state: State, stages: Stages, **settings: Any) -> State:
+    """The State outside of a batch, where all ranks have met; ``settings``, and those of stages, are equal on all."""
+    settings |= {"precision": stages.precision.name, "loss": stages.task.loss_in_words}
+    return stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
 
 
 def evaluate(
     state: State, stages: Stages, evaluators: Sequence[BoundEvaluator], algorithms: Sequence[str] = ()
 ) -> Script:
     """Evaluation by itself; ``algorithms`` are described, for ranks to compare."""
-    settings = {"evaluators": [item.described for item in evaluators], **_settings(stages, algorithms)}
-    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = _begun(state, stages, evaluators=[item.described for item in evaluators], algorithms=algorithms)
     state = without_metrics(state, {evaluator.label for evaluator in evaluators})
     state = yield Event.EVAL_STANDALONE_START, state
     for evaluator in evaluators:
@@ -236,8 +252,7 @@ def predict(
     state: State, stages: Stages, source: Source, algorithms: Sequence[str] = (), *, gradients: bool = False
 ) -> Script:
     """Prediction: ``outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, batch by batch."""
-    settings = {"dataloader": source.described, **_settings(stages, algorithms)}
-    state = stages.engine.start(outside_batch(state), settings, fresh=state.position is None)
+    state = _begun(state, stages, dataloader=source.described, algorithms=algorithms)
     state = yield Event.PREDICT_START, state
     number = 0
     with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):

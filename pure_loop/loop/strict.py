@@ -11,11 +11,10 @@ So the update of a checked batch writes in place as any other does, and takes no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import ref
 
-import attrs
 import optree
 
 from pure_loop._internal.bits import Digest, digest
@@ -43,6 +42,9 @@ _COMPUTED: dict[Event, tuple[str, Event | None]] = {
 }
 _OTHER = ("the computation that followed", None)
 
+# What a State is like, without a reference to its tensors: how many leaves each of its fields has, and the digest of
+# each leaf; None: it is neither a tensor nor an array.
+Value: TypeAlias = tuple[list[int], list[Digest | None]]
 
 # Events of which a batch has one or more, besides those of its evaluations.
 _OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.BATCH_CHECKPOINT)
@@ -54,41 +56,35 @@ class Strict:
 
     Args:
         checker: what the events are held against; None: their order is free.
-        observed: the events at which there is an algorithm, a callback or the loop's body.
-        always: whether all events are checked; False: the first event of each kind.
-        batches: and all events in so many batches.
+        observed: those at which there is an algorithm, a callback or the loop's body, and of which the first event of
+            each kind is checked; None: all events are checked, always.
+        batches: of these events those in so many batches, too.
 
     Attributes:
-        checker, always: the arguments.
-        computing: a State that a computation has, and its event; None: none is checked.
-        handled: the events whose next algorithms and callbacks are checked.
-        yielded: the events after which the loop's body is checked.
+        checked: the events that are checked when they come next.
     """
 
     def __init__(
         self,
         checker: Checker | None = None,
         *,
-        observed: Collection[Event] = frozenset(Event),
-        always: bool = True,
+        observed: Collection[Event] | None = None,
         batches: int = 0,
     ) -> None:
-        self.checker, self.always = checker, always
+        self._checker, self._always, self._batches = checker, observed is None, batches
         self._in_batches = _OF_A_BATCH if batches else frozenset[Event]()
-        self._batches = batches
-        self.handled, self.yielded = set(observed), set(observed)
+        self.checked = set(Event if observed is None else observed)
         self._computed = frozenset(
-            event for event in Event if always or (event in observed and _COMPUTED.get(event, _OTHER)[1] in observed)
+            event for event in self.checked if self._always or _COMPUTED.get(event, _OTHER)[1] in self.checked
         )
         self._first_batch: int | None = None
-        self._is_due = always
+        self._is_due = True
         # By event: the handlers that have a `when` which has not been true yet.
         self._uncalled: dict[Event, set[int]] = {}
-        # The value of a State, which State that is, and whether it is passed on and to be compared.
-        self._value: Value | None = None
-        self._valued: Callable[[], State | None] = _no_state
+        # A State and its value, and whether that is passed on and to be compared.
+        self._valued: tuple[ref[State], Value] | None = None
         self._is_out = False
-        self.computing: tuple[State, Event] | None = None
+        self._computing: tuple[State, Event] | None = None
 
     @classmethod
     def of(
@@ -113,7 +109,7 @@ class Strict:
         """
         if strict is None:
             observed = frozenset(Event) if watch is None else {*watch, *attached}
-            return cls(observed=observed, always=False, batches=batches)
+            return cls(observed=observed, batches=batches)
         if not strict:
             return None
         if order is None:
@@ -123,80 +119,56 @@ class Strict:
         return cls(Checker(order, loaded=loaded))
 
     def advance(self, event: Event) -> None:
-        """The script has come to this event.
+        """The script has come to this event, from one that was checked, or from its beginning.
 
         Raises:
             OrderError: the event may not come here.
             ImpurityError: what was computed since the last event wrote to its State.
         """
-        if self.computing is not None:
-            (state, before), self.computing = self.computing, None
+        if self._computing is not None:
+            (state, before), self._computing = self._computing, None
             self.take_back(state, _COMPUTED.get(before, _OTHER)[0], before)
-            self._value = None
-        if self.checker is not None:
-            self.checker.advance(event)
+            self._valued = None
+        if self._checker is not None:
+            self._checker.advance(event)
 
     def begin(self, event: Event, state: State, handlers: Sequence[Handler]) -> None:
-        """Before the algorithms and callbacks of an event in ``handled``."""
-        self._is_due = self.always or self._is_among_first(event, state)
+        """Before the algorithms, the callbacks and the loop's body at an event in ``checked``."""
+        self._is_due = self._always or event not in self._uncalled
+        if event in self._in_batches:
+            number = state.timestamp.batch - (event in _COUNTED)
+            if self._first_batch is None:
+                self._first_batch = number
+            self._is_due = number < self._first_batch + self._batches
         if event not in self._uncalled:
             self._uncalled[event] = {id(handler) for handler in handlers if handler.when is not None}
 
-    def end(self, event: Event) -> None:
-        """After the algorithms and callbacks of an event in ``handled``."""
-        if not self.always and not self._uncalled[event] and not (self._is_due and event in self._in_batches):
-            self.handled.discard(event)
-        if event not in self.yielded:
-            self._value = None
-
-    def before_handler(self, state: State, handler: Handler, event: Event) -> None:
-        """Before an algorithm is called."""
+    def show(self, event: Event, state: State, handler: Handler | None = None) -> None:
+        """Before an algorithm, a callback or the loop's body is given the State; ``handler``: that of the algorithm."""
         uncalled = self._uncalled[event]
         if self._is_due or id(handler) in uncalled:
             self.hand_over(state)
         uncalled.discard(id(handler))
 
-    def before_observer(self, state: State) -> None:
-        """Before a callback is called."""
-        if self._is_due:
-            self.hand_over(state)
+    def end(self, event: Event, state: State) -> None:
+        """After all of them, and before the script goes on.
 
-    def before_body(self, state: State, event: Event) -> None:
-        """Before the loop's body is given an event in ``yielded``."""
-        if self.always or self._is_among_first(event, state):
-            self.hand_over(state)
-        else:
-            self.yielded.discard(event)
-
-    def after_body(self, state: State, event: Event) -> None:
-        """
         Raises:
             ImpurityError: the loop's body changed its State.
         """
         self.take_back(state, "the loop's body", event)
-        if not self.always and event not in self._in_batches:
-            self.yielded.discard(event)
-
-    def before_computation(self, state: State, event: Event) -> None:
-        """Before the script goes on after an event that is observed."""
-        if event in self._computed and (event in self.handled or event in self.yielded):
+        if not (self._always or self._uncalled[event] or (self._is_due and event in self._in_batches)):
+            self.checked.discard(event)
+        if self._is_due and event in self._computed:
             self.hand_over(state)
-            self.computing = (state, event)
+            self._computing = state, event
         else:
-            self._value = None  # which has copies of small tensors, and the next event has another State
-
-    def _is_among_first(self, event: Event, state: State) -> bool:
-        if event not in self._in_batches:
-            return True
-        number = state.timestamp.batch - (event in _COUNTED)
-        if self._first_batch is None:
-            self._first_batch = number
-        return number < self._first_batch + self._batches
+            self._valued = None  # which has copies of small tensors, and the next event has another State
 
     def hand_over(self, state: State) -> None:
         """Remember a State by value before it is passed on."""
-        if self._value is None or self._valued() is not state:
-            self._value, self._valued = _value_of(state), ref(state)
+        if self._valued is None or self._valued[0]() is not state:
+            self._valued = ref(state), _value_of(state)
         self._is_out = True
 
     def take_back(self, state: State, holder: str, event: Event) -> None:
@@ -204,35 +176,18 @@ class Strict:
         Raises:
             ImpurityError: something in the State has changed since :meth:`hand_over`; names the leaf and the author.
         """
-        if not self._is_out:
+        if not self._is_out or self._valued is None:
             return
-        before, now = self._value, _value_of(state)
+        before, now = self._valued[1], _value_of(state)
         self._is_out = False
-        if before is None or now == before:
+        if now == before:
             return
-        self._value = None
+        self._valued = None
         raise ImpurityError(
             f"{holder} changed {_difference(state, before, now, f'in place, at or after {event.name}')}. A State never "
             "changes: compute a new tensor (`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with "
             "state.replace(...)."
         )
-
-
-@attrs.frozen
-class Value:
-    """What a State is like, without a reference to its tensors.
-
-    Attributes:
-        sizes: how many leaves each of its fields has.
-        leaves: the digest of each leaf; None: it is neither a tensor nor an array.
-    """
-
-    sizes: list[int]
-    leaves: list[Digest | None]
-
-
-def _no_state() -> None:
-    """A reference to a State, before there is one."""
 
 
 def _stored(state: State) -> Any:
@@ -246,17 +201,18 @@ def _stored(state: State) -> Any:
 
 def _value_of(state: State) -> Value:
     leaves, spec = optree.tree_flatten(_stored(state), namespace=NAMESPACE)
-    return Value([child.num_leaves for child in spec.children()], list(map(digest, leaves)))
+    return [child.num_leaves for child in spec.children()], list(map(digest, leaves))
 
 
 def _difference(state: State, before: Value, now: Value, where: str) -> str:
     """The first leaf that differs, or the field that has another number of them."""
-    if before.sizes != now.sizes:
+    (sizes, leaves), (sizes_now, leaves_now) = before, now
+    if sizes != sizes_now:
         names = optree.tree_structure(_stored(state), namespace=NAMESPACE).entries()
-        fields = zip(names, before.sizes, now.sizes, strict=True)
+        fields = zip(names, sizes, sizes_now, strict=True)
         name, size_before, size_now = next(item for item in fields if item[1] != item[2])
         return f"state.{name} {where}: it had {size_before} values and has {size_now}"
-    pairs = enumerate(zip(before.leaves, now.leaves, strict=True))
+    pairs = enumerate(zip(leaves, leaves_now, strict=True))
     index, one, other = next((index, one, other) for index, (one, other) in pairs if one != other)
     path = optree.tree_accessors(_stored(state), namespace=NAMESPACE)[index].codify("state")
     return f"{path} {where}: it was {one or 'no tensor'} and is {other or 'no tensor'}"

@@ -20,19 +20,19 @@ from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
-from pure_loop.loop.batches import train_batch
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script, evaluate, evaluation, first_microbatch, predict, without_metrics
+from pure_loop.loop.driver import drive, run_to_end
+from pure_loop.loop.evaluation import Script, evaluation, next_batch, refuse_misfit, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import map_loss
+from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "evaluate", "fit", "gradients", "predict"]
+__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "fit", "gradients"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, Any], Script]
@@ -48,50 +48,45 @@ EVENTS_OF_2021 = frozenset(
 _OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
 
 
+# Of which a sum of many stays finite, and which are 30 million years.
+_MOST_SECONDS = 1e15
+
+
 class Stopwatch:
     """Seconds between laps, by a clock.
+
+    Attributes:
+        last: when the last lap was.
 
     Raises:
         ArgumentError: the clock gives NaN or infinity, at which no duration ends and which no checkpoint holds.
         ArgumentTypeError: it gives no number.
     """
 
-    __slots__ = ("_clock", "_last")
+    __slots__ = ("_clock", "last")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = _seconds_of(clock())
+        self.last = 0.0
+        self.lap()
 
     def lap(self) -> float:
         """The seconds since the last lap; 0 where the clock was set back."""
-        now = _seconds_of(self._clock())
-        seconds, self._last = now - self._last, now
+        value: Any = self._clock()
+        try:
+            now = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentTypeError(
+                f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that "
+                "returns seconds as a float, such as time.monotonic."
+            ) from error
+        if not abs(now) < _MOST_SECONDS:
+            raise ArgumentError(
+                f"clock returned {now}: fit(clock=...) is a function that returns seconds as a finite float below "
+                f"{_MOST_SECONDS:g}, such as time.monotonic."
+            )
+        seconds, self.last = now - self.last, now
         return max(0.0, seconds)
-
-    def put_back(self, seconds: float) -> None:
-        """Add these seconds to the next lap."""
-        self._last -= seconds
-
-
-# Of which a sum of many stays finite, and which are 30 million years.
-_MOST_SECONDS = 1e15
-
-
-def _seconds_of(value: Any) -> float:
-    """What a clock gives, as a float."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentTypeError(
-            f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that returns "
-            "seconds as a float, such as time.monotonic."
-        ) from error
-    if not abs(seconds) < _MOST_SECONDS:
-        raise ArgumentError(
-            f"clock returned {seconds}: fit(clock=...) is a function that returns seconds as a finite float below "
-            f"{_MOST_SECONDS:g}, such as time.monotonic."
-        )
-    return seconds
 
 
 @attrs.frozen(kw_only=True)
@@ -121,11 +116,8 @@ class LoopStages(Stages):
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
                 "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
             )
-        return self.gradients_of(state.replace(grads=None, grad_norm=None))
-
-    def gradients_of(self, state: State) -> State:
-        """:meth:`gradients` of a State without gradients."""
-        result: State = run_to_end(gradients(state, self), self.handlers, self)
+        script = gradients(state.replace(grads=None, grad_norm=None), self)
+        result: State = run_to_end(script, self.handlers, self)
         return with_fields(result, event=state.event)
 
 
@@ -142,11 +134,6 @@ class LastBoundary:
 
     state: State | None = None
     evaluated: dict[str, State] = attrs.field(factory=dict)
-
-    def leave(self) -> None:
-        """The next batch is loaded, whose step may write to the memory of these States."""
-        self.state = None
-        self.evaluated.clear()
 
 
 @attrs.frozen(kw_only=True)
@@ -269,8 +256,9 @@ def fit(state: State, fit: Fit) -> Script:
     while not over and (at in _INSIDE_BATCH or not state.has_ended()):
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state
-        first = state.timestamp.batch_in_epoch
-        with closing(_open(state, fit)) as batches:
+        t = state.timestamp
+        first, data = t.batch_in_epoch, fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+        with closing(data if fit.compiled is None else fit.compiled.feed(data)) as batches:
             while True:
                 if at not in _INSIDE_BATCH:
                     if fit.compiled is not None:
@@ -303,12 +291,14 @@ def fit(state: State, fit: Fit) -> Script:
                             state = stages.update(
                                 state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
                             )
-                        state = current(state, fit, Event.BATCH_END)
+                        if state.metrics:
+                            state = current(state, fit, Event.BATCH_END)
                         state = yield Event.BATCH_END, state
                     at = Event.BATCH_END
                 if at is Event.BATCH_END:
                     state = outside_batch(state)
-                    state = yield from evaluations(state, fit, Event.BATCH_END)
+                    if fit.evaluators:
+                        state = yield from evaluations(state, fit, Event.BATCH_END)
                     state = yield Event.BATCH_CHECKPOINT, state
                 if fit.iteration_length is not None:
                     state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
@@ -349,7 +339,12 @@ def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundE
     for evaluator in evaluators:
         never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
         if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
-            run_to_end(first_microbatch(state, stages, evaluator), stages.handlers, stages)
+            script, label = evaluation(state, stages, evaluator), evaluator.label
+            about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
+            with closing(script), about:
+                for _, shown in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
+                    refuse_misfit(shown, stages, evaluator.metrics or ())
+                    break
 
 
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
@@ -389,7 +384,7 @@ def current(state: State, fit: Fit, event: Event) -> State:
 def evaluations(state: State, fit: Fit, *events: Event) -> Script:
     """The evaluators that are due at one of these events; decided before the first one runs."""
     requested = [item for event in events for item in due_evaluators(state, fit, event)]
-    due_now = [item for item in fit.evaluators if item in requested] if len(events) > 1 else requested
+    due_now = [item for item in fit.evaluators if item in requested]
     if not due_now:
         return state
     state = without_metrics(state, {item.label for item in due_now})
@@ -426,10 +421,31 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
     return fit.iteration_length is not None and t.batch_in_iteration == 0 and t.epoch_in_iteration == 0
 
 
-def _open(state: State, fit: Fit) -> Any:
-    t = state.timestamp
-    batches = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
-    return batches if fit.compiled is None else fit.compiled.feed(batches)
+def train_batch(
+    state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
+) -> tuple[Any, int, int] | None:
+    """:func:`next_batch` of ``fit``'s own data, with its errors; ``number`` is the batch's, if not the State's next."""
+    engine, batch = fit.stages.engine, state.timestamp.batch
+    try:
+        ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
+    except DataError as error:
+        error.add_note(f"raised by batch {batch if number is None else number} of train_dataloader")
+        raise
+    if ready is None or ready[2] or engine.padding:
+        return ready
+    # What all ranks have counted is known one batch later.
+    if fit.needs_tokens is not None and not state.timestamp.token and (engine.ranks == 1 or batch):
+        raise DataError(
+            f"{fit.needs_tokens} counts tokens, and batch {batch} has none by the default count, so it would never "
+            "move: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write it in "
+            'another unit, such as "100ba".'
+        )
+    if fit.counts_tokens:
+        raise DataError(
+            f"batch {batch} has no tokens by the default count, so a duration in tokens would never end: count them "
+            "with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
+        )
+    return ready
 
 
 def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
@@ -437,7 +453,9 @@ def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) 
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
         return state, None, 0
-    fit.boundary.leave()
+    # The step of this batch may write to the memory of these States.
+    fit.boundary.state = None
+    fit.boundary.evaluated.clear()
     batch, samples, tokens = ready
     return _loaded[type(state)](state, batch), samples, tokens
 

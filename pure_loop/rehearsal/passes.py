@@ -17,7 +17,7 @@ from pure_loop.entry.deterministic import stream_of
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
-from pure_loop.loop.driver import Attached, drive
+from pure_loop.loop.driver import drive
 from pure_loop.loop.evaluation import Script, evaluation
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder
@@ -227,7 +227,7 @@ class Passes:
         table = {event: (*observed.get(event, ()), last) for event in Event}
         events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
         strict = None if self.place.fake else Strict()
-        pairs = drive(script, Attached(handlers, table, fit.stages, strict), events=events, closing=closers)
+        pairs = drive(script, handlers, table, stages=fit.stages, strict=strict, events=events, closing=closers)
         return stream_of(pairs, self.assembly.settings.deterministic)
 
 

@@ -67,10 +67,9 @@ class Parts:
                 f"{function}: this is the stream of another function than fit, or of pl.progress: give that of fit "
                 f"itself, pl.{function}(pl.fit(...))."
             )
-        attached: Any = arguments["attached"]
         closed = (getattr(close, "__self__", None) for close in arguments["closing"])
         loggers = tuple(item for item in closed if isinstance(item, Logger))
-        return cls(fit, attached.handlers, attached.observers, loggers, state)
+        return cls(fit, arguments["handlers"], arguments["observers"], loggers, state)
 
 
 def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:

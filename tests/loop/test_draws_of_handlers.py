@@ -152,7 +152,7 @@ def test_draws_are_reproducible_in_any_run(event: Event, kind: str, options: dic
 
 
 def test_unguarded_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*_: Any) -> AbstractContextManager[None]:
+    def nothing(*_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     monkeypatch.setattr(StageSettings, "guard", nothing)

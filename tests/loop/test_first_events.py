@@ -265,13 +265,31 @@ def test_nothing_is_left_to_check_after_two_batches() -> None:
     for number in range(4):
         for event in IN_BATCH:
             at = state.replace(timestamp=pl.Timestamp(batch=number + (event in COUNTED)), event=event)
-            assert (event in strict.handled, event in strict.yielded) == ((number < 3,) * 2)
-            if event in strict.handled:
+            assert (event in strict.checked) == (number < 3)
+            if event in strict.checked:
                 strict.begin(event, at, ())
-                strict.end(event)
-            if event in strict.yielded:
-                strict.before_body(at, event)
-                strict.after_body(at, event)
+                strict.show(event, at)
+                strict.end(event, at)
+
+
+@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one event"])
+def test_later_batches_are_compared_with_nothing(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where algorithms have the State before and after a forward, whether or not the body has it."""
+    looked_at: list[Any] = []
+
+    def noted(leaf: Any) -> Any:
+        looked_at.append(leaf)
+        return digest(leaf)
+
+    monkeypatch.setattr("pure_loop.loop.strict.digest", noted)
+    around = pl.Algorithm("around", {(Event.BEFORE_FORWARD, Event.AFTER_FORWARD): lambda state: state})
+    seen = []
+    for event, _ in pl.fit(nn.Linear(4, 3), DATA, algorithms=[around], watch=watch, **OPTIONS):
+        if event is Event.BATCH_END:
+            seen.append(len(looked_at))
+            looked_at.clear()
+    assert all(seen[:2])
+    assert seen[5:] == [0] * 3  # the one before has the first end of an epoch
 
 
 @given(
