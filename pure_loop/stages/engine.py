@@ -228,9 +228,16 @@ class Compute:
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
         return optimizer.overwrite(state._grads, opt_state, trained, timestamp, **options)
 
-    def local_shards(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        """The shards that this rank holds of these tensors, None left out."""
-        return [tensor for tensor in tensors if tensor is not None]
+    def any_nonfinite(
+        self, look: Callable[[Tensor, list[Tensor]], Tensor], loss: Tensor, tensors: Iterable[Tensor | None]
+    ) -> Tensor:
+        """1 where the loss or one of these tensors is not finite on any rank, else 0; float32, shape (1,).
+
+        Args:
+            look: finds that of the loss and the tensors that this rank holds.
+            loss, tensors: None of these is left out.
+        """
+        return look(loss, [tensor for tensor in tensors if tensor is not None])
 
 
 class Agreement:
@@ -267,10 +274,6 @@ class Agreement:
             before: the buffers before the batch.
         """
         return state
-
-    def any_rank(self, result: Tensor) -> Tensor:
-        """1 if it is 1 on any rank, else 0; float32, shape (1,)."""
-        return result
 
     def largest(self, numbers: Sequence[float], state: State) -> Sequence[float]:
         """The largest over all ranks of each of these numbers, before the BATCH_START of the batch of a State."""

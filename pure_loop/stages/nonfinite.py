@@ -13,23 +13,12 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
 
-__all__ = [
-    "find_nonfinite",
-    "gradients_nonfinite",
-    "loss_is_finite",
-    "real_numbers",
-    "total_loss",
-]
+__all__ = ["find_nonfinite", "gradients_nonfinite", "real_numbers", "total_loss"]
 
 
 def total_loss(loss: Any) -> Tensor:
     """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""
     return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
-
-
-def loss_is_finite(loss: Any) -> bool:
-    """Whether a loss is finite; waits for the device."""
-    return math.isfinite(total_loss(loss).item())
 
 
 _dtype = attrgetter("dtype")

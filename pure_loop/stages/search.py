@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import optree
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.data.group import parts_of
 from pure_loop.errors import NonFiniteError
-from pure_loop.stages.nonfinite import loss_is_finite, real_numbers, total_loss
+from pure_loop.stages.nonfinite import real_numbers, total_loss
 from pure_loop.state import NON_FINITE_ADVICE, State
 from pure_loop.task import Task
+
+if TYPE_CHECKING:
+    from pure_loop.stages.settings import StageSettings
 
 __all__ = ["Kind", "Origin", "Seeding", "is_finite", "nonfinite_error", "search"]
 
@@ -102,13 +106,13 @@ def _value(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor.detach()).any()) else "infinite"
 
 
-def origin_in_batch(batch: Any, is_bad: Callable[[Any], bool] = _is_suspect) -> Origin | None:
+def origin_in_batch(batch: Any) -> Origin | None:
     """The first tensor of a batch that is not finite."""
     first = 0
     for part in parts_of(batch):
         paths, leaves, _ = optree.tree_flatten_with_path(part, namespace=NAMESPACE)
         for path, leaf in zip(paths, leaves, strict=True):
-            if is_bad(leaf):
+            if _is_suspect(leaf):
                 name = "/".join(map(str, path))
                 rows = _rows(leaf, first, None)
                 words = f"the batch itself is {_value(leaf)}, at {name!r}{',' if rows else ''}{_in_rows(rows)}"
@@ -118,11 +122,14 @@ def origin_in_batch(batch: Any, is_bad: Callable[[Any], bool] = _is_suspect) -> 
     return None
 
 
-def _of_tensors(kind: Kind, tensors: Mapping[str, Tensor], is_bad: Callable[[Any], bool]) -> Origin | None:
-    for name, tensor in tensors.items():
-        if is_bad(tensor):
-            return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
-    return None
+def _again(module: Any, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Each microbatch once more through a copy of the model; gives it with its outputs and its loss."""
+    for index, piece in enumerate(pieces):
+        with seeding("forward", index):
+            outputs = task.forward(module, piece)
+        with seeding("loss", index):
+            loss = module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece)
+        yield piece, outputs, total_loss(loss)
 
 
 def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
@@ -136,16 +143,16 @@ def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seed
             precision.
     """
     noted: list[tuple[str, nn.Module, Tensor]] = []
+
+    def note(name: str, submodule: nn.Module, inputs: Any, outputs: Any) -> None:
+        leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
+        noted.extend((name, submodule, leaf.detach()) for leaf in leaves if not is_finite(leaf))
+
     for name, submodule in module.named_modules():
-        submodule.register_forward_hook(partial(_note, noted, name))
+        submodule.register_forward_hook(partial(note, name))
     first = 0
-    for index, piece in enumerate(pieces):
+    for piece, outputs, loss in _again(module, task, pieces, seeding):
         samples = task.samples(piece)
-        noted.clear()
-        with torch.no_grad(), seeding("forward", index):
-            outputs = task.forward(module, piece)
-        with torch.no_grad(), seeding("loss", index):
-            loss = _loss(task, module, outputs, piece)
         # Where the outputs are finite, what is not in between did not come there.
         leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
         known = any(isinstance(leaf, Tensor) for leaf in leaves)
@@ -158,34 +165,9 @@ def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seed
         if not is_finite(loss):
             words = f"outputs are finite, and the loss of rows {first} to {first + samples - 1} of the batch is not"
             return Origin("loss", "loss", (), words)
+        noted.clear()
         first += samples
     return None
-
-
-def _loss(task: Task, module: Any, outputs: Any, piece: Any) -> Tensor:
-    return total_loss(module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece))
-
-
-def _note(noted: list[tuple[str, nn.Module, Tensor]], name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-    leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
-    noted.extend((name, module, leaf.detach()) for leaf in leaves if not is_finite(leaf))
-
-
-def _gradients_again(state: State, task: Task, pieces: Iterable[Any], seeding: Seeding) -> dict[str, Tensor | None]:
-    """The gradients of the first microbatch with one that is not finite, before a norm that is NaN came into all."""
-    grads: dict[str, Tensor | None] = {}
-    for index, piece in enumerate(pieces):
-        module = state.module(training=True)
-        with torch.enable_grad():
-            with seeding("forward", index):
-                outputs = task.forward(module, piece)
-            with seeding("loss", index):
-                loss: Any = _loss(task, module, outputs, piece)
-            loss.backward()
-        grads = {name: tensor.grad for name, tensor in module.named_parameters()}
-        if not all(map(is_finite, grads.values())):
-            break
-    return grads
 
 
 def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
@@ -197,48 +179,58 @@ def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
     return Origin("gradient", bad[-1], (), f"the loss is finite, and the gradient of {bad[-1]!r}{more} is not")
 
 
+def _origin_in_backward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
+    """That of the first microbatch with a gradient that is not finite, before a norm that is NaN came into all."""
+    with torch.enable_grad():
+        for _, _, loss in _again(module, task, pieces, seeding):
+            loss.backward()  # type: ignore[no-untyped-call]
+            origin = origin_in_gradients({name: parameter.grad for name, parameter in module.named_parameters()})
+            if origin is not None:
+                return origin
+    return None
+
+
 _ALGORITHM = Origin(
     "algorithm", "", (), "it is finite where the forward is repeated without the algorithms from BEFORE_FORWARD on"
 )
 _STEP = Origin("step", "", (), "loss and gradients are finite, and the optimizer's step made parameters that are not")
 
 
-def nonfinite_error(
-    state: State, task: Task, pieces: Iterable[Any], seeding: Seeding, *, ranks: int, overwritten: bool
-) -> NonFiniteError:
+def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -> NonFiniteError:
     """The error that names the batch, and what in it was first not finite; waits for the device.
 
     Args:
         state: before the update, with its batch.
-        task, pieces, seeding: as for :func:`search`.
-        ranks: how many there are: of several none repeats its forward, in which they may exchange.
+        stages: those of the batch. Of several ranks none repeats its forward, in which they may exchange.
         overwritten: whether the step has written to the parameters, with which the forward can't be repeated.
     """
-    t, loss = state.timestamp, state.loss
+
+    def seeding(stage: str, index: int) -> AbstractContextManager[None]:
+        code, gradients = stages.code_of(state, stage), torch.is_grad_enabled()
+        return stages.running(state, stage, index, code=code, gradients=gradients)
+
+    t, loss = state.timestamp, total_loss(state.loss).item()
+    finite, repeats = math.isfinite(loss), not overwritten and stages.engine.ranks == 1
     origin, failure = None, ""
-    if not loss_is_finite(loss):
-        value = total_loss(loss).item()
-        if overwritten or ranks > 1:
-            origin = origin_in_batch(state.batch)
-            if ranks > 1:
-                failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
-        else:
-            try:
-                origin = search(state, task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
-            except Exception as error:  # of the model's own code: what is raised here is that the loss is not finite
-                failure = f"The forward can't be repeated to find its origin: {type(error).__name__}: {error}. "
-        what = f"the loss is {value}"
-        what += "" if origin is None else f": {origin.words}"
-    else:
+    if finite:
         origin = origin_in_gradients(state._grads or {}) or _STEP
-        if origin is not _STEP and not overwritten and ranks == 1:
-            try:
-                origin = origin_in_gradients(_gradients_again(state, task, pieces, seeding)) or origin
-            except Exception as error:
-                failure = f"The backward can't be repeated to find its origin: {type(error).__name__}: {error}. "
-        what = origin.words
+    elif not repeats:
+        origin = origin_in_batch(state.batch)
+    if repeats and origin is not _STEP:
+        pieces = stages.microbatches(state.batch)
+        try:
+            if finite:
+                origin = _origin_in_backward(state.module(training=True), stages.task, pieces, seeding) or origin
+            else:
+                origin = search(state, stages.task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
+        except Exception as error:  # of the model's own code: what is raised here is that something is not finite
+            again = "backward" if finite else "forward"
+            failure = f"The {again} can't be repeated to find its origin: {type(error).__name__}: {error}. "
+    elif not finite and stages.engine.ranks > 1:
+        failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
+    what = ([] if finite else [f"the loss is {loss}"]) + ([] if origin is None else [origin.words])
     result = NonFiniteError(
-        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {failure}"
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {': '.join(what)}. {failure}"
         f"{NON_FINITE_ADVICE if origin is None else origin.advice} Counted from 1, as on a progress bar, it is batch "
         f"{t.batch_in_epoch + 1} of epoch {t.epoch + 1}."
     )
@@ -261,7 +253,12 @@ def search(
         task, pieces, seeding: as for :func:`origin_in_forward`.
         buffers: those of before the batch, which are searched, too.
     """
-    pieces = list(pieces)
-    origin = origin_in_batch(state.batch) or _of_tensors("parameter", state.params, lambda item: not is_finite(item))
-    origin = origin or _of_tensors("buffer", buffers or {}, _is_suspect)
-    return origin or origin_in_forward(state.module(training=True), task, pieces, seeding)
+    origin = origin_in_batch(state.batch)
+    if origin is not None:
+        return origin
+    for name, tensor in {**state.params, **(buffers or {})}.items():
+        kind: Kind = "parameter" if name in state.params else "buffer"
+        if (not is_finite(tensor)) if kind == "parameter" else _is_suspect(tensor):
+            return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
+    with torch.no_grad():
+        return origin_in_forward(state.module(training=True), task, pieces, seeding)

@@ -18,6 +18,7 @@ from pure_loop._internal.torch_private import (
     any_global_hook,
     code_around_operations,
 )
+from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
@@ -105,6 +106,14 @@ class StageSettings:
     def size(self) -> int | None:
         """The samples of a forward, at most, in the batch under way; None: the whole batch."""
         return self.microbatch_size if self.found is None else self.found.size
+
+    def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
+        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
+
+        Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.
+        """
+        size = self.size if size is None else size
+        return list(parts_of(batch)) if size is None else self.task.split(batch, size)
 
     @property
     def splits(self) -> bool:

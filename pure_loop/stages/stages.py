@@ -53,14 +53,6 @@ class Stages(UpdateStage, EvaluationStage):
         """The same stages of another task, such as that of an evaluator with a loss of its own."""
         return attrs.evolve(self, task=task)
 
-    def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
-        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
-
-        Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.
-        """
-        size = self.size if size is None else size
-        return list(parts_of(batch)) if size is None else self.task.split(batch, size)
-
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
         task, engine = self.task, self.engine
