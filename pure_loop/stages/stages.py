@@ -16,14 +16,17 @@ from torch import Tensor
 
 from pure_loop._internal.autograd import refuse_strangers
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
+from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_present
-from pure_loop.stages.evaluation import EvaluationStage
-from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss
+from pure_loop.model.model import ModelDef
+from pure_loop.random.seeds import derive
+from pure_loop.stages.differentiation import refusing_to_differentiate
+from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss, measured_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.notes import note_stage
+from pure_loop.stages.notes import note_stage, noting
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -32,7 +35,7 @@ __all__ = ["Stages"]
 
 
 @attrs.frozen(kw_only=True)
-class Stages(UpdateStage, EvaluationStage):
+class Stages(UpdateStage):
     """The stages of training one model, with the settings they need.
 
     Args:
@@ -158,7 +161,7 @@ class Stages(UpdateStage, EvaluationStage):
             raise detached_loss(state)
         # An algorithm takes a gradient of its own at an event without gradients.
         grads = None if state._grads is NOT_READY else state._grads
-        if counts and state.timestamp.batch == 0 and _are_missing(grads):
+        if counts and state.timestamp.batch == 0:
             self._refuse_other_graphs(state, loss)
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient. If only the
@@ -181,7 +184,7 @@ class Stages(UpdateStage, EvaluationStage):
         )
 
     def _refuse_other_graphs(self, state: State, loss: Tensor) -> None:
-        """Once a run: it checks more of a loss than class and dtype, and walks its whole graph."""
+        """In the first batch of a run: it checks more of a loss than class and dtype, and walks its whole graph."""
         leaves = raw_params(state)
         check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
         plain = [leaf for leaf in leaves.values() if type(leaf) is Tensor] if type(leaves) is FrozenDict else []
@@ -232,6 +235,50 @@ class Stages(UpdateStage, EvaluationStage):
                     grads = clip(grads, state.params)
         return _finished[type(state)](state, grads, norm, mean)  # type: ignore[no-any-return]
 
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
+        """``outputs`` of ``microbatch`` in evaluation mode, without gradients.
+
+        Args:
+            state: with the microbatch.
+            label, batch, index: of the evaluation, its batch and microbatch; they seed the random numbers.
+            gradients: whether the forward, or the loss of its outputs, may differentiate: outputs have a graph then.
+
+        Raises:
+            ModelError: the forward differentiates, and ``gradients`` is False.
+        """
+        microbatch, task = state.microbatch, self.task
+        seed = derive(state.seed, label, batch, index, self.engine.rank)
+        # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too, and by those
+        # that are frozen in training.
+        params = self.engine.leaves(with_fields(state, frozen=frozenset()), index=index, last=False)
+        about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
+        refusing = refusing_to_differentiate("forward", gradients)
+        code = self.code_of(state, "validate")
+        with about, refusing, self.running(state, "validate", index, code=code, seed=seed, gradients=gradients):
+            outputs, buffers, model = self.engine.apply(
+                state, lambda module: task.evaluate(module, microbatch), params, training=False
+            )
+        self.workspace.went_through(state.model, params, lent=code == "users")
+        return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
+
+    def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
+        """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
+        seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
+        code = self.code_of(state, "validation loss")
+        with refusing, self.running(state, "validation loss", code=code, seed=seed, gradients=gradients):
+            return measured_loss(self._loss(state, training=False)[0], self.task).detach()
+
+    def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
+        """The loss, and buffers and structure after it: a module's own loss may write to them."""
+        outputs, microbatch = raw_outputs(state), state.microbatch
+        if self.task.loss is not None:
+            return self.task.loss(outputs, microbatch), state.buffers, state.model
+
+        def method(module: Any) -> Any:
+            return module.loss(outputs, microbatch)
+
+        return self.engine.apply(state, method, raw_params(state), training=training)
+
 
 def _scaled(grads: Any, in_place: bool, factor: Any, copying: Any, writing: Any) -> Any:
     """Gradients times a factor, or divided by one: by torch's function that copies, or the one that writes."""
@@ -245,8 +292,4 @@ _forwarded = setter("params", "outputs", "buffers", "model")
 _measured = setter("loss", "buffers", "model")
 _differentiated = setter("params", "_grads", "outputs", "loss")
 _finished = setter("_grads", "grad_norm", "loss")
-
-
-def _are_missing(grads: Any) -> bool:
-    """Whether no microbatch before this one had a gradient."""
-    return grads is None or all(gradient is None for gradient in grads.values())
+_validated = setter("outputs", "buffers", "model")
