@@ -118,7 +118,7 @@ def generator(seed: int, *path: int | str, device: torch.device | str = "cpu") -
     return torch.Generator(device).manual_seed(start)
 
 
-def _generators(device: Device) -> tuple[torch.Generator, ...]:
+def generators_of(device: Device) -> tuple[torch.Generator, ...]:
     """The default generator that kernels on ``device`` draw from, besides that of the CPU."""
     place = torch.device(device)  # type: ignore[arg-type]
     if place.type in ("cpu", "meta"):
@@ -201,7 +201,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     def __init__(self, seed: int, device: Device = None) -> None:
         self._seed = seed
         self._device = device
-        self._accelerators = () if device in _HOST else _generators(device)
+        self._accelerators = () if device in _HOST else generators_of(device)
 
     def __enter__(self) -> None:
         if (tracing := tracer.get()) is not None:

@@ -24,9 +24,8 @@ def total_loss(loss: Any) -> Tensor:
 _dtype = attrgetter("dtype")
 
 
-_CPU = torch.device("cpu")  # whatever the default device
 # By device, made once: to make a tensor takes longer than many a kernel.
-_ones: dict[torch.device, Tensor] = {_CPU: torch.ones(1, dtype=torch.float32, device=_CPU)}
+_ones: dict[torch.device, Tensor] = {}
 
 
 def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
@@ -62,7 +61,7 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
     looked_at = [gradient for gradient in map(real_numbers, grads) if gradient.is_floating_point()]
     # Sums are quick on a CPU; one of large numbers may overflow, too.
     if loss.is_cpu and all(math.isfinite(number.item()) for number in (loss, *map(torch.sum, looked_at))):
-        return torch.zeros(1, dtype=torch.float32, device=_CPU)
+        return torch.zeros(1, dtype=torch.float32, device=loss.device)
     return _any_nonfinite(loss, looked_at)
 
 

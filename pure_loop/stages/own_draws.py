@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import DispatchMode, no_dispatch, without_compiler
 from pure_loop.errors import ImpurityError
-from pure_loop.random.seeds import state_of
+from pure_loop.random.seeds import generators_of, state_of
 
 __all__ = ["checked_draws"]
 
@@ -55,10 +55,7 @@ class _OwnDraws(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = (torch.default_generator, *generators_of(device))
         self._last = self._now()
         self.disturbed = False
 

@@ -161,8 +161,12 @@ class Stages(UpdateStage):
             raise detached_loss(state)
         # An algorithm takes a gradient of its own at an event without gradients.
         grads = None if state._grads is NOT_READY else state._grads
-        if counts and state.timestamp.batch == 0:
-            self._refuse_other_graphs(state, loss)
+        if counts and state.timestamp.batch == 0:  # more than class and dtype, and the whole graph
+            check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
+            parameters = self.engine.parameters()
+            if parameters is not None and model.declared:
+                parameters = (*parameters, *leaves.values())  # which may be of a subclass of nn.Parameter
+            refuse_strangers(loss, parameters, leaves.values() if type(leaves) is FrozenDict else ())
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient. If only the
         # device knows whether the weight is 0, the gradient is made 0 there.
@@ -182,16 +186,6 @@ class Stages(UpdateStage):
         return _differentiated[type(state)](  # type: ignore[no-any-return]
             state, origin, grads, detached(raw_outputs(state)), detached(raw_loss(state))
         )
-
-    def _refuse_other_graphs(self, state: State, loss: Tensor) -> None:
-        """In the first batch of a run: it checks more of a loss than class and dtype, and walks its whole graph."""
-        leaves = raw_params(state)
-        check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
-        plain = [leaf for leaf in leaves.values() if type(leaf) is Tensor] if type(leaves) is FrozenDict else []
-        parameters = self.engine.parameters()
-        if parameters is not None and state.model.declared:
-            parameters = (*parameters, *leaves.values())  # which may be of a subclass of nn.Parameter
-        refuse_strangers(loss, parameters, plain)
 
     def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them; sets ``grad_norm``, too.
