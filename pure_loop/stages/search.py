@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -18,15 +17,12 @@ from pure_loop.data.group import parts_of
 from pure_loop.errors import NonFiniteError
 from pure_loop.stages.nonfinite import real_numbers, total_loss
 from pure_loop.state import NON_FINITE_ADVICE, State
-from pure_loop.task import Task
 
 if TYPE_CHECKING:
     from pure_loop.stages.settings import StageSettings
 
-__all__ = ["Kind", "Origin", "Seeding", "is_finite", "nonfinite_error", "search"]
+__all__ = ["Kind", "Origin", "is_finite", "nonfinite_error", "search"]
 
-# (stage, number of the microbatch)
-Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
 Kind: TypeAlias = Literal["batch", "parameter", "buffer", "output", "loss", "algorithm", "gradient", "step"]
 # Rows of a batch that a message lists.
 _SHOWN = 8
@@ -122,26 +118,20 @@ def origin_in_batch(batch: Any) -> Origin | None:
     return None
 
 
-def _again(module: Any, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Iterator[tuple[Any, Any, Tensor]]:
+def _again(module: Any, state: State, stages: StageSettings) -> Iterator[tuple[Any, Any, Tensor]]:
     """Each microbatch once more through a copy of the model; gives it with its outputs and its loss."""
-    for index, piece in enumerate(pieces):
-        with seeding("forward", index):
+    task, around = stages.task, partial(stages.running, state, code="users", gradients=torch.is_grad_enabled())
+    for index, piece in enumerate(stages.microbatches(state.batch)):
+        with around("forward", index):
             outputs = task.forward(module, piece)
-        with seeding("loss", index):
+        with around("loss", index):
             loss = module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece)
         yield piece, outputs, total_loss(loss)
 
 
-def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
-    """The first output of a module that is not finite, or the loss of outputs that are.
-
-    Args:
-        module: a copy of the model, in train mode; its hooks stay.
-        task: what it does with a microbatch.
-        pieces: the microbatches of the batch.
-        seeding: of the random numbers of a stage, ``"forward"`` or ``"loss"``, by the number of the microbatch, and its
-            precision.
-    """
+def _origin_in_forward(state: State, stages: StageSettings) -> Origin | None:
+    """The first output of a module that is not finite, or the loss of outputs that are."""
+    module = state.module(training=True)
     noted: list[tuple[str, nn.Module, Tensor]] = []
 
     def note(name: str, submodule: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -151,8 +141,8 @@ def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seed
     for name, submodule in module.named_modules():
         submodule.register_forward_hook(partial(note, name))
     first = 0
-    for piece, outputs, loss in _again(module, task, pieces, seeding):
-        samples = task.samples(piece)
+    for piece, outputs, loss in _again(module, state, stages):
+        samples = stages.task.samples(piece)
         # Where the outputs are finite, what is not in between did not come there.
         leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
         known = any(isinstance(leaf, Tensor) for leaf in leaves)
@@ -179,10 +169,11 @@ def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
     return Origin("gradient", bad[-1], (), f"the loss is finite, and the gradient of {bad[-1]!r}{more} is not")
 
 
-def _origin_in_backward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
+def _origin_in_backward(state: State, stages: StageSettings) -> Origin | None:
     """That of the first microbatch with a gradient that is not finite, before a norm that is NaN came into all."""
+    module = state.module(training=True)
     with torch.enable_grad():
-        for _, _, loss in _again(module, task, pieces, seeding):
+        for _, _, loss in _again(module, state, stages):
             loss.backward()  # type: ignore[no-untyped-call]
             origin = origin_in_gradients({name: parameter.grad for name, parameter in module.named_parameters()})
             if origin is not None:
@@ -204,11 +195,6 @@ def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -
         stages: those of the batch. Of several ranks none repeats its forward, in which they may exchange.
         overwritten: whether the step has written to the parameters, with which the forward can't be repeated.
     """
-
-    def seeding(stage: str, index: int) -> AbstractContextManager[None]:
-        code, gradients = stages.code_of(state, stage), torch.is_grad_enabled()
-        return stages.running(state, stage, index, code=code, gradients=gradients)
-
     t, loss = state.timestamp, total_loss(state.loss).item()
     finite, repeats = math.isfinite(loss), not overwritten and stages.engine.ranks == 1
     origin, failure = None, ""
@@ -217,12 +203,11 @@ def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -
     elif not repeats:
         origin = origin_in_batch(state.batch)
     if repeats and origin is not _STEP:
-        pieces = stages.microbatches(state.batch)
         try:
             if finite:
-                origin = _origin_in_backward(state.module(training=True), stages.task, pieces, seeding) or origin
+                origin = _origin_in_backward(state, stages) or origin
             else:
-                origin = search(state, stages.task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
+                origin = search(state, stages, buffers=state.buffers) or _ALGORITHM
         except Exception as error:  # of the model's own code: what is raised here is that something is not finite
             again = "backward" if finite else "forward"
             failure = f"The {again} can't be repeated to find its origin: {type(error).__name__}: {error}. "
@@ -240,9 +225,7 @@ def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -
     return result
 
 
-def search(
-    state: State, task: Task, pieces: Iterable[Any], seeding: Seeding, *, buffers: Mapping[str, Tensor] | None = None
-) -> Origin | None:
+def search(state: State, stages: StageSettings, *, buffers: Mapping[str, Tensor] | None = None) -> Origin | None:
     """What was first not finite in the batch of a State from inside it, its parameters those of its forward.
 
     The batch goes through a copy of the model once more, with hooks. Waits for the device. None: all is finite, or what
@@ -250,7 +233,7 @@ def search(
 
     Args:
         state: with the batch.
-        task, pieces, seeding: as for :func:`origin_in_forward`.
+        stages: those of the batch.
         buffers: those of before the batch, which are searched, too.
     """
     origin = origin_in_batch(state.batch)
@@ -261,4 +244,4 @@ def search(
         if (not is_finite(tensor)) if kind == "parameter" else _is_suspect(tensor):
             return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
     with torch.no_grad():
-        return origin_in_forward(state.module(training=True), task, pieces, seeding)
+        return _origin_in_forward(state, stages)
