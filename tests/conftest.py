@@ -63,7 +63,7 @@ def interruptible() -> None:
 @pytest.fixture
 def every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of small models are added up as those of large ones, where they are not observed."""
-    for user in ("engine", "nonfinite", "ownership"):
+    for user in ("engine", "ownership"):
         monkeypatch.setattr(f"pure_loop.stages.{user}.LARGE", 0)
 
 

@@ -382,11 +382,10 @@ class ShardEngine(MultiRankEngine):
 
         return optree.tree_map_with_path(wrap, memory, namespace=NAMESPACE)
 
-    def local_shards(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        return [local_tensor(tensor) for tensor in tensors if tensor is not None]
-
-    def any_rank(self, result: Tensor) -> Tensor:
-        return self.talk.max(result.clone())
+    def any_nonfinite(
+        self, look: Callable[[Tensor, list[Tensor]], Tensor], loss: Tensor, tensors: Iterable[Tensor | None]
+    ) -> Tensor:
+        return self.talk.max(look(loss, [local_tensor(tensor) for tensor in tensors if tensor is not None]).clone())
 
     def _forget(self) -> None:
         self._forget_module()

@@ -10,9 +10,11 @@ A batch that is no larger than one that was tried, in any dimension of its tenso
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pure_loop.data.batch import tensors_in
@@ -21,16 +23,37 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.driver import run_to_end
 from pure_loop.loop.training import LoopStages, Script, gradients
-from pure_loop.stages.sizes import NAME, found_size, free_memory, is_out_of_memory
+from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 
-__all__ = ["AutoSize", "LargestSize"]
+__all__ = ["AutoSize", "LargestSize", "is_out_of_memory"]
 
 Extent = tuple[int, ...]
 
 # Of batches that survived, none of which covers another one. More are seldom needed than shapes have dimensions.
 _KEPT = 16
+
+# What torch's allocators, and libraries on a GPU, say in a RuntimeError of no class of its own.
+_OF_MEMORY = (
+    *("out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of a device, or of the host, is exhausted.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    True
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."))
+    True
+    >>> is_out_of_memory(RuntimeError("size mismatch"))
+    False
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_MEMORY)
 
 
 def _batch(state: State, stages: LoopStages) -> Script:
@@ -122,7 +145,9 @@ class AutoSize:
                 result = error.with_traceback(None)
                 result.__context__ = result.__cause__ = None
         if result is not None:
-            free_memory(state.device)
+            gc.collect()  # what is in cycles
+            if state.device.type != "cpu" and torch.accelerator.is_available():
+                torch.accelerator.memory.empty_cache()
         return result
 
     def _refuse(self, state: State, error: Exception | None, samples: int, tried: list[int]) -> None:

@@ -57,8 +57,6 @@ class Tracer(Protocol):
 # Of the code that runs; and whether Python's and NumPy's generators are seeded for it.
 tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
 seeds_hosts: ContextVar[bool] = ContextVar("seeds_hosts", default=False)
-# What is called after this thread has seeded or restored torch's global generators, while their states are followed.
-movements: ContextVar[Callable[[], None] | None] = ContextVar("movements", default=None)
 
 
 def derive(seed: int, *path: int | str) -> int:
@@ -120,7 +118,7 @@ def generator(seed: int, *path: int | str, device: torch.device | str = "cpu") -
     return torch.Generator(device).manual_seed(start)
 
 
-def _generators(device: Device) -> tuple[torch.Generator, ...]:
+def generators_of(device: Device) -> tuple[torch.Generator, ...]:
     """The default generator that kernels on ``device`` draw from, besides that of the CPU."""
     place = torch.device(device)  # type: ignore[arg-type]
     if place.type in ("cpu", "meta"):
@@ -203,7 +201,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
     def __init__(self, seed: int, device: Device = None) -> None:
         self._seed = seed
         self._device = device
-        self._accelerators = () if device in _HOST else _generators(device)
+        self._accelerators = () if device in _HOST else generators_of(device)
 
     def __enter__(self) -> None:
         if (tracing := tracer.get()) is not None:
@@ -215,8 +213,6 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             self._saved = list(map(state_of, self._accelerators))
             for accelerator in self._accelerators:
                 accelerator.manual_seed(self._seed)
-        if (moved := movements.get()) is not None:
-            moved()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -229,8 +225,6 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
             for generator, state in zip(self._accelerators, self._saved, strict=True):
                 generator.set_state(state)
         pop_cpu_seed(self._cpu)
-        if (moved := movements.get()) is not None:
-            moved()
 
 
 class seeded_torch(seeded):  # noqa: N801 - as above

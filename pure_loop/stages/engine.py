@@ -1,9 +1,9 @@
 """The engine: where forwards and backwards run, and what ranks have to agree on. Here: one rank, eagerly.
 
 The stages and the loop call an engine for everything that may differ with several ranks, so that their code is the same
-for one and for many. It has three interfaces, here with the methods of one rank: :class:`Data` (the next batch, and its
-counts), :class:`Compute` (gradient and update) and :class:`Agreement` (what ranks exchange).
-:mod:`pure_loop.distributed` has the engines of several ranks.
+for one and for many. Its methods, here those of one rank, are of three kinds: data (the next batch, and its counts),
+computations (gradient and update) and agreement (what ranks exchange). :mod:`pure_loop.distributed` has the engines of
+several ranks.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ if TYPE_CHECKING:
     from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
 
-__all__ = ["ONE_RANK", "Agreement", "Compute", "Data", "Engine"]
+__all__ = ["ONE_RANK", "Engine"]
 
 T = TypeVar("T")
 
 
-class Data:
-    """The batches of a rank, and their counts over all ranks.
+class Engine:
+    """One rank, eagerly: nothing has to be agreed on, and nothing is sharded.
 
     Attributes:
         padding: whether the current batch is padding: it has samples, all of weight 0, because other ranks still have
             batches.
         repeats: whether the current microbatch is a repeated one of weight 0, so that all ranks run equally many.
+        in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
+        rank: of this process; part of every seed that must differ between ranks.
+        ranks: the number of ranks.
     """
 
     padding = False
     repeats = False
+    in_parts: tuple[str, ...] = ()
+    rank = 0
+    ranks = 1
+
+    # Data: the batches of a rank, and their counts over all ranks.
 
     def next_batch(
         self,
@@ -102,15 +110,7 @@ class Data:
         """The number of microbatches of an evaluation that every rank runs, where this one has ``pieces``."""
         return pieces
 
-
-class Compute:
-    """The computations of a rank for a batch: forwards, gradients, and the update.
-
-    Attributes:
-        in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
-    """
-
-    in_parts: tuple[str, ...] = ()
+    # The computations of a rank for a batch: forwards, gradients, and the update.
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
         """The parameters that a forward differentiates by.
@@ -169,18 +169,24 @@ class Compute:
         before = None if state._grads is None else [state._grads[name] for name in names]
         if loss is None:
             return tuple([None] * len(inputs) if before is None else before)
-        result: tuple[Any, ...]
-        if in_place and before is not None and all(gradient is not None for gradient in before):
-            result = add_gradient(loss, inputs, before, seed, counts)
-            if all(gradient is None for gradient in result):
-                return result
-            return tuple(old if new is None else new for new, old in zip(result, before, strict=True))
-        result = gradient_of(loss, inputs, seed)
-        if counts is not None:
-            result = tuple([None if item is None else zero_unless(counts, item) for item in result])
+        total = before if in_place and before is not None and all(item is not None for item in before) else None
+        if total is not None:
+            result = add_gradient(loss, inputs, total, seed, counts)
+        else:
+            result = gradient_of(loss, inputs, seed)
+            if counts is not None:
+                result = tuple([None if item is None else zero_unless(counts, item) for item in result])
         if before is None or (result[0] is None and all(gradient is None for gradient in result)):
             return result
-        return _sum(before, result)
+        if total is not None:
+            return tuple(old if new is None else new for new, old in zip(result, before, strict=True))
+        if any(gradient is None or gradient.is_sparse for gradient in (*before, *result)):
+            return tuple(map(_added, before, result))
+        # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
+        if sum(gradient.numel() for gradient in result) >= LARGE and are_unaliased(result):
+            torch._foreach_add_(result, before)
+            return result
+        return tuple(torch._foreach_add(before, list(result)))
 
     def unsharded(self, state: State) -> State:
         """The State that :meth:`Engine.single_rank` computes with: parameters are whole. All ranks call it together."""
@@ -228,21 +234,18 @@ class Compute:
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
         return optimizer.overwrite(state._grads, opt_state, trained, timestamp, **options)
 
-    def local_shards(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        """The shards that this rank holds of these tensors, None left out."""
-        return [tensor for tensor in tensors if tensor is not None]
+    def any_nonfinite(
+        self, look: Callable[[Tensor, list[Tensor]], Tensor], loss: Tensor, tensors: Iterable[Tensor | None]
+    ) -> Tensor:
+        """1 where the loss or one of these tensors is not finite on any rank, else 0; float32, shape (1,).
 
+        Args:
+            look: finds that of the loss and the tensors that this rank holds.
+            loss, tensors: None of these is left out.
+        """
+        return look(loss, [tensor for tensor in tensors if tensor is not None])
 
-class Agreement:
-    """What ranks exchange: that they do the same, their results, and that one of them failed.
-
-    Attributes:
-        rank: of this process; part of every seed that must differ between ranks.
-        ranks: the number of ranks.
-    """
-
-    rank = 0
-    ranks = 1
+    # What ranks exchange: that they do the same, their results, and that one of them failed.
 
     def begin(self, state: State, settings: Mapping[str, Any]) -> State:
         """Wait for all ranks before INIT, and compare their settings with those of rank 0."""
@@ -268,10 +271,6 @@ class Agreement:
         """
         return state
 
-    def any_rank(self, result: Tensor) -> Tensor:
-        """1 if it is 1 on any rank, else 0; float32, shape (1,)."""
-        return result
-
     def largest(self, numbers: Sequence[float], state: State) -> Sequence[float]:
         """The largest over all ranks of each of these numbers, before the BATCH_START of the batch of a State."""
         return numbers
@@ -294,10 +293,6 @@ class Agreement:
     def close(self) -> None:
         """Release what is shared with the other ranks."""
 
-
-class Engine(Data, Compute, Agreement):
-    """One rank, eagerly: nothing has to be agreed on, and nothing is sharded."""
-
     def single_rank(self) -> Engine:
         """The engine for this rank's computations between two exchanges, which a graph can hold."""
         return self
@@ -312,13 +307,3 @@ def _added(one: Any, other: Any) -> Any:
         return other if one is None else one
     # Torch adds a sparse one to a dense one, and not the other way round.
     return other + one if one.is_sparse and not other.is_sparse else one + other
-
-
-def _sum(before: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(gradient is None or gradient.is_sparse for gradient in (*before, *result)):
-        return tuple(map(_added, before, result))
-    # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
-    if sum(gradient.numel() for gradient in result) >= LARGE and are_unaliased(result):
-        torch._foreach_add_(result, before)
-        return result
-    return tuple(torch._foreach_add(before, list(result)))

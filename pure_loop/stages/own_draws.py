@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import DispatchMode, no_dispatch, without_compiler
 from pure_loop.errors import ImpurityError
-from pure_loop.random.seeds import movements, state_of
+from pure_loop.random.seeds import generators_of, state_of
 
 __all__ = ["checked_draws"]
 
@@ -26,10 +26,13 @@ def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, d
         stage, batch: for errors.
         device: the one whose generator is seeded, besides the CPU's.
     """
-    own = _OwnDraws(device)
-    with guard, own:
-        yield
-        own.look()
+    from pure_loop._internal.profiling import calls_watched
+
+    with guard:
+        own = _OwnDraws(device)
+        with calls_watched(own.see), own:
+            yield
+            own.look()
     if own.disturbed:
         raise ImpurityError(
             f"the state of torch's global generator changed during the {stage} of batch {batch}, and no operation of "
@@ -52,25 +55,9 @@ class _OwnDraws(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self.disturbed = False
-
-    def __enter__(self) -> Any:
-        from pure_loop._internal.profiling import calls_watched
-
+        self._generators = (torch.default_generator, *generators_of(device))
         self._last = self._now()
-        self._token = movements.set(self.moved)
-        self._stack = ExitStack()
-        self._stack.enter_context(calls_watched(self._seen))
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        movements.reset(self._token)
-        self._stack.close()
-        super().__exit__(*exception)
+        self.disturbed = False
 
     def _now(self) -> list[Tensor]:
         with no_dispatch():
@@ -84,16 +71,12 @@ class _OwnDraws(DispatchMode):  # type: ignore[misc]
                 self.disturbed = True
         self._last = now
 
-    def _seen(self, frame: FrameType, event: str, argument: Any) -> None:
+    def see(self, frame: FrameType, event: str, argument: Any) -> None:
         """A call of this thread: of a method that seeds one of these generators, or sets its state."""
         if event == "c_return" and argument.__name__ in _MOVES:
             owner = getattr(argument, "__self__", None)
             if any(owner is generator for generator in self._generators):
-                self.moved()
-
-    def moved(self) -> None:
-        """This thread has seeded a generator, or put it back."""
-        self._last = self._now()
+                self._last = self._now()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.look()

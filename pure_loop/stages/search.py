@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import optree
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.data.group import parts_of
 from pure_loop.errors import NonFiniteError
-from pure_loop.stages.nonfinite import loss_is_finite, real_numbers, total_loss
+from pure_loop.stages.nonfinite import real_numbers, total_loss
 from pure_loop.state import NON_FINITE_ADVICE, State
-from pure_loop.task import Task
 
-__all__ = ["Kind", "Origin", "Seeding", "is_finite", "nonfinite_error", "search"]
+if TYPE_CHECKING:
+    from pure_loop.stages.settings import StageSettings
 
-# (stage, number of the microbatch)
-Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
+__all__ = ["Kind", "Origin", "is_finite", "nonfinite_error", "search"]
+
 Kind: TypeAlias = Literal["batch", "parameter", "buffer", "output", "loss", "algorithm", "gradient", "step"]
 # Rows of a batch that a message lists.
 _SHOWN = 8
@@ -102,13 +102,13 @@ def _value(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor.detach()).any()) else "infinite"
 
 
-def origin_in_batch(batch: Any, is_bad: Callable[[Any], bool] = _is_suspect) -> Origin | None:
+def origin_in_batch(batch: Any) -> Origin | None:
     """The first tensor of a batch that is not finite."""
     first = 0
     for part in parts_of(batch):
         paths, leaves, _ = optree.tree_flatten_with_path(part, namespace=NAMESPACE)
         for path, leaf in zip(paths, leaves, strict=True):
-            if is_bad(leaf):
+            if _is_suspect(leaf):
                 name = "/".join(map(str, path))
                 rows = _rows(leaf, first, None)
                 words = f"the batch itself is {_value(leaf)}, at {name!r}{',' if rows else ''}{_in_rows(rows)}"
@@ -118,34 +118,31 @@ def origin_in_batch(batch: Any, is_bad: Callable[[Any], bool] = _is_suspect) -> 
     return None
 
 
-def _of_tensors(kind: Kind, tensors: Mapping[str, Tensor], is_bad: Callable[[Any], bool]) -> Origin | None:
-    for name, tensor in tensors.items():
-        if is_bad(tensor):
-            return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
-    return None
-
-
-def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seeding: Seeding) -> Origin | None:
-    """The first output of a module that is not finite, or the loss of outputs that are.
-
-    Args:
-        module: a copy of the model, in train mode; its hooks stay.
-        task: what it does with a microbatch.
-        pieces: the microbatches of the batch.
-        seeding: of the random numbers of a stage, ``"forward"`` or ``"loss"``, by the number of the microbatch, and its
-            precision.
-    """
-    noted: list[tuple[str, nn.Module, Tensor]] = []
-    for name, submodule in module.named_modules():
-        submodule.register_forward_hook(partial(_note, noted, name))
-    first = 0
-    for index, piece in enumerate(pieces):
-        samples = task.samples(piece)
-        noted.clear()
-        with torch.no_grad(), seeding("forward", index):
+def _again(module: Any, state: State, stages: StageSettings) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Each microbatch once more through a copy of the model; gives it with its outputs and its loss."""
+    task, around = stages.task, partial(stages.running, state, code="users", gradients=torch.is_grad_enabled())
+    for index, piece in enumerate(stages.microbatches(state.batch)):
+        with around("forward", index):
             outputs = task.forward(module, piece)
-        with torch.no_grad(), seeding("loss", index):
-            loss = _loss(task, module, outputs, piece)
+        with around("loss", index):
+            loss = module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece)
+        yield piece, outputs, total_loss(loss)
+
+
+def _origin_in_forward(state: State, stages: StageSettings) -> Origin | None:
+    """The first output of a module that is not finite, or the loss of outputs that are."""
+    module = state.module(training=True)
+    noted: list[tuple[str, nn.Module, Tensor]] = []
+
+    def note(name: str, submodule: nn.Module, inputs: Any, outputs: Any) -> None:
+        leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
+        noted.extend((name, submodule, leaf.detach()) for leaf in leaves if not is_finite(leaf))
+
+    for name, submodule in module.named_modules():
+        submodule.register_forward_hook(partial(note, name))
+    first = 0
+    for piece, outputs, loss in _again(module, state, stages):
+        samples = stages.task.samples(piece)
         # Where the outputs are finite, what is not in between did not come there.
         leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
         known = any(isinstance(leaf, Tensor) for leaf in leaves)
@@ -158,34 +155,9 @@ def origin_in_forward(module: nn.Module, task: Task, pieces: Iterable[Any], seed
         if not is_finite(loss):
             words = f"outputs are finite, and the loss of rows {first} to {first + samples - 1} of the batch is not"
             return Origin("loss", "loss", (), words)
+        noted.clear()
         first += samples
     return None
-
-
-def _loss(task: Task, module: Any, outputs: Any, piece: Any) -> Tensor:
-    return total_loss(module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece))
-
-
-def _note(noted: list[tuple[str, nn.Module, Tensor]], name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-    leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
-    noted.extend((name, module, leaf.detach()) for leaf in leaves if not is_finite(leaf))
-
-
-def _gradients_again(state: State, task: Task, pieces: Iterable[Any], seeding: Seeding) -> dict[str, Tensor | None]:
-    """The gradients of the first microbatch with one that is not finite, before a norm that is NaN came into all."""
-    grads: dict[str, Tensor | None] = {}
-    for index, piece in enumerate(pieces):
-        module = state.module(training=True)
-        with torch.enable_grad():
-            with seeding("forward", index):
-                outputs = task.forward(module, piece)
-            with seeding("loss", index):
-                loss: Any = _loss(task, module, outputs, piece)
-            loss.backward()
-        grads = {name: tensor.grad for name, tensor in module.named_parameters()}
-        if not all(map(is_finite, grads.values())):
-            break
-    return grads
 
 
 def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
@@ -197,48 +169,53 @@ def origin_in_gradients(grads: Mapping[str, Tensor | None]) -> Origin | None:
     return Origin("gradient", bad[-1], (), f"the loss is finite, and the gradient of {bad[-1]!r}{more} is not")
 
 
+def _origin_in_backward(state: State, stages: StageSettings) -> Origin | None:
+    """That of the first microbatch with a gradient that is not finite, before a norm that is NaN came into all."""
+    module = state.module(training=True)
+    with torch.enable_grad():
+        for _, _, loss in _again(module, state, stages):
+            loss.backward()  # type: ignore[no-untyped-call]
+            origin = origin_in_gradients({name: parameter.grad for name, parameter in module.named_parameters()})
+            if origin is not None:
+                return origin
+    return None
+
+
 _ALGORITHM = Origin(
     "algorithm", "", (), "it is finite where the forward is repeated without the algorithms from BEFORE_FORWARD on"
 )
 _STEP = Origin("step", "", (), "loss and gradients are finite, and the optimizer's step made parameters that are not")
 
 
-def nonfinite_error(
-    state: State, task: Task, pieces: Iterable[Any], seeding: Seeding, *, ranks: int, overwritten: bool
-) -> NonFiniteError:
+def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -> NonFiniteError:
     """The error that names the batch, and what in it was first not finite; waits for the device.
 
     Args:
         state: before the update, with its batch.
-        task, pieces, seeding: as for :func:`search`.
-        ranks: how many there are: of several none repeats its forward, in which they may exchange.
+        stages: those of the batch. Of several ranks none repeats its forward, in which they may exchange.
         overwritten: whether the step has written to the parameters, with which the forward can't be repeated.
     """
-    t, loss = state.timestamp, state.loss
+    t, loss = state.timestamp, total_loss(state.loss).item()
+    finite, repeats = math.isfinite(loss), not overwritten and stages.engine.ranks == 1
     origin, failure = None, ""
-    if not loss_is_finite(loss):
-        value = total_loss(loss).item()
-        if overwritten or ranks > 1:
-            origin = origin_in_batch(state.batch)
-            if ranks > 1:
-                failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
-        else:
-            try:
-                origin = search(state, task, pieces, seeding, buffers=state.buffers) or _ALGORITHM
-            except Exception as error:  # of the model's own code: what is raised here is that the loss is not finite
-                failure = f"The forward can't be repeated to find its origin: {type(error).__name__}: {error}. "
-        what = f"the loss is {value}"
-        what += "" if origin is None else f": {origin.words}"
-    else:
+    if finite:
         origin = origin_in_gradients(state._grads or {}) or _STEP
-        if origin is not _STEP and not overwritten and ranks == 1:
-            try:
-                origin = origin_in_gradients(_gradients_again(state, task, pieces, seeding)) or origin
-            except Exception as error:
-                failure = f"The backward can't be repeated to find its origin: {type(error).__name__}: {error}. "
-        what = origin.words
+    elif not repeats:
+        origin = origin_in_batch(state.batch)
+    if repeats and origin is not _STEP:
+        try:
+            if finite:
+                origin = _origin_in_backward(state, stages) or origin
+            else:
+                origin = search(state, stages, buffers=state.buffers) or _ALGORITHM
+        except Exception as error:  # of the model's own code: what is raised here is that something is not finite
+            again = "backward" if finite else "forward"
+            failure = f"The {again} can't be repeated to find its origin: {type(error).__name__}: {error}. "
+    elif not finite and stages.engine.ranks > 1:
+        failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
+    what = ([] if finite else [f"the loss is {loss}"]) + ([] if origin is None else [origin.words])
     result = NonFiniteError(
-        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. {failure}"
+        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {': '.join(what)}. {failure}"
         f"{NON_FINITE_ADVICE if origin is None else origin.advice} Counted from 1, as on a progress bar, it is batch "
         f"{t.batch_in_epoch + 1} of epoch {t.epoch + 1}."
     )
@@ -248,9 +225,7 @@ def nonfinite_error(
     return result
 
 
-def search(
-    state: State, task: Task, pieces: Iterable[Any], seeding: Seeding, *, buffers: Mapping[str, Tensor] | None = None
-) -> Origin | None:
+def search(state: State, stages: StageSettings, *, buffers: Mapping[str, Tensor] | None = None) -> Origin | None:
     """What was first not finite in the batch of a State from inside it, its parameters those of its forward.
 
     The batch goes through a copy of the model once more, with hooks. Waits for the device. None: all is finite, or what
@@ -258,10 +233,15 @@ def search(
 
     Args:
         state: with the batch.
-        task, pieces, seeding: as for :func:`origin_in_forward`.
+        stages: those of the batch.
         buffers: those of before the batch, which are searched, too.
     """
-    pieces = list(pieces)
-    origin = origin_in_batch(state.batch) or _of_tensors("parameter", state.params, lambda item: not is_finite(item))
-    origin = origin or _of_tensors("buffer", buffers or {}, _is_suspect)
-    return origin or origin_in_forward(state.module(training=True), task, pieces, seeding)
+    origin = origin_in_batch(state.batch)
+    if origin is not None:
+        return origin
+    for name, tensor in {**state.params, **(buffers or {})}.items():
+        kind: Kind = "parameter" if name in state.params else "buffer"
+        if (not is_finite(tensor)) if kind == "parameter" else _is_suspect(tensor):
+            return Origin(kind, name, (), f"the {kind} {name!r} is {_value(tensor)} before the batch")
+    with torch.no_grad():
+        return _origin_in_forward(state, stages)

@@ -18,6 +18,7 @@ from pure_loop._internal.torch_private import (
     any_global_hook,
     code_around_operations,
 )
+from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
@@ -42,22 +43,6 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
 
-def _instance(name: str, value: Any, kind: Any, example: str) -> Any:
-    if isinstance(value, kind):
-        return value
-    raise refusal(name, value, f"of the library, such as {example}", "Stages")
-
-
-def _task(value: Any) -> Task:
-    task: Task = _instance("task", value, Task, "pl.Task(loss=...)")
-    return task
-
-
-def _optimizer(value: Any) -> Optimizer | None:
-    optimizer: Optimizer | None = _instance("optimizer", value, Optimizer | None, "pl.optim.adamw(lr=1e-3)")
-    return optimizer
-
-
 def _precision(value: Any) -> Precision:
     return Precision.parse(value)
 
@@ -66,27 +51,17 @@ def _size(value: Any) -> int | None:
     return positive_or_none("microbatch_size", value, where="Stages")
 
 
-def _nonfinite(value: Any) -> str:
-    return check_choice("nonfinite", value, ("error", "skip"), where="Stages")
-
-
-def _clip(value: Any) -> Any:
-    if value is None or callable(value) or (is_number(value) and value > 0):
-        return value
-    raise refusal("clip_grad", value, "a norm above 0 such as 1.0, or a function (grads, params) -> grads", "Stages")
-
-
 @attrs.frozen(kw_only=True)
 class StageSettings:
     """What :class:`~pure_loop.stages.stages.Stages` is made with; its fields are described there."""
 
-    task: Task = attrs.field(converter=_task)
-    optimizer: Optimizer | None = attrs.field(default=None, converter=_optimizer)
+    task: Task
+    optimizer: Optimizer | None = None
     precision: Precision = attrs.field(factory=lambda: Precision.parse("fp32"), converter=_precision)
     microbatch_size: int | None = attrs.field(default=None, converter=_size)
     found: FoundSize | None = None
-    clip_grad: float | ClipGrad | None = attrs.field(default=None, converter=_clip)
-    nonfinite: str = attrs.field(default="error", converter=_nonfinite)
+    clip_grad: float | ClipGrad | None = None
+    nonfinite: str = "error"
     measures_norm: bool = False
     engine: Engine = ONE_RANK
     workspace: Workspace = attrs.field(factory=Workspace, repr=False, eq=False)
@@ -97,17 +72,48 @@ class StageSettings:
     # Those of a loss that is a module: they may be registered at any time.
     hooks_of_loss: tuple[Mapping[int, Any], ...] = attrs.field(init=False, repr=False, eq=False)
 
-    @hooks_of_loss.default
-    def _hooks_of_loss(self) -> tuple[Mapping[int, Any], ...]:
-        loss = getattr(self.task.loss, "loss", self.task.loss)
+    def __attrs_post_init__(self) -> None:
+        task: Any = self.task
+        optimizer: Any = self.optimizer
+        clip: Any = self.clip_grad
+        if not isinstance(task, Task):
+            raise refusal("task", task, "of the library, such as pl.Task(loss=...)", "Stages")
+        if not isinstance(optimizer, Optimizer | None):
+            raise refusal("optimizer", optimizer, "of the library, such as pl.optim.adamw(lr=1e-3)", "Stages")
+        if not (clip is None or callable(clip) or (is_number(clip) and clip > 0)):
+            wanted = "a norm above 0 such as 1.0, or a function (grads, params) -> grads"
+            raise refusal("clip_grad", clip, wanted, "Stages")
+        check_choice("nonfinite", self.nonfinite, ("error", "skip"), where="Stages")
+        loss = getattr(task.loss, "loss", task.loss)
         modules = loss.modules() if isinstance(loss, nn.Module) else ()
         kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-        return tuple(getattr(module, kind) for module in modules for kind in kinds)
+        hooks = tuple(getattr(module, kind) for module in modules for kind in kinds)
+        object.__setattr__(self, "hooks_of_loss", hooks)
+        in_forward, in_loss = is_users(task.forward), is_users(task.loss)
+        users = {
+            "forward": in_forward,
+            "loss": in_loss,
+            # A checkpointed segment runs again, and a function may come with a backward of its own.
+            "backward": in_forward or in_loss,
+            "clip_grad": is_users(clip),
+            "update": optimizer is not None and optimizer.draws,
+            "validate": in_forward if task.validate is None else is_users(task.validate),
+            "validation loss": in_loss,
+        }
+        object.__setattr__(self, "users_stages", frozenset(stage for stage, is_true in users.items() if is_true))
 
     @property
     def size(self) -> int | None:
         """The samples of a forward, at most, in the batch under way; None: the whole batch."""
         return self.microbatch_size if self.found is None else self.found.size
+
+    def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
+        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
+
+        Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.
+        """
+        size = self.size if size is None else size
+        return list(parts_of(batch)) if size is None else self.task.split(batch, size)
 
     @property
     def splits(self) -> bool:
@@ -133,12 +139,14 @@ class StageSettings:
                 ``"validation loss"``.
             index: the number of the microbatch.
             code: what :meth:`code_of` says.
-            seed: default: :meth:`seed_of`.
+            seed: default: by the stage, the batch, the microbatch and the rank.
         """
         if code is None:
             return NO_CONTEXT
         if seed is None:
-            seed = self.seed_of(state, stage, index)
+            # Replicated ranks draw alike in an update.
+            of_rank = () if stage == "update" or stage == "clip_grad" else (index, self.engine.rank)
+            seed = derive(state.seed, stage, state.timestamp.epoch, state.timestamp.batch, *of_rank)
         device = device_of(state)
         if tracer.get() is not None:
             return seeded(seed, device)
@@ -155,9 +163,15 @@ class StageSettings:
             return "users"
         if stage == "update" or stage == "clip_grad":
             return None
-        task, model = self.task, state.model
-        if any_global_hook() or _runs_at_operations(state.microbatch):
+        task, model, batch, around = self.task, state.model, state.microbatch, code_around_operations()
+        # Code that runs at each operation or call: of hooks of all modules, a profiler, a debugger, a mode.
+        if any_global_hook() or is_watched() or (around and runs_users_code(around)):
             return "users"
+        # And that of tensors in a batch; most batches are plain pairs.
+        if not ((type(batch) is tuple or type(batch) is list) and _PLAIN.issuperset(map(type, batch))):
+            leaves: list[Any] = optree.tree_leaves(batch, namespace=NAMESPACE)
+            if any(is_users(kind) for kind in set(map(type, leaves)) if hasattr(kind, "__torch_function__")):
+                return "users"
         # Code that has read the parameters, the outputs or the loss of this forward may have put a hook on one.
         if stage == "backward" and getattr(raw_params(state), "lent", None) is not None:
             return "users"
@@ -173,32 +187,9 @@ class StageSettings:
             return "torch"
         return "torch" if model.may_use_rng or task.forward is not default_forward else None
 
-    @users_stages.default
-    def _users_stages(self) -> frozenset[str]:
-        task, optimizer = self.task, self.optimizer
-        forward, loss = is_users(task.forward), is_users(task.loss)
-        users = {
-            "forward": forward,
-            "loss": loss,
-            # A checkpointed segment runs again, and a function may come with a backward of its own.
-            "backward": forward or loss,
-            "clip_grad": is_users(self.clip_grad),
-            "update": optimizer is not None and optimizer.draws,
-            "validate": forward if task.validate is None else is_users(task.validate),
-            "validation loss": loss,
-        }
-        return frozenset(stage for stage, is_true in users.items() if is_true)
-
     def guard(self, state: State, path: tuple[str | int, ...], *, apart: bool = False) -> AbstractContextManager[None]:
         """Seeds the global generators for code of the user's that is called at an event; see :func:`guard`."""
         return guard(state, path, self.place, apart=apart)
-
-    def seed_of(self, state: State, stage: str, index: int) -> int:
-        """The seed of a stage's random numbers, in a microbatch of this number."""
-        t = state.timestamp
-        if stage == "update" or stage == "clip_grad":  # of replicated ranks, which draw alike
-            return derive(state.seed, stage, t.epoch, t.batch)
-        return derive(state.seed, stage, t.epoch, t.batch, index, self.engine.rank)
 
     def running(
         self,
@@ -227,42 +218,17 @@ class StageSettings:
     def _running(
         self, seeding: AbstractContextManager[None], state: State, gradients: bool, casts: bool
     ) -> Iterator[None]:
-        with seeding, self._autocast(state, casts=casts), torch.set_grad_enabled(gradients):
-            yield
-
-    def _autocast(self, state: State, *, casts: bool = True) -> AbstractContextManager[Any]:
-        """The precision of a stage; ``casts``: it is a forward or a loss, which the run's precision may cast."""
-        if casts and self.precision.dtype is not None:
-            return self._casting(state)
-        if not any_autocast_enabled():
-            return NO_CONTEXT
-        kind = device_of(state).type
+        kind, dtype = device_of(state).type, self.precision.dtype if casts else None
+        casting: AbstractContextManager[Any] = NO_CONTEXT
         # An autocast of the caller must not change what the loop computes.
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NO_CONTEXT
-
-    @contextmanager
-    def _casting(self, state: State) -> Iterator[None]:
+        if dtype is not None or (any_autocast_enabled() and torch.is_autocast_enabled(kind)):
+            casting = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
         try:
-            with self.precision.autocast(device_of(state)):
+            with seeding, casting, torch.set_grad_enabled(gradients):
                 yield
         finally:
             if any_autocast_enabled():  # the caller's, up to whose end torch would keep these casts
                 torch.clear_autocast_cache()
-
-
-def _runs_at_operations(batch: Any) -> bool:
-    """Whether code of the user's runs at each operation or call: of a mode around the loop, of tensors in a batch, of a
-    profiler or a debugger.
-    """
-    if is_watched():
-        return True
-    around = code_around_operations()
-    if around and runs_users_code(around):
-        return True
-    if (type(batch) is tuple or type(batch) is list) and _PLAIN.issuperset(map(type, batch)):  # as most are
-        return False
-    leaves: list[Any] = optree.tree_leaves(batch, namespace=NAMESPACE)
-    return any(is_users(kind) for kind in set(map(type, leaves)) if hasattr(kind, "__torch_function__"))
 
 
 _PLAIN = frozenset({Tensor, int, float, str})

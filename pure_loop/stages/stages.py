@@ -16,14 +16,17 @@ from torch import Tensor
 
 from pure_loop._internal.autograd import refuse_strangers
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
+from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_present
-from pure_loop.stages.evaluation import EvaluationStage
-from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss
+from pure_loop.model.model import ModelDef
+from pure_loop.random.seeds import derive
+from pure_loop.stages.differentiation import refusing_to_differentiate
+from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss, measured_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.notes import note_stage
+from pure_loop.stages.notes import note_stage, noting
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -32,7 +35,7 @@ __all__ = ["Stages"]
 
 
 @attrs.frozen(kw_only=True)
-class Stages(UpdateStage, EvaluationStage):
+class Stages(UpdateStage):
     """The stages of training one model, with the settings they need.
 
     Args:
@@ -52,14 +55,6 @@ class Stages(UpdateStage, EvaluationStage):
     def with_task(self, task: Task) -> Stages:
         """The same stages of another task, such as that of an evaluator with a loss of its own."""
         return attrs.evolve(self, task=task)
-
-    def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
-        """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
-
-        Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.
-        """
-        size = self.size if size is None else size
-        return list(parts_of(batch)) if size is None else self.task.split(batch, size)
 
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
@@ -166,8 +161,12 @@ class Stages(UpdateStage, EvaluationStage):
             raise detached_loss(state)
         # An algorithm takes a gradient of its own at an event without gradients.
         grads = None if state._grads is NOT_READY else state._grads
-        if counts and state.timestamp.batch == 0 and _are_missing(grads):
-            self._refuse_other_graphs(state, loss)
+        if counts and state.timestamp.batch == 0:  # more than class and dtype, and the whole graph
+            check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
+            parameters = self.engine.parameters()
+            if parameters is not None and model.declared:
+                parameters = (*parameters, *leaves.values())  # which may be of a subclass of nn.Parameter
+            refuse_strangers(loss, parameters, leaves.values() if type(leaves) is FrozenDict else ())
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient. If only the
         # device knows whether the weight is 0, the gradient is made 0 there.
@@ -187,16 +186,6 @@ class Stages(UpdateStage, EvaluationStage):
         return _differentiated[type(state)](  # type: ignore[no-any-return]
             state, origin, grads, detached(raw_outputs(state)), detached(raw_loss(state))
         )
-
-    def _refuse_other_graphs(self, state: State, loss: Tensor) -> None:
-        """Once a run: it checks more of a loss than class and dtype, and walks its whole graph."""
-        leaves = raw_params(state)
-        check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
-        plain = [leaf for leaf in leaves.values() if type(leaf) is Tensor] if type(leaves) is FrozenDict else []
-        parameters = self.engine.parameters()
-        if parameters is not None and state.model.declared:
-            parameters = (*parameters, *leaves.values())  # which may be of a subclass of nn.Parameter
-        refuse_strangers(loss, parameters, plain)
 
     def finish_gradients(self, state: State, *, divisor: float | Tensor = 1.0, loss: Any = None) -> State:
         """Unscale the accumulated gradients, divide them by ``divisor``, and clip them; sets ``grad_norm``, too.
@@ -240,6 +229,50 @@ class Stages(UpdateStage, EvaluationStage):
                     grads = clip(grads, state.params)
         return _finished[type(state)](state, grads, norm, mean)  # type: ignore[no-any-return]
 
+    def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
+        """``outputs`` of ``microbatch`` in evaluation mode, without gradients.
+
+        Args:
+            state: with the microbatch.
+            label, batch, index: of the evaluation, its batch and microbatch; they seed the random numbers.
+            gradients: whether the forward, or the loss of its outputs, may differentiate: outputs have a graph then.
+
+        Raises:
+            ModelError: the forward differentiates, and ``gradients`` is False.
+        """
+        microbatch, task = state.microbatch, self.task
+        seed = derive(state.seed, label, batch, index, self.engine.rank)
+        # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too, and by those
+        # that are frozen in training.
+        params = self.engine.leaves(with_fields(state, frozen=frozenset()), index=index, last=False)
+        about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
+        refusing = refusing_to_differentiate("forward", gradients)
+        code = self.code_of(state, "validate")
+        with about, refusing, self.running(state, "validate", index, code=code, seed=seed, gradients=gradients):
+            outputs, buffers, model = self.engine.apply(
+                state, lambda module: task.evaluate(module, microbatch), params, training=False
+            )
+        self.workspace.went_through(state.model, params, lent=code == "users")
+        return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
+
+    def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
+        """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
+        seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
+        code = self.code_of(state, "validation loss")
+        with refusing, self.running(state, "validation loss", code=code, seed=seed, gradients=gradients):
+            return measured_loss(self._loss(state, training=False)[0], self.task).detach()
+
+    def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
+        """The loss, and buffers and structure after it: a module's own loss may write to them."""
+        outputs, microbatch = raw_outputs(state), state.microbatch
+        if self.task.loss is not None:
+            return self.task.loss(outputs, microbatch), state.buffers, state.model
+
+        def method(module: Any) -> Any:
+            return module.loss(outputs, microbatch)
+
+        return self.engine.apply(state, method, raw_params(state), training=training)
+
 
 def _scaled(grads: Any, in_place: bool, factor: Any, copying: Any, writing: Any) -> Any:
     """Gradients times a factor, or divided by one: by torch's function that copies, or the one that writes."""
@@ -253,8 +286,4 @@ _forwarded = setter("params", "outputs", "buffers", "model")
 _measured = setter("loss", "buffers", "model")
 _differentiated = setter("params", "_grads", "outputs", "loss")
 _finished = setter("_grads", "grad_norm", "loss")
-
-
-def _are_missing(grads: Any) -> bool:
-    """Whether no microbatch before this one had a gradient."""
-    return grads is None or all(gradient is None for gradient in grads.values())
+_validated = setter("outputs", "buffers", "model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -16,18 +15,12 @@ from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
-from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import sorted_by
 from pure_loop.optim import Optimizer
-from pure_loop.stages.nonfinite import (
-    find_nonfinite,
-    gradients_nonfinite,
-    loss_is_finite,
-    total_loss,
-)
+from pure_loop.stages.nonfinite import find_nonfinite, gradients_nonfinite, total_loss
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, with_fields
 
@@ -76,74 +69,90 @@ class UpdateStage(StageSettings):
                 "stages.forward, stages.loss and stages.backward first, or write state.replace(loss=..., grads=...)."
             )
         before: Before | None = None if buffers is None else (buffers, model)
-        optimizer, scale, found_inf = state.model.served_by(self.optimizer), state.loss_scale, None
-        if self.nonfinite == "skip" or scale is not None:
-            found_inf = self._overflow(state)
-            scale = None if scale is None else scale.update(found_inf)
-            if found_inf.is_cpu:
-                if found_inf.item():
-                    return with_fields(state, **self._skipped(state, scale, before), **counted)
-                found_inf = None  # a step like any other
-        elif self.engine.ranks == 1 and self._is_nonfinite_at_once(state):  # before anything is written to
-            raise self._nonfinite_error(state, before)
+        engine, optimizer, found_inf = self.engine, state.model.served_by(self.optimizer), None
+        loss, scale = total_loss(raw_loss(state)), state.loss_scale
+        grads: Mapping[str, Tensor | None] = state._grads
         with torch.set_grad_enabled(False):
-            params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
-            wrong = self._nonfinite(state, optimizer, fresh, found_inf)
-            noted: dict[str, Any] = {}
+            if self.nonfinite == "skip" or scale is not None:
+                found_inf = engine.any_nonfinite(gradients_nonfinite, loss.to(device_of(state)), grads.values())
+                counted["loss_scale"] = None if scale is None else scale.update(found_inf)
+                if found_inf.is_cpu:
+                    if found_inf.item():
+                        if self.nonfinite == "error" and not math.isfinite(loss.item()):
+                            raise self._nonfinite_error(state, before)
+                        return with_fields(state, **counted, **self._left_out(state, found_inf, before))
+                    found_inf = None  # a step like any other
+            elif engine.ranks == 1:
+                # What is known without waiting, before anything is written to. The norm is that of the gradients that
+                # were measured, which an algorithm may have replaced since.
+                known = [number.item() for number in (loss, state.grad_norm) if number is not None and number.is_cpu]
+                doubtful = not all(map(math.isfinite, known))
+                if doubtful and engine.any_nonfinite(gradients_nonfinite, loss, grads.values()):
+                    raise self._nonfinite_error(state, before)
+
+            # By the device of the parameters, which the State may have no more afterwards.
+            drawing = self.seeding(state, "update", code="users") if optimizer.draws else NO_CONTEXT
+            tensors = None
+            if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
+                tensors = self.workspace.writable(state)
+            params, memory = tensors or (raw_params(state), raw_opt_state(state))
+            trained = state.model.trained(params)
+            with drawing:
+                if tensors is not None:
+                    fits = self.workspace.fits(optimizer, memory, trained)
+                    updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
+                else:
+                    updated = engine.update(optimizer, state, trained)
+            updated = in_order(optimizer, updated, trained)
+            if tensors is None and found_inf is not None:
+                updated = select(found_inf[0].bool(), (trained, memory), updated)
+            if tensors is None and self.workspace.ownership is not None:
+                updated = unaliased(updated, (trained, memory))
+            new, opt_state = updated
+            # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
+            fresh = [
+                tensor
+                for name, tensor in new.items()
+                if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
+            ]
+            if new is not trained:
+                params = new if trained is params else FrozenDict({**params, **new})
+
+            if found_inf is not None:
+                counted |= self._left_out(state, found_inf, before)
+                if self.nonfinite == "skip":  # a loss that is not finite was left out, too
+                    loss = torch.zeros_like(found_inf[0])
+            if fresh and loss.is_cpu is not fresh[0].is_cpu:
+                loss = loss.to(fresh[0].device)
+            if found_inf is None and not optimizer.spreads_nonfinite:
+                wrong = engine.any_nonfinite(gradients_nonfinite, loss, [*fresh, *grads.values()])
+            else:
+                wrong = engine.any_nonfinite(find_nonfinite, loss, fresh)
             if not wrong.is_cpu:
-                noted = self._noted_on_device(state, found_inf, wrong, before)
+                # full_like, because a Python number would be copied to the device, which waits for it.
+                noted = cast("Tensor", state.nonfinite)
+                batch = torch.full_like(noted, state.timestamp.batch)
+                counted["nonfinite"] = torch.where(wrong[0].bool() & (noted < 0), batch, noted)
             elif wrong:
-                raise self._nonfinite_error(state, before, overwritten=in_place)
-        result = with_fields(state, params=params, opt_state=opt_state, loss_scale=scale, **counted, **noted)
+                raise self._nonfinite_error(state, before, overwritten=tensors is not None)
+        result = with_fields(state, params=params, opt_state=opt_state, **counted)
         # One of ours by itself keeps nothing, and neither does one of torch's. The label of a partition is the user's.
         may_keep = bool(optimizer.parts) or optimizer.draws
         lent = may_keep or any_optimizer_hook() or bool(code_around_operations())
         self.workspace.made(result, lent=lent)
         return result
 
-    def _step(
-        self, state: State, optimizer: Optimizer, found_inf: Tensor | None
-    ) -> tuple[FrozenDict[str, Tensor], Any, list[Tensor], bool]:
-        """The new parameters, the new optimizer state, the tensors that the step has made or written to, and whether it
-        wrote in place.
-        """
-        engine, tensors = self.engine, None
-        drawing = self.seeding(state, "update", code="users") if optimizer.draws else NO_CONTEXT
-        if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
-            tensors = self.workspace.writable(state)
-        params, memory = (raw_params(state), raw_opt_state(state)) if tensors is None else tensors
-        trained, grads = state.model.trained(params), cast("Mapping[str, Tensor | None]", state._grads)
-        fits = tensors is not None and self.workspace.fits(optimizer, memory, trained)
-        with drawing:
-            if tensors is not None:
-                updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
-            else:
-                updated = engine.update(optimizer, state, trained)
-        new, opt_state = in_order(optimizer, updated, trained)
-        if tensors is None and found_inf is not None:
-            new, opt_state = select(found_inf[0].bool(), (trained, memory), (new, opt_state))
-        if tensors is None and self.workspace.ownership is not None:
-            new, opt_state = unaliased((new, opt_state), (trained, memory))
-        # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
-        fresh = [
-            tensor
-            for name, tensor in new.items()
-            if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
-        ]
-        if new is not trained:
-            params = new if trained is params else FrozenDict({**params, **new})
-        return params, opt_state, fresh, tensors is not None
-
-    def _is_nonfinite_at_once(self, state: State) -> bool:
-        """Whether the loss, or the norm of the gradients, is not finite, where that is known without waiting."""
-        loss, norm = total_loss(raw_loss(state)), state.grad_norm
-        if loss.is_cpu and not math.isfinite(loss.item()):
-            return True
-        if norm is None or not norm.is_cpu or math.isfinite(norm.item()):
-            return False
-        # It is that of the gradients that were measured, which an algorithm may have replaced since.
-        assert state._grads is not None
-        return bool(gradients_nonfinite(loss, self.engine.local_shards(state._grads.values())).item())
+    def _left_out(self, state: State, found_inf: Tensor, before: Before | None) -> dict[str, Any]:
+        """The fields of a step that is left out where ``found_inf`` is 1; a device isn't waited for."""
+        out = found_inf[0].bool()
+        fields: dict[str, Any] = {"skipped": cast("Tensor", state.skipped) + out}
+        if before is None or self.nonfinite == "error":
+            return fields
+        buffers, model = before
+        if not out.is_cpu and (model is None or model is state.model) and _alike(buffers, state.buffers):
+            return {**fields, "buffers": select(out, buffers, state.buffers)}
+        # It waits for the device where forwards register or reshape buffers.
+        return {**fields, **_restored(state, before)} if bool(out) else fields
 
     def _nonfinite_error(self, state: State, before: Before | None, *, overwritten: bool = False) -> NonFiniteError:
         """What :meth:`update` raises; ``overwritten``: the step has written to the parameters of the State."""
@@ -151,64 +160,7 @@ class UpdateStage(StageSettings):
             state = state.replace(**_restored(state, before))
         from pure_loop.stages.search import nonfinite_error  # no other run needs it
 
-        def seeding(stage: str, index: int) -> AbstractContextManager[None]:
-            code, gradients = self.code_of(state, stage), torch.is_grad_enabled()
-            return self.running(state, stage, index, code=code, gradients=gradients)
-
-        pieces = list(parts_of(state.batch)) if self.size is None else self.task.split(state.batch, self.size)
-        return nonfinite_error(state, self.task, pieces, seeding, ranks=self.engine.ranks, overwritten=overwritten)
-
-    def _overflow(self, state: State) -> Tensor:
-        """1 where the loss or a gradient isn't finite, on any rank, else 0; float32, shape (1,)."""
-        assert state._grads is not None
-        with torch.set_grad_enabled(False):
-            grads = self.engine.local_shards(state._grads.values())
-            loss = total_loss(raw_loss(state)).to(device_of(state))
-            return self.engine.any_rank(gradients_nonfinite(loss, grads))
-
-    def _skipped(self, state: State, scale: Any, before: Before | None) -> dict[str, Any]:
-        """The fields after a step that is skipped."""
-        if self.nonfinite == "error" and not loss_is_finite(raw_loss(state)):
-            raise self._nonfinite_error(state, before)
-        restored = {} if before is None or self.nonfinite != "skip" else _restored(state, before)
-        return {"loss_scale": scale, "skipped": cast("Tensor", state.skipped) + 1, **restored}
-
-    def _nonfinite(self, state: State, optimizer: Optimizer, fresh: list[Tensor], result: Tensor | None) -> Tensor:
-        """1 where the loss or one of the new parameters isn't finite, else 0; float32, shape (1,).
-
-        ``result``, if given, says so of the loss and the gradients already, on a device that isn't waited for.
-        """
-        loss, engine = total_loss(raw_loss(state)), self.engine
-        if result is not None:
-            return engine.any_rank(find_nonfinite(torch.zeros_like(result), engine.local_shards(fresh)))
-        if fresh and loss.is_cpu is not fresh[0].is_cpu:
-            loss = loss.to(fresh[0].device)
-        wrong = find_nonfinite(loss, engine.local_shards(fresh))
-        if not optimizer.spreads_nonfinite:
-            assert state._grads is not None
-            wrong = torch.maximum(wrong, gradients_nonfinite(loss, engine.local_shards(state._grads.values())))
-        return engine.any_rank(wrong)
-
-    def _noted_on_device(
-        self, state: State, found_inf: Tensor | None, wrong: Tensor, before: Before | None
-    ) -> dict[str, Any]:
-        """The fields that note the batch, without waiting for the device, and whether its step was skipped."""
-        bad, fields = wrong[0].bool(), dict[str, Any]()
-        if found_inf is not None:
-            out = found_inf[0].bool()
-            fields["skipped"] = cast("Tensor", state.skipped) + out
-            if self.nonfinite == "error":
-                bad = bad | ~torch.isfinite(total_loss(raw_loss(state)).to(wrong.device))
-            elif before is not None:
-                buffers, model = before
-                if (model is None or model is state.model) and _alike(buffers, state.buffers):
-                    fields["buffers"] = select(out, buffers, state.buffers)
-                elif bool(out):  # waits for the device, where forwards register or reshape buffers
-                    fields |= _restored(state, before)
-        # full_like, because a Python number would be copied to the device, which waits for it.
-        noted = cast("Tensor", state.nonfinite)
-        batch = torch.full_like(noted, state.timestamp.batch)
-        return {**fields, "nonfinite": torch.where(bad & (noted < 0), batch, noted)}
+        return nonfinite_error(state, self, overwritten=overwritten)
 
 
 def _skips_by_itself(optimizer: Optimizer, state: State) -> bool:

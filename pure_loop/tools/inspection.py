@@ -250,7 +250,7 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
         refuse_other_optimizer(state, read_optimizer(settings["optimizer"]))
     replay = _Replay(state, batch, settings)
     indices = None if state.batch is None or data is None else indices_of_batch(data, state, settings)
-    origin = search(replay.state, replay.stages.task, replay.pieces, replay.seeding)
+    origin = search(replay.state, replay.stages)
     measured = list(enumerate(replay.samples(gradients=gradients)))
     measured.sort(key=lambda item: item[1].order(finite=origin is None))
     samples = [

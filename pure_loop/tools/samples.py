@@ -7,9 +7,10 @@ first dimension; a forward of a few samples shows that they do. Else each sample
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import optree
@@ -22,11 +23,14 @@ from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, LossError, PureLoopError
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.search import Seeding, is_finite
+from pure_loop.stages.search import is_finite
 from pure_loop.state import State
 from pure_loop.task import Task
 
 __all__ = ["Measured", "OneByOne", "norm_of"]
+
+# (stage, number of the microbatch)
+Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

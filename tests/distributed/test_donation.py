@@ -19,7 +19,7 @@ from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.distributed.shard import ShardEngine
 from pure_loop.errors import DonatedStateError
-from pure_loop.stages import engine, nonfinite, ownership
+from pure_loop.stages import engine, ownership
 from pure_loop.stages.workspace import Workspace
 from tests.support.streams import leaves
 from tests.support.tiers import examples, pairwise
@@ -96,7 +96,7 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=nullcontext, keeps_unti
 
         with wrong(), interpreted(), ExitStack() as patches:
             patches.enter_context(patch.object(Workspace, "writable", take))
-            for user in (engine, nonfinite, ownership) if large else ():
+            for user in (engine, ownership) if large else ():
                 patches.enter_context(patch.object(user, "LARGE", 0))
             for event, state in stream(**options):
                 numbers = numbers_of(state)

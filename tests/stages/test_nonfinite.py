@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.bits import same
-from pure_loop.stages.nonfinite import _one_on
+from pure_loop.stages import nonfinite as searched
 from tests.support.models import batches, mlp, plain
 from tests.support.streams import assert_same, assert_same_stream, leaves
 
@@ -268,13 +269,17 @@ def test_under_another_default_dtype_a_loop_trains_as_ever(nonfinite: str) -> No
 
 
 def test_the_one_of_a_device_is_made_once_and_that_of_a_trace_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pure_loop.stages.nonfinite._ones", {})
-    cpu = torch.device("cpu")
-    with FakeTensorMode():
-        assert type(_one_on(cpu)) is FakeTensor
-    assert type(_one_on(cpu)) is torch.Tensor
-    assert _one_on(cpu) is _one_on(cpu)
-    assert _one_on(cpu).item() == 1.0
+    monkeypatch.setattr(searched, "_ones", {})
+    loss, wrong = torch.tensor(1.0), torch.tensor(math.nan)
+    with FakeTensorMode() as mode, pytest.raises(DataDependentOutputException):
+        searched.find_nonfinite(mode.from_tensor(loss), [])
+    assert searched._ones == {}
+    assert searched.find_nonfinite(loss, [torch.ones(2)]).item() == 0.0
+    (one,) = searched._ones.values()
+    assert type(one) is torch.Tensor
+    assert searched.find_nonfinite(wrong, []).item() == 1.0
+    assert searched._ones == {torch.device("cpu"): one}
+    assert one.item() == 1.0
 
 
 @pytest.mark.gpu
