@@ -54,7 +54,6 @@ _DRAFT = "a draft of a record becomes one"
 _SURGERY = "an algorithm changes layers of a module, before training"
 # Who sets the class of an object: (module, function).
 SETS_CLASS = {
-    ("_internal/records.py", "changed"): _DRAFT,
     ("_internal/records.py", "copier"): _DRAFT,
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",

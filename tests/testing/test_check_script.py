@@ -104,7 +104,7 @@ def changes_with_an_equal_state(state: pl.State) -> Script:
 def looks_who_watches(state: pl.State) -> Script:
     while state.timestamp < "3ba":
         frame: Any = sys._getframe()
-        while frame is not None and not getattr(frame.f_locals.get("attached"), "observers", None):
+        while frame is not None and not frame.f_locals.get("observers"):
             frame = frame.f_back
         state = shrink(state, 0.9 if frame is None else 0.8).count_batch(samples=1)
         state = yield Event.BATCH_END, state
