@@ -269,7 +269,7 @@ def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, 
 
 
 def _ends(event: Event, state: State, author: str, observers: Sequence[Observer], error: BaseException) -> None:
-    """An error ends the stream at this event: note its author, unless it names him itself.
+    """An error ends the stream at this event: note what raised it, unless the error says so itself.
 
     Of ``observers`` those that record are shown the State, so that no value of it is lost.
     """
