@@ -19,7 +19,7 @@ from torch import Tensor
 from pure_loop._internal.cloning import clone_all
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.kernels import are_alike, check_state, gradients_of, laid_out, memory_of, run_in_place, zeros_like
+from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out, run_in_place, zeros_like
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
@@ -152,9 +152,9 @@ class Rule:
         if not fits:  # else they were checked when they were seen to fit
             check_state(self.name, opt_state, self.keys)
         names = list(params)
-        gradients = gradients_of(grads, names)
-        skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
-        started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
+        gradients = in_order(grads, names)
+        skipped: list[int] = in_order(opt_state["skipped"], names, "skipped") if self.counts else []
+        started: list[bool] = in_order(opt_state["started"], names, "started") if self.marks_first else []
         given = lists = self._lists(opt_state, params)
         alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
         with torch.set_grad_enabled(False):
@@ -187,7 +187,7 @@ class Rule:
     def _lists(self, opt_state: OptState, params: Params) -> list[list[Tensor]]:
         """The parameters, and each memory in their order."""
         names = list(params)
-        return [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
+        return [list(params.values()), *[in_order(opt_state[key], names, key) for key in self.memories]]
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
