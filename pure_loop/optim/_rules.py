@@ -19,7 +19,7 @@ from torch import Tensor
 from pure_loop._internal.cloning import clone_all
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.kernels import are_alike, check_state, gradients_of, laid_out, memory_of, run_in_place, zeros_like
+from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out, run_in_place, zeros_like
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
@@ -59,7 +59,6 @@ class Rule:
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
             whose first step it is, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
-        told: more options for the kernel, made of all parameters that are stepped at once.
         in_torch: the state as that of a class of torch.
     """
 
@@ -71,7 +70,6 @@ class Rule:
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
-    told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
     # The names in the optimizer state; whether an option is a schedule; the learning rate where it is always the same.
     keys: tuple[str, ...] = attrs.field(init=False)
@@ -152,9 +150,9 @@ class Rule:
         if not fits:  # else they were checked when they were seen to fit
             check_state(self.name, opt_state, self.keys)
         names = list(params)
-        gradients = gradients_of(grads, names)
-        skipped: list[int] = memory_of(opt_state, "skipped", names) if self.counts else []
-        started: list[bool] = memory_of(opt_state, "started", names) if self.marks_first else []
+        gradients = in_order(grads, names)
+        skipped: list[int] = in_order(opt_state["skipped"], names, "skipped") if self.counts else []
+        started: list[bool] = in_order(opt_state["started"], names, "started") if self.marks_first else []
         given = lists = self._lists(opt_state, params)
         alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
         with torch.set_grad_enabled(False):
@@ -169,8 +167,6 @@ class Rule:
                 steps = [step - missed if missed else step for missed in skipped]
             for first, chosen in _by_start(gradients, started):
                 options["first"] = first
-                if self.told is not None:
-                    options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
                 kernel = partial(self.kernel, options)
                 run_in_place(kernel, lists[0], chosen, lists[1:], steps, alike=alike and chosen is gradients)
             for tensor, copied in zip(chain(*given), chain(*lists), strict=True) if lists is not given else ():
@@ -187,7 +183,7 @@ class Rule:
     def _lists(self, opt_state: OptState, params: Params) -> list[list[Tensor]]:
         """The parameters, and each memory in their order."""
         names = list(params)
-        return [list(params.values()), *[memory_of(opt_state, key, names) for key in self.memories]]
+        return [list(params.values()), *[in_order(opt_state[key], names, key) for key in self.memories]]
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:

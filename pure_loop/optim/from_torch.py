@@ -36,7 +36,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
 from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
-from pure_loop.optim.kernels import check_state, gradients_of, is_dense, match_layout, memory_of
+from pure_loop.optim.kernels import check_state, in_order, is_dense, match_layout
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
@@ -377,9 +377,9 @@ class _FromTorch:
         in_place: bool = False,
     ) -> tuple[Params, OptState]:
         names, values = list(params), list(params.values())
-        memories: list[FrozenDict[str, Any]] = memory_of(opt_state, "memory", names)
-        started: list[bool] = memory_of(opt_state, "started", names)
-        gradients = gradients_of(grads, names)
+        memories: list[FrozenDict[str, Any]] = in_order(opt_state["memory"], names, "memory")
+        started: list[bool] = in_order(opt_state["started"], names, "started")
+        gradients = in_order(grads, names)
         # Other tensors with their memory, because an optimizer's parameters require gradients.
         copies = [value.detach() for value in values] if in_place else clone_all(values)
         optimizer = self.build(copies)
@@ -608,7 +608,7 @@ class ClassInTorch:
         """An optimizer of the class on copies of the parameters, with what ``opt_state`` holds."""
         rule, names = self.rule, list(params)
         check_state(rule.name, opt_state, _KEYS)
-        memories, started = memory_of(opt_state, "memory", names), memory_of(opt_state, "started", names)
+        memories, started = (in_order(opt_state[key], names, key) for key in ("memory", "started"))
         optimizer = rule.build(clone_all(list(params.values())))
         copies = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
         known = zip(copies[0], started, strict=True)
@@ -661,7 +661,7 @@ class ClassInTorch:
             for name, param in params.items()
         ]
         started = [bool(memory) for memory in memories]
-        blank = memory_of(init, "memory", list(params))
+        blank = in_order(init["memory"], list(params), "memory")
         kept = [memory or old for memory, old in zip(memories, blank, strict=True)]
         shared, group = _copied((dict(saved.rest), {**init["group"], **group}))
         opt_state = rule._state(params, kept, started, {**init["shared"], **shared}, group, init["attributes"])

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.optimizer import Grads, OptState, Params
+from pure_loop.optim.optimizer import OptState, Params
 
 __all__ = [
     "are_alike",
     "FUSED_DEVICES",
     "Kernel",
     "check_state",
-    "gradients_of",
+    "in_order",
     "is_dense",
     "laid_out",
     "match_layout",
-    "memory_of",
     "run_in_place",
     "zeros_like",
 ]
@@ -44,10 +43,28 @@ def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
     return FrozenDict({name: torch.zeros_like(param, requires_grad=False) for name, param in params.items()})
 
 
-def gradients_of(grads: Grads, names: list[str]) -> list[Tensor | None]:
-    """The gradients in the order of ``names``."""
-    advice = "grads needs every name of params, with None for a parameter that the batch didn't use"
-    return _in_order(grads, names, "grads", advice, ArgumentError)
+def in_order(mapping: Mapping[str, Any], names: list[str], key: str | None = None) -> list[Any]:
+    """The gradients in the order of ``names``; with ``key`` the mapping of the optimizer state that it has there.
+
+    Raises:
+        ArgumentError, ResumeError: the mapping is not of just these names.
+    """
+    if list(mapping) == names:  # as most are
+        return list(mapping.values())
+    if mapping.keys() != set(names):
+        missing, extra = [n for n in names if n not in mapping], [n for n in mapping if n not in names]
+        odd = ("missing", missing), ("not a parameter", extra)
+        differences = ", ".join(f"{word} {some[:3]}" for word, some in odd if some)
+        if key is None:
+            raise ArgumentError(
+                f"grads and params name different parameters: {differences}; "
+                "grads needs every name of params, with None for a parameter that the batch didn't use"
+            )
+        raise ResumeError(
+            f"opt_state[{key!r}] and params name different parameters: {differences}; "
+            "opt_state belongs to another model: begin again with optimizer.init(params)"
+        )
+    return [mapping[name] for name in names]
 
 
 def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
@@ -62,26 +79,6 @@ def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
             f"{where}: opt_state must hold {sorted(keys)}, and it holds {sorted(opt_state)}; another optimizer, or "
             "this one with other options, wrote it: resume with that one, or start anew with optimizer.init(params)"
         )
-
-
-def memory_of(opt_state: OptState, key: str, names: list[str]) -> list[Any]:
-    """One mapping of the optimizer state, such as ``exp_avg``, in the order of ``names``."""
-    advice = "opt_state belongs to another model: begin again with optimizer.init(params)"
-    return _in_order(opt_state[key], names, f"opt_state[{key!r}]", advice, ResumeError)
-
-
-def _in_order(
-    mapping: Mapping[str, Any], names: list[str], what: str, advice: str, error: type[ValueError]
-) -> list[Any]:
-    """The values of a mapping of just these names, in their order."""
-    if list(mapping) == names:  # as most are
-        return list(mapping.values())
-    if mapping.keys() != set(names):
-        missing, extra = [n for n in names if n not in mapping], [n for n in mapping if n not in names]
-        odd = ("missing", missing), ("not a parameter", extra)
-        differences = ", ".join(f"{word} {some[:3]}" for word, some in odd if some)
-        raise error(f"{what} and params name different parameters: {differences}; {advice}")
-    return [mapping[name] for name in names]
 
 
 def laid_out(

@@ -13,7 +13,7 @@ from pure_loop._internal.dtensor import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import no_class
-from pure_loop.optim.kernels import check_state, gradients_of
+from pure_loop.optim.kernels import check_state, in_order
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 from pure_loop.random.seeds import tracer
@@ -178,7 +178,7 @@ def _merged(params: Params, master: Mapping[str, Tensor]) -> Params:
 
 
 def _widened(grads: Grads, params: Params) -> FrozenDict[str, Tensor | None]:
-    gradients = zip(params.items(), gradients_of(grads, list(params)), strict=True)
+    gradients = zip(params.items(), in_order(grads, list(params)), strict=True)
     return FrozenDict(
         (name, gradient.float() if gradient is not None and param.dtype in _HALF else gradient)
         for (name, param), gradient in gradients

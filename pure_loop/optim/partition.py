@@ -12,7 +12,7 @@ from torch import Tensor
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import TorchGroup, part_in_torch
-from pure_loop.optim.kernels import check_state, gradients_of
+from pure_loop.optim.kernels import check_state, in_order
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
 
@@ -155,7 +155,7 @@ class _Partition:
     ) -> dict[str, tuple[FrozenDict[str, Tensor | None], OptState, Params]]:
         """Gradients, optimizer state and parameters of each part."""
         check_state("partition", opt_state, self.parts)
-        by_name = dict(zip(params, gradients_of(grads, list(params)), strict=True))
+        by_name = dict(zip(params, in_order(grads, list(params)), strict=True))
         return {
             key: (FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
             for key, (_, group) in self.split(params).items()
