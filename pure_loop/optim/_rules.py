@@ -59,6 +59,7 @@ class Rule:
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
             whose first step it is, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
+        told: more options for the kernel, made of all parameters that are stepped at once.
         in_torch: the state as that of a class of torch.
     """
 
@@ -70,6 +71,7 @@ class Rule:
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
+    told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
     # The names in the optimizer state; whether an option is a schedule; the learning rate where it is always the same.
     keys: tuple[str, ...] = attrs.field(init=False)
@@ -167,6 +169,8 @@ class Rule:
                 steps = [step - missed if missed else step for missed in skipped]
             for first, chosen in _by_start(gradients, started):
                 options["first"] = first
+                if self.told is not None:
+                    options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
                 kernel = partial(self.kernel, options)
                 run_in_place(kernel, lists[0], chosen, lists[1:], steps, alike=alike and chosen is gradients)
             for tensor, copied in zip(chain(*given), chain(*lists), strict=True) if lists is not given else ():
