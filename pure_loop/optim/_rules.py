@@ -151,7 +151,8 @@ class Rule:
         gradients = in_order(grads, names)
         skipped: list[int] = in_order(opt_state["skipped"], names, "skipped") if self.counts else []
         started: list[bool] = in_order(opt_state["started"], names, "started") if self.marks_first else []
-        given = lists = self._lists(opt_state, params)
+        memories = [in_order(opt_state[key], names, key) for key in self.memories]
+        given = lists = [list(params.values()), *memories]
         alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
         with torch.set_grad_enabled(False):
             if not alike:
@@ -183,13 +184,8 @@ class Rule:
     def fits(self, opt_state: OptState, params: Params) -> bool:
         """Whether parameters and memories lie in memory as the kernel needs it; see :class:`Optimizer`."""
         check_state(self.name, opt_state, self.keys)
-        lists = self._lists(opt_state, params)
-        return are_alike(lists[0], *lists)
-
-    def _lists(self, opt_state: OptState, params: Params) -> list[list[Tensor]]:
-        """The parameters, and each memory in their order."""
-        names = list(params)
-        return [list(params.values()), *[in_order(opt_state[key], names, key) for key in self.memories]]
+        tensors = list(params.values())
+        return are_alike(tensors, tensors, *[in_order(opt_state[key], list(params), key) for key in self.memories])
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
