@@ -128,8 +128,8 @@ class _Partition:
     ) -> tuple[Params, OptState]:
         new: dict[str, Tensor] = dict(params)
         new_state = {}
-        for key, picked in self.picked(grads, opt_state, params).items():
-            some, new_state[key] = self.parts[key].update(*picked, timestamp)
+        for key, part, *picked in self.picked(grads, opt_state, params):
+            some, new_state[key] = part.update(*picked, timestamp)
             new.update(some)
         return FrozenDict(new), FrozenDict(new_state)
 
@@ -137,22 +137,19 @@ class _Partition:
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, **options: Any
     ) -> tuple[Params, OptState]:
         new_state = {}
-        for key, picked in self.picked(grads, opt_state, params).items():
-            overwrite: Any = self.parts[key].overwrite
-            _, new_state[key] = overwrite(*picked, timestamp, **options)
+        for key, part, *picked in self.picked(grads, opt_state, params):
+            _, new_state[key] = part.overwrite(*picked, timestamp, **options)
         changed = any(new_state[key] is not opt_state[key] for key in new_state)
         return params, FrozenDict(new_state) if changed else opt_state
 
-    def picked(
-        self, grads: Grads, opt_state: OptState, params: Params
-    ) -> dict[str, tuple[FrozenDict[str, Tensor | None], OptState, Params]]:
-        """Gradients, optimizer state and parameters of each part."""
+    def picked(self, grads: Grads, opt_state: OptState, params: Params) -> list[tuple[Any, ...]]:
+        """Label, optimizer, gradients, optimizer state and parameters of each part."""
         check_state("partition", opt_state, self.parts)
         by_name = dict(zip(params, in_order(grads, list(params)), strict=True))
-        return {
-            key: (FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
-            for key, (_, group) in self.split(params).items()
-        }
+        return [
+            (key, part, FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
+            for key, (part, group) in self.split(params).items()
+        ]
 
     def cls(self) -> type[torch.optim.Optimizer]:
         classes = {key: part_in_torch(part).cls() for key, part in self.parts.items()}
