@@ -73,24 +73,20 @@ class Rule:
     takes_found_inf: bool = False
     told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
-    # The names in the optimizer state; whether an option is a schedule; the learning rate where it is always the same.
-    keys: tuple[str, ...] = attrs.field(init=False)
-    scheduled: bool = attrs.field(init=False)
-    rate: float | None = attrs.field(init=False)
+    # The hyperparameters where they are the same in each step.
+    fixed: StepOptions | None = attrs.field(init=False)
 
-    @rate.default
-    def _rate(self) -> float | None:
-        return fixed_rate(self.lr)
+    @fixed.default
+    def _fixed(self) -> StepOptions | None:
+        rate, values = fixed_rate(self.lr), self.options.values()
+        scheduled = any(map(callable, chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in values)))
+        return None if rate is None or scheduled else {**self.options, "lr": rate}
 
-    @keys.default
-    def _keys(self) -> tuple[str, ...]:
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names in the optimizer state."""
         counted, marked = ("step", "skipped") if self.counts else (), ("started",) if self.marks_first else ()
         return (*counted, *self.memories, *marked)
-
-    @scheduled.default
-    def _scheduled(self) -> bool:
-        values = self.options.values()
-        return any(map(callable, chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in values)))
 
     def optimizer(self, *, spreads_nonfinite: bool = False, elementwise: bool = False) -> Optimizer:
         """The optimizer; for the arguments see :class:`Optimizer`."""
@@ -146,16 +142,17 @@ class Rule:
     ) -> tuple[Params, OptState]:
         if found_inf is not None and not self.takes_found_inf:
             raise ArgumentError(f"{self.name} with these options takes no found_inf: see Optimizer.takes_found_inf")
-        options = options_in_step(self.options, timestamp) if self.scheduled else dict(self.options)
-        rate = self.rate if type(timestamp) is Timestamp else None
-        options |= {"lr": rate_at(self.name, self.lr, timestamp) if rate is None else rate, "found_inf": found_inf}
+        options: StepOptions | None = self.fixed if type(timestamp) is Timestamp else None
+        if options is None:
+            options = {**options_in_step(self.options, timestamp), "lr": rate_at(self.name, self.lr, timestamp)}
         if not fits:  # else they were checked when they were seen to fit
             check_state(self.name, opt_state, self.keys)
         names = list(params)
         gradients = in_order(grads, names)
         skipped: list[int] = in_order(opt_state["skipped"], names, "skipped") if self.counts else []
         started: list[bool] = in_order(opt_state["started"], names, "started") if self.marks_first else []
-        given = lists = self._lists(opt_state, params)
+        memories = [in_order(opt_state[key], names, key) for key in self.memories]
+        given = lists = [list(params.values()), *memories]
         alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
         with torch.set_grad_enabled(False):
             if not alike:
@@ -167,12 +164,18 @@ class Rule:
                 step = opt_state["step"].add_(1 if found_inf is None else 1 - found_inf[0])
                 # Bias correction counts the steps that a parameter took part in.
                 steps = [step - missed if missed else step for missed in skipped]
-            for first, chosen in _by_start(gradients, started):
-                options["first"] = first
+            for first in (False,) if all(started) else (True, False):
+                chosen = gradients
+                if started:
+                    chosen = [g if before is not first else None for g, before in zip(gradients, started, strict=True)]
+                options = {**options, "found_inf": found_inf, "first": first}
                 if self.told is not None:
                     options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
                 kernel = partial(self.kernel, options)
-                run_in_place(kernel, lists[0], chosen, lists[1:], steps, alike=alike and chosen is gradients)
+                if alike and all(started):
+                    kernel(lists[0], chosen, lists[1:], steps)
+                else:
+                    run_in_place(kernel, lists[0], chosen, lists[1:], steps)
             for tensor, copied in zip(chain(*given), chain(*lists), strict=True) if lists is not given else ():
                 if copied is not tensor:
                     tensor.copy_(copied)
@@ -181,13 +184,8 @@ class Rule:
     def fits(self, opt_state: OptState, params: Params) -> bool:
         """Whether parameters and memories lie in memory as the kernel needs it; see :class:`Optimizer`."""
         check_state(self.name, opt_state, self.keys)
-        lists = self._lists(opt_state, params)
-        return are_alike(lists[0], *lists)
-
-    def _lists(self, opt_state: OptState, params: Params) -> list[list[Tensor]]:
-        """The parameters, and each memory in their order."""
-        names = list(params)
-        return [list(params.values()), *[in_order(opt_state[key], names, key) for key in self.memories]]
+        tensors = list(params.values())
+        return are_alike(tensors, tensors, *[in_order(opt_state[key], list(params), key) for key in self.memories])
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
@@ -206,16 +204,6 @@ def _noted(
     if now != started:
         result["started"] = FrozenDict(zip(names, now, strict=True))
     return result
-
-
-def _by_start(grads: list[Tensor | None], started: list[bool]) -> list[tuple[bool, list[Tensor | None]]]:
-    """Whether it is the first step, and the gradients of the parameters of which it is so."""
-    if all(started):
-        return [(False, grads)]
-    return [
-        (first, [grad if before is not first else None for grad, before in zip(grads, started, strict=True)])
-        for first in (True, False)
-    ]
 
 
 def decay_(params: list[Tensor], options: StepOptions) -> None:

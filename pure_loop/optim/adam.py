@@ -129,13 +129,10 @@ def _step(
         _step_traced(name, options, lists, steps)
     elif fused is not None and params[0].device.type in FUSED_DEVICES:
         beta1, beta2 = options["betas"]
-        chosen = {key: options[key] for key in _FUSED}
+        chosen = {key: options[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "found_inf")}
         fused(*lists, steps, beta1=beta1, beta2=beta2, **chosen)
     else:
         _step_foreach(name, options, lists, steps)
-
-
-_FUSED = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "found_inf")
 
 
 def _step_foreach(name: str, options: StepOptions, lists: list[list[Tensor]], steps: list[Tensor]) -> None:

@@ -114,7 +114,10 @@ _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter
 
 
 def are_alike(params: list[Tensor], *lists: list[Any]) -> bool:
-    """Whether these tensors are contiguous, of the dtype and device of the first parameter and of the sizes of all."""
+    """Whether a kernel takes these as they are.
+
+    They are contiguous and real, of the dtype and device of the first parameter and of the sizes of all.
+    """
     tensors = list(chain(*lists))
     if not tensors or not all(map(is_not, tensors, repeat(None))):
         return False
@@ -125,7 +128,7 @@ def are_alike(params: list[Tensor], *lists: list[Any]) -> bool:
         and set(map(_dtype, tensors)) == {one.dtype}
         and ((one.is_cpu and all(map(_is_cpu, tensors))) or set(map(_device, tensors)) == {one.device})
         and not any(map(Tensor.is_neg, tensors))
-        and (not one.is_complex() or not any(map(Tensor.is_conj, tensors)))
+        and not one.is_complex()
     )
 
 
@@ -133,14 +136,8 @@ def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory with its own numbers, in the order of some permutation of its dimensions."""
     if tensor.is_neg() or tensor.is_conj():
         return False
-    if tensor.is_contiguous():
-        return True
-    count = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != count:
-            return False
-        count *= size
-    return True
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.is_contiguous() or tensor.permute(by_stride).is_contiguous()
 
 
 def match_layout(tensor: Tensor, param: Tensor, what: str, error: type[ValueError] = ArgumentError) -> Tensor:
@@ -169,8 +166,6 @@ def run_in_place(
     grads: list[Tensor | None],
     memories: list[list[Tensor]],
     steps: list[Tensor],
-    *,
-    alike: bool,
 ) -> None:
     """Let a kernel write to params and memories where there is a gradient, those of one device and dtype at a time.
 
@@ -178,12 +173,8 @@ def run_in_place(
         kernel: writes to its first and third argument.
         params, grads, memories: as :func:`laid_out` gives them.
         steps: one step count a parameter, shape (); empty for a kernel that counts nothing.
-        alike: whether :func:`are_alike` says so of all these lists.
     """
     given: list[list[Any]] = [params, grads, *memories]
-    if alike and not params[0].is_complex():
-        kernel(params, grads, memories, steps)  # type: ignore[arg-type]
-        return
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is not None:

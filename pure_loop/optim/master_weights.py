@@ -15,7 +15,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import no_class
 from pure_loop.optim.kernels import check_state, in_order
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
-from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
+from pure_loop.optim.resuming import AFRESH, made_by_another, refuse_other_memory
 from pure_loop.random.seeds import tracer
 from pure_loop.time import Timestamp
 
@@ -67,7 +67,6 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         init=rule.init,
         update=rule.update,
         overwrite=None if optimizer.overwrite is None else rule.overwrite,
-        fits=None,
         check=rule.check,
         seeing=None if optimizer.seeing is None else rule.seeing,
         in_torch=None if getattr(optimizer.in_torch, "evaluated", None) is None else rule,
@@ -92,11 +91,7 @@ class _MasterWeights:
             ResumeError: another optimizer, or one of other parameters, made ``opt_state``.
         """
         if not isinstance(opt_state, Mapping) or opt_state.keys() != set(_KEYS):
-            raise ResumeError(
-                f"opt_state was made by another optimizer than master_weights({self.optimizer.name}): it holds "
-                f"{keys_of(opt_state)}, and this one needs {', '.join(_KEYS)}. Resume with the optimizer that made it, "
-                f"or {AFRESH}"
-            )
+            raise made_by_another(f"master_weights({self.optimizer.name})", opt_state, dict.fromkeys(_KEYS))
         master, wanted = opt_state["master"], _half(params)
         odd = [
             name

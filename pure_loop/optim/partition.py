@@ -9,12 +9,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import TorchGroup, part_in_torch
 from pure_loop.optim.kernels import check_state, in_order
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
-from pure_loop.optim.resuming import AFRESH, keys_of, refuse_other_memory
+from pure_loop.optim.resuming import made_by_another, refuse_other_memory
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -90,17 +90,13 @@ class _Partition:
     # By what a label may depend on. A step in place asks for none: a label may keep the tensor that it is given.
     _labels: dict[tuple[Any, ...], list[str]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
-    def labels(self, params: Params) -> list[str]:
-        """The labels of these parameters, which are asked for once."""
+    def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
+        """Each part, and its parameters, by label; labels are asked for once."""
         kinds = tuple((name, param.shape, param.dtype, param.device, type(param)) for name, param in params.items())
         if kinds not in self._labels:
             self._labels[kinds] = [self.label(name, param) for name, param in params.items()]
-        return self._labels[kinds]
-
-    def split(self, params: Params) -> dict[str, tuple[Optimizer, Params]]:
-        """Each part, and its parameters, by label."""
         groups: dict[str, dict[str, Tensor]] = {key: {} for key in self.parts}
-        for (name, param), key in zip(params.items(), self.labels(params), strict=True):
+        for (name, param), key in zip(params.items(), self._labels[kinds], strict=True):
             if key not in groups:
                 raise ArgumentError(
                     f"partition: the label of parameter {name!r} (shape {tuple(param.shape)}) is {key!r}, and the "
@@ -123,10 +119,7 @@ class _Partition:
             ResumeError: another optimizer, or one of other parameters, made ``opt_state``.
         """
         if not isinstance(opt_state, Mapping) or opt_state.keys() != self.parts.keys():
-            raise ResumeError(
-                f"opt_state was made by another optimizer than partition: it holds {keys_of(opt_state)}, and partition "
-                f"needs {keys_of(self.parts)}. Resume with the optimizer that made it, or {AFRESH}"
-            )
+            raise made_by_another("partition", opt_state, self.parts)
         for key, (part, group) in self.split(params).items():
             refuse_other_memory(part, opt_state[key], group)
 
@@ -135,8 +128,8 @@ class _Partition:
     ) -> tuple[Params, OptState]:
         new: dict[str, Tensor] = dict(params)
         new_state = {}
-        for key, picked in self.picked(grads, opt_state, params).items():
-            some, new_state[key] = self.parts[key].update(*picked, timestamp)
+        for key, part, *picked in self.picked(grads, opt_state, params):
+            some, new_state[key] = part.update(*picked, timestamp)
             new.update(some)
         return FrozenDict(new), FrozenDict(new_state)
 
@@ -144,22 +137,19 @@ class _Partition:
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, **options: Any
     ) -> tuple[Params, OptState]:
         new_state = {}
-        for key, picked in self.picked(grads, opt_state, params).items():
-            overwrite: Any = self.parts[key].overwrite
-            _, new_state[key] = overwrite(*picked, timestamp, **options)
+        for key, part, *picked in self.picked(grads, opt_state, params):
+            _, new_state[key] = part.overwrite(*picked, timestamp, **options)
         changed = any(new_state[key] is not opt_state[key] for key in new_state)
         return params, FrozenDict(new_state) if changed else opt_state
 
-    def picked(
-        self, grads: Grads, opt_state: OptState, params: Params
-    ) -> dict[str, tuple[FrozenDict[str, Tensor | None], OptState, Params]]:
-        """Gradients, optimizer state and parameters of each part."""
+    def picked(self, grads: Grads, opt_state: OptState, params: Params) -> list[tuple[Any, ...]]:
+        """Label, optimizer, gradients, optimizer state and parameters of each part."""
         check_state("partition", opt_state, self.parts)
         by_name = dict(zip(params, in_order(grads, list(params)), strict=True))
-        return {
-            key: (FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
-            for key, (_, group) in self.split(params).items()
-        }
+        return [
+            (key, part, FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
+            for key, (part, group) in self.split(params).items()
+        ]
 
     def cls(self) -> type[torch.optim.Optimizer]:
         classes = {key: part_in_torch(part).cls() for key, part in self.parts.items()}

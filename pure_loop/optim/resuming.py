@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from pure_loop.optim.optimizer import Optimizer, Params
 from pure_loop.random.guards import is_users
 from pure_loop.random.seeds import seeded_all
 
-__all__ = ["AFRESH", "keys_of", "refuse_other_memory"]
+__all__ = ["AFRESH", "made_by_another", "refuse_other_memory"]
 
 AFRESH = "start afresh: fit(state.replace(opt_state=None), ...)."
 
@@ -51,10 +52,7 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
                 f"opt_state was made by {optimizer.name} for another model: it is that of other parameters. "
                 f"Give the State that was made with this model, or {AFRESH}"
             )
-        raise ResumeError(
-            f"opt_state was made by another optimizer than {optimizer.name}: it holds {keys_of(opt_state)}, and "
-            f"{optimizer.name} needs {keys_of(wanted)}. Resume with the optimizer that made it, or {AFRESH}"
-        )
+        raise made_by_another(optimizer.name, opt_state, wanted)
     if given_spec != wanted_spec:
         return
     paths: Any = optree.tree_paths(opt_state, namespace=NAMESPACE)
@@ -94,6 +92,14 @@ def _made(optimizer: Optimizer, params: Params) -> Any:
             if any(tensor.is_meta for tensor in params.values()):
                 return None  # of a checkpoint whose numbers are not read yet, and are compared when they are
             return optimizer.init(params)
+
+
+def made_by_another(name: str, opt_state: Any, wanted: Mapping[str, Any]) -> ResumeError:
+    """The refusal of an ``opt_state`` whose keys are not those that the optimizer of this name needs."""
+    return ResumeError(
+        f"opt_state was made by another optimizer than {name}: it holds {keys_of(opt_state)}, and {name} needs "
+        f"{keys_of(wanted)}. Resume with the optimizer that made it, or {AFRESH}"
+    )
 
 
 def keys_of(opt_state: Any) -> str:
