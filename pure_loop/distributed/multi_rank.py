@@ -297,7 +297,8 @@ class MultiRankEngine(Engine):
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # The answer is not waited for before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks, and
-        # where training resumes. The mean size of the batches before is, and is of the weight's order.
+        # where training resumes: it is made of the counts of the State. Weights that count something else than samples
+        # (tokens) make it larger or smaller than the gradient by their ratio, for which float32 and bfloat16 have room.
         before = state.timestamp
         if split or not before.batch or not before.sample or state.loss_scale is not None:
             mine += [0] * (self._answered() - len(mine))
