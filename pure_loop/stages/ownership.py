@@ -13,14 +13,14 @@ was kept. This is the only module that counts references, and the only one that 
 
 from __future__ import annotations
 
-import opcode
+import dis
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache
 from operator import attrgetter, is_
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import getweakrefcount, ref
 
 import optree
@@ -679,13 +679,6 @@ def is_watched(*, by_profilers: bool = True) -> bool:
     return bool(tools) and any(_monitoring.get_tool(tool) is not None for tool in tools)
 
 
-_UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
-_PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")
-_SEND, _EXTENDED = opcode.opmap.get("SEND"), opcode.opmap.get("EXTENDED_ARG")
-# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
-_STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"}
-
-
 def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     """Whether the first thing that this frame does with the pair it waits for is to put it where it has ``value`` now.
 
@@ -712,27 +705,24 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
 
 
 def _rebinds(frame: FrameType | None, value: Any) -> bool:
-    plan: Plan = None
     while frame is not None:
-        code = frame.f_code
-        known = _plans.get((id(code), frame.f_lasti))
-        plan = known[1] if known is not None and known[0] is code else _plan(code, frame.f_lasti)
-        if plan is not _DELEGATES:
+        code, at = frame.f_code, frame.f_lasti
+        _, operation, name = _plans.get((id(code), at)) or _plan(code, at)
+        if operation != _DELEGATES:
             break
         frame = frame.f_back
-    if frame is None or plan is None:
+    if frame is None or operation not in _STORES:
         return False
-    name, place = plan
-    if place is _GLOBALS:
-        return frame.f_globals.get(name, frame) is value
-    variables: Any = frame.f_locals
+    variables: Any = frame.f_globals if operation == "STORE_GLOBAL" else frame.f_locals
     result = variables.get(name, frame) is value
-    # A dict is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
-    if place is _COPIES:
-        for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
-            del variables[key]
-    elif place is _LENT and result and frame.f_back is not None:
-        return not any(each is value for each in frame.f_back.f_locals.values())
+    if operation == "STORE_FAST":
+        # Up to Python 3.12 it is a copy of the variables, the same that locals() gives, and would keep what they hold.
+        if type(variables) is dict:
+            for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
+                del variables[key]
+        # From Python 3.14 on a parameter may have no reference of its own to what a variable of its caller has.
+        elif result and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return frame.f_back is None or not any(each is value for each in frame.f_back.f_locals.values())
     return result
 
 
@@ -745,78 +735,35 @@ def look_through(code: CodeType) -> None:
 
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies.
-# Or it is a parameter, whose argument may be counted in the caller's variable.
-_GLOBALS, _NAMES, _COPIES, _LENT = "globals", "names", "copies", "lent"
-# A name, and where it is; None: the pair goes elsewhere.
-Plan: TypeAlias = "tuple[str, str] | None"
-_DELEGATES = ("yield from", "")
+# Of ``yield from``.
+_DELEGATES = "SEND"
+# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
+_STORES = frozenset({"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"})
 # By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
-_plans: dict[tuple[int, int], tuple[CodeType, Plan]] = {}
+_plans: dict[tuple[int, int], tuple[CodeType, str, str]] = {}
 
 
-def _plan(code: CodeType, at: int) -> Plan:
-    """What happens to a pair after this instruction; looked up once."""
+def _plan(code: CodeType, at: int) -> tuple[CodeType, str, str]:
+    """What is done with the second half of a pair after this instruction, and the variable's name; looked up once."""
     if len(_plans) >= 256:
         _plans.clear()
-    begin = at
-    while begin > 0 and code.co_code[begin] == _CACHE:  # Python 3.12 may stand on what comes after an instruction
-        begin -= 2
-    delegates = code in _LOOKED_THROUGH or (_SEND is not None and code.co_code[begin] == _SEND)
-    plan = _DELEGATES if delegates else _target(code, at)
-    _plans[id(code), at] = code, plan
-    return plan
-
-
-def _target(code: CodeType, at: int) -> Plan:
-    """The variable into which the second half of a pair goes after this instruction, and whether it is a global."""
-    raw = code.co_code
-    following: list[tuple[int, int]] = []
-    for i in range(at + 2, len(raw), 2):
-        # Python 3.11 does some calls in the instruction before CALL.
-        if raw[i] != _CACHE and not (raw[at] == _PRECALL and raw[i] == _CALL and not following):
-            following.append((raw[i], raw[i + 1]))
-        if len(following) == 3:
-            break
-    if len(following) < 2 or following[0] != (_UNPACK, 2) or any(op == _EXTENDED for op, _ in following):
-        return None
-    name, argument = opcode.opname[following[1][0]], following[1][1]
-    if name == "STORE_FAST_STORE_FAST":
-        return _variable(code, argument & 15)
-    if name not in _STORES or len(following) < 3:
-        return None
-    name, argument = opcode.opname[following[2][0]], following[2][1]
-    if name == "STORE_FAST_LOAD_FAST":
-        return _variable(code, argument >> 4)
-    if name in ("STORE_NAME", "STORE_GLOBAL"):
-        return code.co_names[argument], _GLOBALS if name == "STORE_GLOBAL" else _NAMES
-    if name == "STORE_FAST":
-        return _variable(code, argument)
-    return None
-
-
-def _variable(code: CodeType, argument: int) -> Plan:
-    """A function's variable."""
-    name = code._varname_from_oparg(argument)  # type: ignore[attr-defined]
-    if not _LOCALS_ARE_COPIED:
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        return name, _LENT if _ARGUMENTS_ARE_LENT and name in parameters else _NAMES
-    return name, _COPIES
-
-
-def _locals_are_copied() -> bool:
-    """Whether a function frame's variables can only be read through a copy of them, a dict."""
-    return type(sys._getframe().f_locals) is dict
-
-
-def _arguments_are_lent() -> bool:
-    """Whether a parameter has no reference of its own to what a variable of its caller has, as from Python 3.14 on."""
-    value = object()
-    return _count_of_parameter(value) == count(value)
-
-
-def _count_of_parameter(value: object) -> int:
-    return count(value)
+    instructions = list(dis.get_instructions(code))
+    # Python 3.12 may stand on what comes after an instruction, which is not listed.
+    number = sum(each.offset <= at for each in instructions)
+    here = instructions[number - 1].opname
+    # Python 3.11 does some calls in the instruction before CALL.
+    following: list[tuple[str, Any]] = []
+    for each in instructions[number + (here == "PRECALL") :][:3]:
+        # Two in one, as STORE_FAST_STORE_FAST, have two names.
+        operations = each.opname.replace("_FAST_", "_FAST ").split()
+        following += zip(operations, each.argval if len(operations) > 1 else [each.argval], strict=False)
+    operation, name = "", ""
+    if code in _LOOKED_THROUGH or here == _DELEGATES:
+        operation = _DELEGATES
+    elif following[:1] == [("UNPACK_SEQUENCE", 2)] and following[1][0] in _STORES:
+        operation, name = following[2]
+    result = _plans[id(code), at] = code, operation, name
+    return result
 
 
 def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
@@ -837,27 +784,20 @@ def _delegating(answers: list[bool]) -> Iterator[tuple[int, object]]:
 def consumer_doubt() -> str:
     """Why it can't be told here what becomes of a loop variable; empty where it can."""
     try:
-        rebinding: list[bool] = []
-        for number, last in _asked(rebinding):  # noqa: B007
+        answers: list[bool] = []
+        for number, last in _asked(answers):  # noqa: B007
             pass
-        for number, last in _delegating(rebinding):  # noqa: B007
+        for number, last in _delegating(answers):  # noqa: B007
             pass
-        exec("for number, last in stream: pass", {"stream": _asked(rebinding)})  # as in a module
-        if rebinding != [True] * 9:
-            return "the variable of a for loop over a generator is not recognised"
-        keeping: list[bool] = []
-        kept = list(_asked(keeping))
-        for _pair in _delegating(keeping):
+        exec("for number, last in stream: pass", {"stream": _asked(answers)})  # as in a module
+        kept = list(_asked(answers))
+        for _pair in _delegating(answers):
             pass
-        for number, last in _asked(keeping):
+        for number, last in _asked(answers):
             kept.append((number, last))
             last = None  # so that the variable no longer holds what was yielded
-        if keeping != [False] * 9:
-            return "a list of a stream's States is taken for a variable"
+        if answers != [True] * 9 + [False] * 9:
+            return "the variable of a for loop over a generator is not told from what keeps a stream's States"
     except Exception as error:  # of frames or bytecode that are none of those known; pl.explain says it
         return f"reading the frame of a stream's consumer raised {type(error).__name__}: {error}"
     return ""
-
-
-_LOCALS_ARE_COPIED = hasattr(sys, "_getframe") and _locals_are_copied()
-_ARGUMENTS_ARE_LENT = _arguments_are_lent()
