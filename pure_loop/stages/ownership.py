@@ -25,7 +25,6 @@ from weakref import getweakrefcount, ref
 
 import optree
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.multiprocessing.reductions import shared_cache
 
@@ -127,18 +126,16 @@ class Ownership:
         self.instance: Any = None
         self._arrived: tuple[Any, ...] = ()
         self._waits_with: Callable[[], State | None] = _nothing
-        # The parameters that were looked at last, by a weak reference to their mapping.
-        self._tensors: tuple[Callable[[], Any], Tensors] | None = None
+        self._tensors: Tensors | None = None  # of the adopted parameters, once they were looked at
 
     def adopt(self, state: State) -> None:
         """Parameters and optimizer state of this State were made by the stream for itself."""
         self._granted = self._last = _nothing  # a step that copied has not used the decision, and no other one may
         params, memory = raw_params(state), raw_opt_state(state)
-        if self._tensors is not None and self._tensors[0]() is not params:
-            self._tensors = None  # which would keep other tensors alive
         both = type(params) is FrozenDict and type(memory) is FrozenDict
         if not both or not self.owns(state):
             self.fits = None
+            self._tensors = None  # which would keep other tensors alive
             # With a callback each is a weak reference of its own, beside which another one counts.
             self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
             if both and not self.compiled and _has_large_gradients(state):
@@ -251,7 +248,7 @@ class Ownership:
         if self.compiled:
             return True  # the segment counts the rest
         if event is not _BEFORE_STEP:
-            return grads == shares[2] and not _are_lent(state._grads) and are_unaliased(state._grads)
+            return grads == shares[2] and not _lent(state._grads) and are_unaliased(state._grads)
         if not self.owns(state) or memory != shares[1] or not self._has_mapping_alone(state, params - shares[0]):
             return False
         return self.has_tensors_alone(state)
@@ -265,7 +262,7 @@ class Ownership:
         yielded = last()
         if yielded is None or yielded._grads is None or yielded._grads is state._grads:
             return
-        if count(yielded) != _in_two_places() or not _has_large_gradients(state):
+        if count_in([yielded]) != [2] or not _has_large_gradients(state):
             return
         if self._is_replaced(frame, yielded):
             _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
@@ -281,7 +278,7 @@ class Ownership:
         if leaves is None or leaves.origin is not raw_params(state):
             return others == 0
         bound = self._is_bound(leaves)
-        return others == 1 and count(leaves) == _in_two_places() + (bound and self.instance.params is leaves)
+        return others == 1 and count_in([leaves]) == [2 + (bound and self.instance.params is leaves)]
 
     def has_tensors_alone(self, state: State) -> bool:
         """Whether nothing but its mappings, and the stream's own leaves, has what a State has to be written to.
@@ -292,45 +289,44 @@ class Ownership:
         params, memory, leaves = raw_params(state), raw_opt_state(state), self.leaves
         if leaves is not None and leaves.origin is not params:
             leaves = None
-        if not _are_lent(params, leaves, memory):
+        read = _lent(params, leaves, memory)
+        if not read:
             return True
-        read, read_memory = _are_lent(params, leaves), _are_lent(memory)
         if tensor_uses is None or storage_uses is None:
             return False
-        mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _are_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
         marked = leaves is not None and are_marked(leaves)
         # Before the look: what another thread reads meanwhile is noted anew, which `take` finds.
-        for mapping in mappings:
+        for mapping in read:
             mapping.lent = None
-        # Of the stream's own; engines of several ranks have one, too.
-        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
-        result = (
-            getweakrefcount(params) <= own
+        alone = (
+            # Of the stream's own; engines of several ranks have one, too.
+            getweakrefcount(params) <= 1 + self.is_of_ranks
             and getweakrefcount(memory) <= 1
-            and (not read or self._has_parameters_alone(state, leaves))
-            and (not read_memory or _is_private(memory))
+            and (read[0] is memory or self._has_parameters_alone(state, leaves))
+            and (read[-1] is not memory or _is_private(memory))
         )
-        if marked or not result:
-            for mapping in mappings:
-                mapping.lent = True if not result or mapping is leaves else None
-        return result
+        for mapping in read:
+            if not alone or (marked and mapping is leaves):
+                mapping.lent = True
+        return alone
 
     def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
         """Whether nothing else has the parameters that are trained, or their leaves."""
         params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
         shared = leaves is not None or self.shares_storage(params)
-        if self._tensors is None or self._tensors[0]() is not params:
-            self._tensors = ref(params, _gone), Tensors(params[name] for name in names)
+        if self._tensors is None:
+            self._tensors = Tensors(params[name] for name in names)
         # The tensors are in a list here, as they were where this was counted.
-        if not self._tensors[1].have_uses(expected.shared if shared else expected.alone):
+        if not self._tensors.have_uses(expected["shared" if shared else "alone"]):
             return False
         if leaves is None:
             return True
         # Their memory is that of the parameters.
         places, found = self.instance.places if self._is_bound(leaves) else {}, list(map(leaves.get, names))
-        wanted = [expected.alone[0] + places.get(name, 0) for name in names]
-        return list(map(count, found)) == wanted and _uses_of(found) <= {expected.alone[1:3]}
+        uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
+        variables, *others = expected["alone"][:3]
+        return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
 
     def _is_bound(self, leaves: FrozenDict[str, Tensor]) -> bool:
         """Whether these leaves stand in the private module."""
@@ -343,7 +339,7 @@ class Ownership:
         yielded, self._granted, self._last = self._last(), _nothing, _nothing
         mappings = [_SLOTS[field][0](state) for field in fields]
         # Something has read one since references were counted: a thread, or code of the user's before the step.
-        if _are_lent(*mappings):
+        if _lent(*mappings):
             return False
         what, written = overwritten_by(fields[0], state.timestamp.batch), []
         for field, mapping in zip(fields, mappings, strict=True):
@@ -353,7 +349,7 @@ class Ownership:
                     write(owner, Overwritten.by(field, what))
                     written.append((write, owner, mapping))
         # Once more: from here on a thread that reads one finds it overwritten.
-        if _are_lent(*mappings):
+        if _lent(*mappings):
             for write, owner, mapping in written:
                 write(owner, mapping)
             return False
@@ -411,9 +407,9 @@ def _mappings(state: State) -> tuple[Any, Any, Any]:
     return raw_params(state), raw_opt_state(state), state._grads
 
 
-def _are_lent(*mappings: Any) -> bool:
-    """Whether code outside of the loop has read one of these mappings."""
-    return [getattr(mapping, "lent", None) for mapping in mappings] != [None] * len(mappings)
+def _lent(*mappings: Any) -> list[Any]:
+    """Those of these mappings that code outside of the loop has read."""
+    return [mapping for mapping in mappings if getattr(mapping, "lent", None) is not None]
 
 
 # Counts of references.
@@ -427,14 +423,6 @@ def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple
     return (*own, 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting))
 
 
-@cache
-def _in_two_places() -> int:
-    """What is counted of an object in a variable of a function, to which one other object refers."""
-    mapping = FrozenDict[str, Any]()
-    _holder = [mapping]
-    return count(mapping)
-
-
 class Tensors:
     """Tensors in a mapping, of which references are counted.
 
@@ -445,7 +433,7 @@ class Tensors:
         are_plain: whether counts say something of each: no wrapper, sparse one, or one of a transform.
     """
 
-    __slots__ = ("_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
+    __slots__ = ("_bases", "_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         listed, self._wrappers = list(tensors), list[Tensor]()
@@ -456,10 +444,11 @@ class Tensors:
         self.are_plain = self.are_plain and transforms() is None
         self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
         self._pointers = [storage._cdata for storage in self._storages]
+        self._bases = list(map(_base, listed)) if self.are_plain else []
 
-    def uses(self) -> list[list[Any]]:
-        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; and whether
-        another process has it.
+    def uses(self) -> list[tuple[Any, ...]]:
+        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; whether another
+        process has it; and, where it is a view, what refers to the tensor behind it: variables, torch.
         """
         tensors, storages = self._tensors, self._storages
         # Handing one to another process moves it to memory that processes share; on an accelerator it stays.
@@ -467,68 +456,47 @@ class Tensors:
             storage.is_shared() if tensor.is_cpu else was_sent(pointer)
             for tensor, storage, pointer in zip(tensors, storages, self._pointers, strict=True)
         ]
-        of_tensors = list(map(count, tensors)), list(map(tensor_uses, tensors)), list(map(getweakrefcount, tensors))
-        return [*of_tensors, list(map(count, storages)), list(map(storage_uses, self._pointers)), sent]
+        behind = [None if base is None else (count(base), tensor_uses(base)) for base in self._bases]
+        of_tensors = map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors)
+        of_storages = map(count, storages), map(storage_uses, self._pointers), sent
+        return list(zip(*of_tensors, *of_storages, behind, strict=True))
 
     def have_uses(self, *expected: tuple[Any, ...]) -> bool:
         """Whether what refers to each is one of these."""
         if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
             return False
-        return set(zip(*self.uses(), strict=True)) <= set(expected)
+        return set(self.uses()) <= set(expected)
 
 
-_layout = attrgetter("layout")
-
-
-def _uses_of(tensors: Sequence[Any]) -> set[tuple[Any, ...]]:
-    """What refers to tensors besides variables: torch, and weak references."""
-    return set(zip(map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True))
-
-
-@frozen
-class _Expected:
-    """What refers to tensors in a mapping to which nothing else does.
-
-    Attributes:
-        alone: to a tensor.
-        shared: to one with whose memory there is one tensor more.
-        viewed: to a view, as autograd may give it; behind: to the tensor behind it.
-        nested: to a mapping in a mapping.
-    """
-
-    alone: tuple[Any, ...]
-    shared: tuple[Any, ...]
-    viewed: tuple[Any, ...]
-    behind: tuple[Any, ...]
-    nested: int
+_layout, _base = attrgetter("layout"), attrgetter("_base")
 
 
 @cache
-def _expected_uses() -> _Expected:
+def _expected_uses() -> dict[str, tuple[Any, ...]]:
+    """What refers to a tensor in a mapping to which nothing else does; if its memory is ``shared`` with one more; and
+    if it is a ``view``, as autograd may give it.
+    """
     mapping = FrozenDict(one=torch.zeros(2, 3, device="cpu"))
     tensors = Tensors(mapping.values())
-    (alone,) = zip(*tensors.uses(), strict=True)
+    (alone,) = tensors.uses()
     leaf = mapping["one"].detach()
-    (shared,) = zip(*tensors.uses(), strict=True)
+    (shared,) = tensors.uses()
     del leaf
     transposed = FrozenDict(one=torch.zeros(2, 3, device="cpu").t())
-    (viewed,) = zip(*Tensors(transposed.values()).uses(), strict=True)
-    (behind,) = _uses_behind(list(transposed.values()))
-    outer = FrozenDict(one=FrozenDict[str, Any]())
-    (nested,) = map(count, list(outer.values()))
-    return _Expected(alone, shared, viewed, behind, nested)
+    (view,) = Tensors(transposed.values()).uses()
+    return {"alone": alone, "shared": shared, "view": view}
 
 
 def _is_private(memory: Any) -> bool:
     """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
     # Mappings of numbers alone are written to by nothing, and several States may have them.
-    inner = [value for value in memory.values() if type(value) is FrozenDict and has_tensors(value)]
-    if set(map(count, inner)) - {_expected_uses().nested} or any(map(getweakrefcount, inner)):
+    inner = [value for value in memory.values() if not isinstance(value, Tensor) and has_tensors(value)]
+    if any(type(value) is not FrozenDict for value in inner):
         return False
-    if any(not isinstance(value, Tensor | FrozenDict) and has_tensors(value) for value in memory.values()):
+    if any(map(getweakrefcount, inner)) or count_in(inner) != [1] * len(inner):
         return False
     tensors = Tensors(value for value in memory.values() if isinstance(value, Tensor))
-    return tensors.have_uses(_expected_uses().alone) and all(map(_is_private, inner))
+    return tensors.have_uses(_expected_uses()["alone"]) and all(map(_is_private, inner))
 
 
 def has_tensors(tree: Any) -> bool:
@@ -544,24 +512,11 @@ def are_unaliased(gradients: Mapping[str, Tensor | None] | Sequence[Tensor | Non
     (True, False, False)
     """
     values: Any = gradients.values() if isinstance(gradients, Mapping) else gradients
-    if counting_doubt() or any(map(is_sharded, values)) or not all(map(_is_own, values)):
+    if counting_doubt() or not all(map(_is_own, values)):
         return False
-    expected = _expected_uses()
-    tensors = Tensors(value for value in values if value is not None)
     # Behind a view there is one tensor more, which may be that of others.
-    views = [value for value in values if value is not None and value._is_view()]
-    if not views:
-        return tensors.have_uses(expected.alone)
-    if set(_uses_behind(views)) != {expected.behind}:
-        return False
-    del views
-    return tensors.have_uses(expected.alone, expected.viewed)
-
-
-def _uses_behind(views: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What refers to the tensors behind views, each of which has one of its own."""
-    bases = [view._base for view in views]
-    return list(zip(map(count, bases), map(tensor_uses, bases), strict=True))
+    expected, tensors = _expected_uses(), Tensors(value for value in values if value is not None)
+    return tensors.have_uses(expected["alone"], expected["view"])
 
 
 def are_torchs(tensors: Iterable[Any]) -> bool:
@@ -653,9 +608,7 @@ def count_in(objects: Sequence[Any]) -> list[int]:
 def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
     """Whether each of these has a storage of its own, that torch has in this process, and no other tensor has."""
     own = Tensors(tensors)
-    return own.are_plain and all(
-        set(found) == {one} for found, one in zip(own.uses()[1:], _expected_uses().alone[1:], strict=True)
-    )
+    return own.are_plain and {use[1:] for use in own.uses()} <= {_expected_uses()["alone"][1:]}
 
 
 # The frames of the code that runs, and that of the consumer.

@@ -25,7 +25,7 @@ def always_in_place() -> Iterator[None]:
     measure_references()
     with (
         patch.object(Ownership, "_is_unseen", lambda *_: True),
-        patch.object(ownership, "_are_lent", lambda *mappings: False),
+        patch.object(ownership, "_lent", lambda *mappings: []),
     ):
         yield
 
@@ -81,7 +81,7 @@ def _no_count_of_mappings() -> Iterator[None]:
 
 @contextmanager
 def _no_look_at_tensors() -> Iterator[None]:
-    with patch.object(ownership, "_are_lent", lambda *mappings: False):
+    with patch.object(ownership, "_lent", lambda *mappings: []):
         yield
 
 
@@ -90,12 +90,11 @@ def _no_look_at_storages() -> Iterator[None]:
     """References to tensors are counted, and those to their memory are not."""
     real = ownership.Tensors.uses
 
-    def uses(this: ownership.Tensors) -> list[list[Any]]:
-        variables, torchs, weak, *of_storages = real(this)
-        return [variables, [0] * len(torchs), weak, *[[0] * len(found) for found in of_storages]]
+    def uses(this: ownership.Tensors) -> list[tuple[Any, ...]]:
+        return [(variables, 0, weak, 0, 0, 0, 0) for variables, _, weak, *_ in real(this)]
 
     ownership._expected_uses.cache_clear()
-    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "_uses_of", lambda _: set()):
+    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "tensor_uses", lambda _: 0):
         yield
     ownership._expected_uses.cache_clear()
 
