@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Instance"]
 
 
-def _no_mapping() -> None:
-    """Stands for a reference to the mapping that is bound, before there is one."""
+def _no_mapping(_: object = None) -> None:
+    """Stands for a reference to the mapping that is bound, before there is one and when it is gone."""
 
 
 class Instance:
@@ -95,7 +95,8 @@ class Instance:
         if self.bound() is not params:
             for name, tensors, key in self._parameters:
                 tensors[key] = params[name]
-            self.params, self.bound = params, ref(params)
+            # With a callback it is a weak reference of its own, beside which another one counts.
+            self.params, self.bound = params, ref(params, _no_mapping)
         if self.buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))

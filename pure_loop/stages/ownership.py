@@ -73,10 +73,8 @@ class Ownership:
         measures: whether nothing of the stream is kept, and its counts are what those of all others are compared with.
 
     Attributes:
-        leaves: those of autograd, which share the memory of the parameters; None: there are none yet.
         counted: the events and requests before and after which the driver calls.
         observed_at: the events at which a State is yielded, or passed to algorithms or callbacks.
-        instance: the private module in which the leaves stand.
         observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
             asked.
         fits: what the optimizer's ``fits`` says of them, once it was asked.
@@ -86,8 +84,8 @@ class Ownership:
 
     __slots__ = (
         *("_arrived", "_decides", "_first_batch", "_granted", "_last", "_memory"),
-        *("_params", "_step", "_tensors", "_waits_with", "_yields_next"),
-        *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
+        *("_instance", "_leaves", "_params", "_step", "_tensors", "_waits_with", "_yields_next"),
+        *("always", "compiled", "counted", "fits", "is_of_ranks"),
         *("measures", "observed", "observed_at", "shares_storage"),
     )
 
@@ -122,8 +120,8 @@ class Ownership:
         self._granted: Callable[[], State | None] = _nothing
         self._step: Callable[[], State | None] = _nothing
         self._last: Callable[[], State | None] = _nothing
-        self.leaves: FrozenDict[str, Tensor] | None = None
-        self.instance: Any = None
+        self._leaves: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
+        self._instance: Any = None  # the private module in which they stand
         self._arrived: tuple[Any, ...] = ()
         self._waits_with: Callable[[], State | None] = _nothing
         self._tensors: Tensors | None = None  # of the adopted parameters, once they were looked at
@@ -142,9 +140,14 @@ class Ownership:
                 self._decides |= _OF_GRADIENTS
                 self.counted |= _OF_GRADIENTS
 
-    def has_made_params(self, state: State) -> bool:
-        """Whether the parameters are those that were adopted."""
-        return self._params() is raw_params(state)
+    def stand_in(self, instance: Any, leaves: FrozenDict[str, Tensor]) -> None:
+        """These leaves of autograd, which share the memory of parameters, stand in this private module."""
+        self._instance, self._leaves = instance, ref(leaves, _gone)
+
+    def leaves_of(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor] | None:
+        """The leaves of these parameters, if the last forward of the stream went through them and they are alive."""
+        leaves = self._leaves()
+        return leaves if leaves is not None and leaves.origin is params else None
 
     def is_next_step_of(self, state: State) -> bool:
         """Whether the script goes on with this State, to its step; an algorithm may call the stages with others."""
@@ -274,11 +277,11 @@ class Ownership:
             state: the one that has them.
             others: how many references to the mapping of parameters there are besides those of States.
         """
-        leaves = self.leaves
-        if leaves is None or leaves.origin is not raw_params(state):
+        leaves = self.leaves_of(raw_params(state))
+        if leaves is None:
             return others == 0
-        bound = self._is_bound(leaves)
-        return others == 1 and count_in([leaves]) == [2 + (bound and self.instance.params is leaves)]
+        # The variable here, and the module.
+        return others == 1 and count_in([leaves]) == [1 + (self._instance.params is leaves)]
 
     def has_tensors_alone(self, state: State) -> bool:
         """Whether nothing but its mappings, and the stream's own leaves, has what a State has to be written to.
@@ -286,9 +289,8 @@ class Ownership:
         Where nothing outside of the loop has read a mapping it is so. Else each tensor is looked at. Leaves with a hook
         or a gradient stay noted as read, for the next forward.
         """
-        params, memory, leaves = raw_params(state), raw_opt_state(state), self.leaves
-        if leaves is not None and leaves.origin is not params:
-            leaves = None
+        params, memory = raw_params(state), raw_opt_state(state)
+        leaves = self.leaves_of(params)
         read = _lent(params, leaves, memory)
         if not read:
             return True
@@ -322,15 +324,14 @@ class Ownership:
             return False
         if leaves is None:
             return True
+        bound = self._instance.bound() is leaves
+        if getweakrefcount(leaves) > 1 + bound:  # that of the stream, and of the module
+            return False
         # Their memory is that of the parameters.
-        places, found = self.instance.places if self._is_bound(leaves) else {}, list(map(leaves.get, names))
+        places, found = self._instance.places if bound else {}, list(map(leaves.get, names))
         uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
         variables, *others = expected["alone"][:3]
         return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
-
-    def _is_bound(self, leaves: FrozenDict[str, Tensor]) -> bool:
-        """Whether these leaves stand in the private module."""
-        return self.instance is not None and self.instance.bound() is leaves
 
     def take(self, state: State, *fields: str) -> bool:
         """Whether these fields may be written to; the State has them no more then."""
