@@ -83,8 +83,8 @@ class Ownership:
     """
 
     __slots__ = (
-        *("_arrived", "_decides", "_first_batch", "_granted", "_last", "_memory"),
-        *("_instance", "_leaves", "_params", "_step", "_tensors", "_waits_with", "_yields_next"),
+        *("_decides", "_first_batch", "_granted", "_instance", "_last", "_leaves", "_memory"),
+        *("_params", "_step", "_tensors", "_yields_next"),
         *("always", "compiled", "counted", "fits", "is_of_ranks"),
         *("measures", "observed", "observed_at", "shares_storage"),
     )
@@ -122,8 +122,6 @@ class Ownership:
         self._last: Callable[[], State | None] = _nothing
         self._leaves: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self._instance: Any = None  # the private module in which they stand
-        self._arrived: tuple[Any, ...] = ()
-        self._waits_with: Callable[[], State | None] = _nothing
         self._tensors: Tensors | None = None  # of the adopted parameters, once they were looked at
 
     def adopt(self, state: State) -> None:
@@ -157,25 +155,22 @@ class Ownership:
         """Whether parameters and optimizer state are those that were adopted."""
         return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
 
-    def arrives(self, state: State) -> None:
-        """A script has yielded this State, and waits with it in its variable; algorithms may make others of it."""
-        self._arrived = raw_params(state), raw_opt_state(state), state._grads
-        self._waits_with = ref(state)
-
-    def before(self, event: Event | Request, state: State, last: Callable[[], State | None]) -> None:
+    def before(
+        self,
+        event: Event | Request,
+        state: State,
+        last: Callable[[], State | None],
+        waiting: Callable[[], State | None],
+    ) -> None:
         """Decide, right before a script goes on, whether what it computes next may write to what this State has.
 
         Args:
             event: the one after which it goes on, one of ``counted``.
             state: what the script is sent; the caller is the driver, which has it in one variable.
             last: a weak reference to the State that the consumer was given last.
+            waiting: one to the State that the script waits with in its variable, where ``state`` was made of that.
         """
         self._step = ref(state) if event is _BEFORE_STEP else _nothing
-        arrived, self._arrived = self._arrived, ()
-        waits_with, self._waits_with = self._waits_with, _nothing
-        written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
-        unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
-        del arrived
         if counting_doubt():
             return
         frame = sys._getframe(1).f_back
@@ -183,12 +178,11 @@ class Ownership:
             self._look_between(event, state, last, frame)
         if event not in self._decides:
             return
-        if event is Event.BATCH_START or (self.compiled and _has_large_gradients(state)):
+        if self.compiled or event is Event.BATCH_START:
             self._make_room(state, last, frame)
         if event is not Event.BATCH_START:
             self._granted = self._last = _nothing
-            # Else an algorithm put in others, and the script's variable has those before.
-            if unchanged and self._is_unseen(event, state, last, waits_with, frame):
+            if self._is_unseen(event, state, last, waiting, frame):
                 self._granted = ref(state)
 
     def _look_between(
@@ -203,8 +197,8 @@ class Ownership:
         if event is begins:
             self._first_batch = "under way"
         if self._first_batch == "under way":
-            if last() is state and not rebinds_loop_variable(frame, state):
-                self._yields_next = False
+            if last() is state:
+                self._yields_next = self._is_replaced(frame, state)
             if event is ends:
                 self._first_batch = ""
                 self.counted = self._decides
@@ -214,49 +208,47 @@ class Ownership:
         event: Event | Request,
         state: State,
         last: Callable[[], State | None],
-        waits_with: Callable[[], State | None],
+        waiting: Callable[[], State | None],
         frame: FrameType | None,
     ) -> bool:
         """Whether nothing that stays refers to what is written to next."""
         # At a request the script has this very State in its variable, and not the one that it was made of.
-        same = isinstance(event, Request)
-        yielded = last()
+        same, scripts, yielded = isinstance(event, Request), waiting(), last()
+        if not same:
+            written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
+            # Else an algorithm put in others, and the script's variable has those before.
+            if scripts is None or not all(map(is_, _mappings(scripts)[written], _mappings(state)[written])):
+                return False
+        shares = [False] * 3
         if yielded is state:
             yielded = None
-        counts, shares = _counts(state, yielded, waits_with()), [False] * 3
         if yielded is not None:
-            pairs = zip(_mappings(yielded), _mappings(state), strict=True)
-            shares = [one is other is not None for one, other in pairs]
+            shares = [one is other is not None for one, other in zip(_mappings(yielded), _mappings(state), strict=True)]
+        counts = _counts(state, shares, yielded, scripts)
         if self.measures:
-            measured = tuple(map(int.__sub__, counts, (0, *shares, 0, 0)))
-            Ownership.expected = tuple(map(min, measured, Ownership.expected or measured))
+            Ownership.expected = tuple(map(min, counts, Ownership.expected or counts))
         if self.measures or Ownership.expected is None:
             return False
-        held, params, memory, grads, shown, waiting = map(int.__sub__, counts, Ownership.expected)
+        held, params, memory, grads, shown, waits = map(int.__sub__, counts, Ownership.expected)
         # The State in the script's variable may be one that was yielded at an event before, and is kept.
-        if waiting and not same:
+        if waits and not same:
             return False
-        if not any(shares):
-            yielded = None
-        elif shown:
-            return False
-        if held != same:
-            # One more may be the variable of the consumer, of this State itself.
-            if held != same + 1 or yielded is not None or not self._is_replaced(frame, state):
-                return False
-        elif yielded is not None:
-            if not self._is_replaced(frame, yielded):
+        if any(shares):
+            if shown or held != same or not self._is_replaced(frame, yielded):
                 return False
             self._last = last
+        # One more may be the variable of the consumer, of this State itself.
+        elif held != same and not (held == same + 1 and self._is_replaced(frame, state)):
+            return False
         if self.compiled:
             return True  # the segment counts the rest
         if event is not _BEFORE_STEP:
-            return grads == shares[2] and not _lent(state._grads) and are_unaliased(state._grads)
-        if not self.owns(state) or memory != shares[1] or not self._has_mapping_alone(state, params - shares[0]):
+            return not grads and not _lent(state._grads) and are_unaliased(state._grads)
+        if not self.owns(state) or memory or not self._has_mapping_alone(state, params):
             return False
         return self.has_tensors_alone(state)
 
-    def _is_replaced(self, frame: FrameType | None, state: State) -> bool:
+    def _is_replaced(self, frame: FrameType | None, state: State | None) -> bool:
         """Whether the consumer has this State in the variable that it puts the next one in."""
         return self._yields_next and rebinds_loop_variable(frame, state)
 
@@ -265,9 +257,8 @@ class Ownership:
         yielded = last()
         if yielded is None or yielded._grads is None or yielded._grads is state._grads:
             return
-        if count_in([yielded]) != [2] or not _has_large_gradients(state):
-            return
-        if self._is_replaced(frame, yielded):
+        # The variable here, and the consumer's.
+        if count_in([yielded]) == [2] and _has_large_gradients(state) and self._is_replaced(frame, yielded):
             _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
 
     def _has_mapping_alone(self, state: State, others: int) -> bool:
@@ -338,19 +329,17 @@ class Ownership:
         if self.compiled or self._granted() is not state:
             return False
         yielded, self._granted, self._last = self._last(), _nothing, _nothing
-        mappings = [_SLOTS[field][0](state) for field in fields]
-        # Something has read one since references were counted: a thread, or code of the user's before the step.
-        if _lent(*mappings):
-            return False
         what, written = overwritten_by(fields[0], state.timestamp.batch), []
-        for field, mapping in zip(fields, mappings, strict=True):
+        for field in fields:
             read, write = _SLOTS[field]
+            mapping = read(state)
             for owner in (state, yielded):
                 if owner is not None and read(owner) is mapping:
                     write(owner, Overwritten.by(field, what))
                     written.append((write, owner, mapping))
-        # Once more: from here on a thread that reads one finds it overwritten.
-        if _lent(*mappings):
+        # Something may have read one since references were counted: a thread, or code of the user's before the step.
+        # From here on a thread that reads one finds it overwritten.
+        if _lent(*[mapping for _, _, mapping in written]):
             for write, owner, mapping in written:
                 write(owner, mapping)
             return False
@@ -418,10 +407,12 @@ def _lent(*mappings: Any) -> list[Any]:
 count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
 
 
-def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple[int, ...]:
-    """References to a State, to its mappings of parameters, optimizer state and gradients, and to two other States."""
-    own = count(state), count(raw_params(state)), count(raw_opt_state(state)), count(state._grads)
-    return (*own, 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting))
+def _counts(state: State, shares: list[bool], yielded: Any, scripts: Any) -> tuple[int, ...]:
+    """References to a State, to its mappings of parameters, optimizer state and gradients, but for those that another
+    one shares, and to two other States.
+    """
+    mappings = map(int.__sub__, map(count, _mappings(state)), shares)
+    return count(state), *mappings, count(yielded), count(scripts)
 
 
 class Tensors:

@@ -48,10 +48,9 @@ def _no_look_at_the_scripts_state() -> Iterator[None]:
     """References to the State in the variable of the script are not counted."""
     real, count = ownership._counts, ownership.count
 
-    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
+    def counts(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        mappings = real(state, yielded, waiting)[1:4]
-        return count(state), *mappings, 0 if yielded is None else count(yielded), Ownership.expected[5]
+        return count(state), *real(state, shares, yielded, scripts)[1:4], count(yielded), Ownership.expected[5]
 
     with patch.object(ownership, "_counts", counts):
         yield
@@ -62,15 +61,9 @@ def _no_count_of_mappings() -> Iterator[None]:
     """Mappings have the references that they would have if nothing else had them."""
     count = ownership.count
 
-    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
+    def counts(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        _, *mappings, _, _ = Ownership.expected
-        if yielded is not None:
-            pairs = zip(ownership._mappings(yielded), ownership._mappings(state), strict=True)
-            shares = [one is other is not None for one, other in pairs]
-            mappings = list(map(int.__add__, mappings, shares))
-        others = 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting)
-        return count(state), *mappings, *others
+        return count(state), *Ownership.expected[1:4], count(yielded), count(scripts)
 
     with (
         patch.object(ownership, "_counts", counts),
