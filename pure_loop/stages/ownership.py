@@ -20,7 +20,7 @@ from enum import Enum, auto
 from functools import cache
 from operator import attrgetter, is_
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import getweakrefcount, ref
 
 import optree
@@ -54,12 +54,12 @@ class Request(Enum):
     COUNT_REFERENCES = auto()
 
 
-def _gone(_: object) -> None:
-    """What a weak reference of the stream's own calls."""
+# A weak reference to a State, or what stands in its place.
+Weak: TypeAlias = "Callable[[], State | None]"
 
 
-def _nothing() -> None:
-    """In the place of a weak reference, before there is one."""
+def _nothing(_: object = None) -> None:
+    """In the place of a weak reference, before there is one; and what one of the stream's own calls at the end."""
 
 
 class Ownership:
@@ -104,7 +104,7 @@ class Ownership:
         self.is_of_ranks = False
         self.shares_storage: Callable[[FrozenDict[str, Tensor]], bool] = lambda params: False
         # The State after a step then replaces the one in the variable of the consumer before that is read.
-        self._yields_next = watch is None or Event.BATCH_END in watch
+        self._yields_next = (watch is None or Event.BATCH_END in watch) and not consumer_doubt()
         self.observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
         # After these it is decided; up to the end of the first batch all events are looked at.
         self._decides: frozenset[Event | Request] = _OF_GRAPHS if compiled else frozenset({_BEFORE_STEP})
@@ -117,9 +117,9 @@ class Ownership:
         self._params: Callable[[], Any] = _nothing
         self._memory: Callable[[], Any] = _nothing
         self.fits: bool | None = None
-        self._granted: Callable[[], State | None] = _nothing
-        self._step: Callable[[], State | None] = _nothing
-        self._last: Callable[[], State | None] = _nothing
+        self._granted: Weak = _nothing
+        self._step: Weak = _nothing
+        self._last: Weak = _nothing
         self._leaves: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
         self._instance: Any = None  # the private module in which they stand
         self._tensors: Tensors | None = None  # of the adopted parameters, once they were looked at
@@ -127,41 +127,35 @@ class Ownership:
     def adopt(self, state: State) -> None:
         """Parameters and optimizer state of this State were made by the stream for itself."""
         self._granted = self._last = _nothing  # a step that copied has not used the decision, and no other one may
+        if self.owns(state):
+            return
         params, memory = raw_params(state), raw_opt_state(state)
         both = type(params) is FrozenDict and type(memory) is FrozenDict
-        if not both or not self.owns(state):
-            self.fits = None
-            self._tensors = None  # which would keep other tensors alive
-            # With a callback each is a weak reference of its own, beside which another one counts.
-            self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
-            if both and not self.compiled and _has_large_gradients(state):
-                self._decides |= _OF_GRADIENTS
-                self.counted |= _OF_GRADIENTS
+        self.fits = self._tensors = None  # which would keep other tensors alive
+        # With a callback each is a weak reference of its own, beside which another one counts.
+        self._params, self._memory = (ref(params, _nothing), ref(memory, _nothing)) if both else (_nothing, _nothing)
 
     def stand_in(self, instance: Any, leaves: FrozenDict[str, Tensor]) -> None:
         """These leaves of autograd, which share the memory of parameters, stand in this private module."""
-        self._instance, self._leaves = instance, ref(leaves, _gone)
+        self._instance, self._leaves = instance, ref(leaves, _nothing)
 
     def leaves_of(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor] | None:
         """The leaves of these parameters, if the last forward of the stream went through them and they are alive."""
         leaves = self._leaves()
         return leaves if leaves is not None and leaves.origin is params else None
 
-    def is_next_step_of(self, state: State) -> bool:
-        """Whether the script goes on with this State, to its step; an algorithm may call the stages with others."""
-        return self._step() is state
+    def takes_kept(self, state: State) -> bool:
+        """Whether the step of this State takes its tensors, kept or not, if only the State and the stream have them.
+
+        It is the one that the script goes on with, to its step: an algorithm may call the stages with others.
+        """
+        return self.always and not self.compiled and self._step() is state and self.owns(state)
 
     def owns(self, state: State) -> bool:
         """Whether parameters and optimizer state are those that were adopted."""
         return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
 
-    def before(
-        self,
-        event: Event | Request,
-        state: State,
-        last: Callable[[], State | None],
-        waiting: Callable[[], State | None],
-    ) -> None:
+    def before(self, event: Event | Request, state: State, last: Weak, waiting: Weak) -> None:
         """Decide, right before a script goes on, whether what it computes next may write to what this State has.
 
         Args:
@@ -185,9 +179,7 @@ class Ownership:
             if self._is_unseen(event, state, last, waiting, frame):
                 self._granted = ref(state)
 
-    def _look_between(
-        self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
-    ) -> None:
+    def _look_between(self, event: Event | Request, state: State, last: Weak, frame: FrameType | None) -> None:
         """In the first batch: find out whether something between the stream and the variable leaves events out.
 
         ``filter`` does, which has no frame. Its variable keeps the State before the step if it leaves out BATCH_END.
@@ -196,6 +188,8 @@ class Ownership:
         begins, ends = (_OF_LOADING, _AFTER_BATCH) if self.compiled else (Event.BATCH_START, Event.BATCH_END)
         if event is begins:
             self._first_batch = "under way"
+            if not self.compiled and _has_large_gradients(state):
+                self._decides |= _OF_GRADIENTS
         if self._first_batch == "under way":
             if last() is state:
                 self._yields_next = self._is_replaced(frame, state)
@@ -204,12 +198,7 @@ class Ownership:
                 self.counted = self._decides
 
     def _is_unseen(
-        self,
-        event: Event | Request,
-        state: State,
-        last: Callable[[], State | None],
-        waiting: Callable[[], State | None],
-        frame: FrameType | None,
+        self, event: Event | Request, state: State, last: Weak, waiting: Weak, frame: FrameType | None
     ) -> bool:
         """Whether nothing that stays refers to what is written to next."""
         # At a request the script has this very State in its variable, and not the one that it was made of.
@@ -250,9 +239,10 @@ class Ownership:
 
     def _is_replaced(self, frame: FrameType | None, state: State | None) -> bool:
         """Whether the consumer has this State in the variable that it puts the next one in."""
-        return self._yields_next and rebinds_loop_variable(frame, state)
+        # A debugger reads, and may write back, the variables that are read there.
+        return self._yields_next and not is_watched(by_profilers=False) and rebinds_loop_variable(frame, state)
 
-    def _make_room(self, state: State, last: Callable[[], State | None], frame: FrameType | None) -> None:
+    def _make_room(self, state: State, last: Weak, frame: FrameType | None) -> None:
         """A batch begins: let go of the gradients of the State that only the variable of the consumer has."""
         yielded = last()
         if yielded is None or yielded._grads is None or yielded._grads is state._grads:
@@ -513,9 +503,8 @@ def are_unaliased(gradients: Mapping[str, Tensor | None] | Sequence[Tensor | Non
 
 def are_torchs(tensors: Iterable[Any]) -> bool:
     """Whether the memory of these tensors is torch's: no array's, and no file's."""
-    parts = [local_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-    plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts) and transforms() is None
-    return plain and all(part.untyped_storage().resizable() for part in parts)
+    own = Tensors(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return own.are_plain and all(storage.resizable() for storage in own._storages)
 
 
 def _is_own(tensor: Tensor | None) -> bool:
@@ -645,11 +634,6 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     >>> _ = list(numbers())
     False False False
     """
-    # A debugger reads, and may write back, the variables that are read here.
-    return not consumer_doubt() and not is_watched(by_profilers=False) and _rebinds(frame, value)
-
-
-def _rebinds(frame: FrameType | None, value: Any) -> bool:
     while frame is not None:
         code, at = frame.f_code, frame.f_lasti
         _, operation, name = _plans.get((id(code), at)) or _plan(code, at)
@@ -716,7 +700,7 @@ def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
     last = object()
     yield 0, last
     for number in range(1, 4):
-        answers.append(_rebinds(sys._getframe(1), last))
+        answers.append(rebinds_loop_variable(sys._getframe(1), last))
         last = object()
         yield number, last
 

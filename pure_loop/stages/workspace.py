@@ -94,8 +94,7 @@ class Workspace:
         params, memory = raw_params(state), raw_opt_state(state)
         if ownership.take(state, "params", "opt_state"):
             return params, memory
-        takes_kept = ownership.always and not ownership.compiled and ownership.is_next_step_of(state)
-        if not takes_kept or not ownership.owns(state) or getattr(params, "readers", None):
+        if not ownership.takes_kept(state) or getattr(params, "readers", None):
             return None
         # What an algorithm keeps in the State is no State of the past.
         memories: Any = state.algorithm_state
