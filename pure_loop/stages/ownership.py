@@ -233,9 +233,12 @@ class Ownership:
             return True  # the segment counts the rest
         if event is not _BEFORE_STEP:
             return not grads and not _lent(state._grads) and are_unaliased(state._grads)
-        if not self.owns(state) or memory or not self._has_mapping_alone(state, params):
-            return False
-        return self.has_tensors_alone(state)
+        leaves = self.leaves_of(raw_params(state))
+        if leaves is not None:
+            params -= 1  # that of the leaves, to which the variable here and the module refer
+            if count_in([leaves]) != [1 + (self._instance.params is leaves)]:
+                return False
+        return not params and not memory and self.owns(state) and self.has_tensors_alone(state, leaves)
 
     def _is_replaced(self, frame: FrameType | None, state: State | None) -> bool:
         """Whether the consumer has this State in the variable that it puts the next one in."""
@@ -251,27 +254,13 @@ class Ownership:
         if count_in([yielded]) == [2] and _has_large_gradients(state) and self._is_replaced(frame, yielded):
             _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
 
-    def _has_mapping_alone(self, state: State, others: int) -> bool:
-        """Whether no other reference exists to the parameters of a State, or to their leaves, than the stream's own.
-
-        Args:
-            state: the one that has them.
-            others: how many references to the mapping of parameters there are besides those of States.
-        """
-        leaves = self.leaves_of(raw_params(state))
-        if leaves is None:
-            return others == 0
-        # The variable here, and the module.
-        return others == 1 and count_in([leaves]) == [1 + (self._instance.params is leaves)]
-
-    def has_tensors_alone(self, state: State) -> bool:
-        """Whether nothing but its mappings, and the stream's own leaves, has what a State has to be written to.
+    def has_tensors_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
+        """Whether nothing but its mappings, and these leaves of the stream, has what a State has to be written to.
 
         Where nothing outside of the loop has read a mapping it is so. Else each tensor is looked at. Leaves with a hook
         or a gradient stay noted as read, for the next forward.
         """
         params, memory = raw_params(state), raw_opt_state(state)
-        leaves = self.leaves_of(params)
         read = _lent(params, leaves, memory)
         if not read:
             return True

@@ -101,10 +101,11 @@ class Workspace:
         kept: list[Any] = optree.tree_leaves(
             memories, is_leaf=lambda tree: tree is params or tree is memory, namespace=NAMESPACE
         )
-        if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state):
+        leaves = ownership.leaves_of(params)
+        if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state, leaves):
             return None
         # Whoever keeps one of these mappings finds it overwritten.
-        batch, leaves = state.timestamp.batch, ownership.leaves_of(params)
+        batch = state.timestamp.batch
         if leaves is not None:
             state.model.unbind()
             _overwritten(leaves, "params", batch)

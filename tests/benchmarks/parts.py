@@ -36,7 +36,7 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("backward", engine, "gradient_of"),
     ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
     ("the check for NaN", update, "find_nonfinite"),
-    ("counting references", ownership.Ownership, "_has_mapping_alone"),
+    ("counting references", ownership, "_counts"),
     ("leaves of autograd", engine.Engine, "leaves"),
     ("the consumer's variable", ownership, "rebinds_loop_variable"),
 ]
