@@ -252,7 +252,9 @@ class Ownership:
             return
         # The variable here, and the consumer's.
         if count_in([yielded]) == [2] and _has_large_gradients(state) and self._is_replaced(frame, yielded):
-            _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
+            _SLOTS["grads"].__set__(
+                yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began")
+            )
 
     def has_tensors_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
         """Whether nothing but its mappings, and these leaves of the stream, has what a State has to be written to.
@@ -310,17 +312,17 @@ class Ownership:
         yielded, self._granted, self._last = self._last(), _nothing, _nothing
         what, written = overwritten_by(fields[0], state.timestamp.batch), []
         for field in fields:
-            read, write = _SLOTS[field]
-            mapping = read(state)
+            slot = _SLOTS[field]
+            mapping = slot.__get__(state)
             for owner in (state, yielded):
-                if owner is not None and read(owner) is mapping:
-                    write(owner, Overwritten.by(field, what))
-                    written.append((write, owner, mapping))
+                if owner is not None and slot.__get__(owner) is mapping:
+                    slot.__set__(owner, Overwritten.by(field, what))
+                    written.append((slot, owner, mapping))
         # Something may have read one since references were counted: a thread, or code of the user's before the step.
         # From here on a thread that reads one finds it overwritten.
         if _lent(*[mapping for _, _, mapping in written]):
-            for write, owner, mapping in written:
-                write(owner, mapping)
+            for slot, owner, mapping in written:
+                slot.__set__(owner, mapping)
             return False
         return True
 
@@ -352,11 +354,7 @@ _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Ev
 _OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
 # Numbers in gradients from which a check of references is cheaper than a copy.
 LARGE = 2**18
-_SLOTS: dict[str, tuple[Callable[[State], Any], Callable[[State, Any], None]]] = {
-    name: (slot.__get__, slot.__set__)
-    for name, slot in [(name, vars(State)[f"_{name}"]) for name in ("params", "opt_state", "grads")]
-}
-_set_grads = _SLOTS["grads"][1]
+_SLOTS: dict[str, Any] = {name: vars(State)[f"_{name}"] for name in ("params", "opt_state", "grads")}
 
 
 def overwritten_by(field: str, batch: int) -> str:
