@@ -81,13 +81,11 @@ def drive(
             except StopIteration as stop:
                 return stop.value  # only the script's: one that escapes an algorithm must not end training in silence
             if isinstance(event, Request) and ownership is not None:
-                ownership.before(event, state, last_yielded)
+                ownership.before(event, state, last_yielded, _no_state)
                 continue
             if events is not None and event not in events:
                 continue
-            counting = ownership if ownership is not None and event in ownership.counted else None
-            if counting is not None:
-                counting.arrives(state)
+            waiting = _no_state if ownership is None else ref(state)
             if checks is not None:
                 checks.advance(event)
             checks = strict if strict is not None and event in strict.checked else None
@@ -111,8 +109,8 @@ def drive(
                 last_yielded = ref(state)
             if checks is not None:
                 checks.end(event, state)
-            if counting is not None:
-                counting.before(event, state, last_yielded)
+            if ownership is not None and event in ownership.counted:
+                ownership.before(event, state, last_yielded, waiting)
     except BaseException as ended_by:
         error = ended_by
         if failed is not None and began == generation():

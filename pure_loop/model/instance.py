@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Instance"]
 
 
-def _no_mapping() -> None:
-    """Stands for a reference to the mapping that is bound, before there is one."""
+def _no_mapping(_: object = None) -> None:
+    """Stands for a reference to the mapping that is bound, before there is one and when it is gone."""
 
 
 class Instance:
@@ -56,10 +56,7 @@ class Instance:
         # Buffers to which tensors were assigned, which may be aliased.
         self._assigned: set[str] = set()
         self._written: list[Tensor] = []
-        self._known: list[tuple[str, Any, str, set[str], bool]] = []
         self.altered = UNALTERED
-        self.params: FrozenDict[str, Tensor] | None
-        self.bound: Callable[[], FrozenDict[str, Tensor] | None]
         self.take_structure(model)
         self.training: bool | None = None
         self._modes = model.modes
@@ -70,13 +67,14 @@ class Instance:
         put_slots(self.module, {path: slot_of(came, path) for path in self.altered if path not in model.altered})
         put_slots(self.module, model.altered)
         self._find_buffers(model.altered, model.buffer_places)
-        self.params, self.bound = None, _no_mapping
+        self.params: FrozenDict[str, Tensor] | None = None
+        self.bound: Callable[[], FrozenDict[str, Tensor] | None] = _no_mapping
 
     def _find_buffers(self, altered: Altered, places: Mapping[str, list[str]]) -> None:
         self.altered = altered
         self.buffers = list(places_at(self.module, places))
         fixed = {name: (t.shape, t.dtype) for name, t in self._came.named_buffers() if name not in altered}
-        self._known = []
+        self._known: list[tuple[str, Any, str, set[str], bool]] = []
         for name, paths in places.items():
             for path in paths:
                 prefix, _, key = path.rpartition(".")
@@ -95,7 +93,8 @@ class Instance:
         if self.bound() is not params:
             for name, tensors, key in self._parameters:
                 tensors[key] = params[name]
-            self.params, self.bound = params, ref(params)
+            # With a callback it is a weak reference of its own, beside which another one counts.
+            self.params, self.bound = params, ref(params, _no_mapping)
         if self.buffers:
             # In-place writes to buffers escape `_version` (BatchNorm's kernel), so they are always copied.
             copies = dict(zip(buffers, clone_all(list(buffers.values())), strict=True))

@@ -13,7 +13,7 @@ was kept. This is the only module that counts references, and the only one that 
 
 from __future__ import annotations
 
-import opcode
+import dis
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
@@ -25,7 +25,6 @@ from weakref import getweakrefcount, ref
 
 import optree
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.multiprocessing.reductions import shared_cache
 
@@ -55,12 +54,12 @@ class Request(Enum):
     COUNT_REFERENCES = auto()
 
 
-def _gone(_: object) -> None:
-    """What a weak reference of the stream's own calls."""
+# A weak reference to a State, or what stands in its place.
+Weak: TypeAlias = "Callable[[], State | None]"
 
 
-def _nothing() -> None:
-    """In the place of a weak reference, before there is one."""
+def _nothing(_: object = None) -> None:
+    """In the place of a weak reference, before there is one; and what one of the stream's own calls at the end."""
 
 
 class Ownership:
@@ -74,10 +73,8 @@ class Ownership:
         measures: whether nothing of the stream is kept, and its counts are what those of all others are compared with.
 
     Attributes:
-        leaves: those of autograd, which share the memory of the parameters; None: there are none yet.
         counted: the events and requests before and after which the driver calls.
         observed_at: the events at which a State is yielded, or passed to algorithms or callbacks.
-        instance: the private module in which the leaves stand.
         observed: whether a State was yielded, or passed to algorithms, callbacks or an evaluation, since a graph last
             asked.
         fits: what the optimizer's ``fits`` says of them, once it was asked.
@@ -86,9 +83,9 @@ class Ownership:
     """
 
     __slots__ = (
-        *("_arrived", "_decides", "_first_batch", "_granted", "_last", "_memory"),
-        *("_params", "_step", "_tensors", "_waits_with", "_yields_next"),
-        *("always", "compiled", "counted", "fits", "instance", "is_of_ranks", "leaves"),
+        *("_decides", "_first_batch", "_granted", "_instance", "_last", "_leaves", "_memory"),
+        *("_params", "_step", "_tensors", "_yields_next"),
+        *("always", "compiled", "counted", "fits", "is_of_ranks"),
         *("measures", "observed", "observed_at", "shares_storage"),
     )
 
@@ -107,7 +104,7 @@ class Ownership:
         self.is_of_ranks = False
         self.shares_storage: Callable[[FrozenDict[str, Tensor]], bool] = lambda params: False
         # The State after a step then replaces the one in the variable of the consumer before that is read.
-        self._yields_next = watch is None or Event.BATCH_END in watch
+        self._yields_next = (watch is None or Event.BATCH_END in watch) and not consumer_doubt()
         self.observed_at = frozenset(Event) if watch is None else frozenset({*watch, *attached})
         # After these it is decided; up to the end of the first batch all events are looked at.
         self._decides: frozenset[Event | Request] = _OF_GRAPHS if compiled else frozenset({_BEFORE_STEP})
@@ -120,62 +117,54 @@ class Ownership:
         self._params: Callable[[], Any] = _nothing
         self._memory: Callable[[], Any] = _nothing
         self.fits: bool | None = None
-        self._granted: Callable[[], State | None] = _nothing
-        self._step: Callable[[], State | None] = _nothing
-        self._last: Callable[[], State | None] = _nothing
-        self.leaves: FrozenDict[str, Tensor] | None = None
-        self.instance: Any = None
-        self._arrived: tuple[Any, ...] = ()
-        self._waits_with: Callable[[], State | None] = _nothing
-        # The parameters that were looked at last, by a weak reference to their mapping.
-        self._tensors: tuple[Callable[[], Any], Tensors] | None = None
+        self._granted: Weak = _nothing
+        self._step: Weak = _nothing
+        self._last: Weak = _nothing
+        self._leaves: Callable[[], FrozenDict[str, Tensor] | None] = _nothing
+        self._instance: Any = None  # the private module in which they stand
+        self._tensors: Tensors | None = None  # of the adopted parameters, once they were looked at
 
     def adopt(self, state: State) -> None:
         """Parameters and optimizer state of this State were made by the stream for itself."""
         self._granted = self._last = _nothing  # a step that copied has not used the decision, and no other one may
+        if self.owns(state):
+            return
         params, memory = raw_params(state), raw_opt_state(state)
-        if self._tensors is not None and self._tensors[0]() is not params:
-            self._tensors = None  # which would keep other tensors alive
         both = type(params) is FrozenDict and type(memory) is FrozenDict
-        if not both or not self.owns(state):
-            self.fits = None
-            # With a callback each is a weak reference of its own, beside which another one counts.
-            self._params, self._memory = (ref(params, _gone), ref(memory, _gone)) if both else (_nothing, _nothing)
-            if both and not self.compiled and _has_large_gradients(state):
-                self._decides |= _OF_GRADIENTS
-                self.counted |= _OF_GRADIENTS
+        self.fits = self._tensors = None  # which would keep other tensors alive
+        # With a callback each is a weak reference of its own, beside which another one counts.
+        self._params, self._memory = (ref(params, _nothing), ref(memory, _nothing)) if both else (_nothing, _nothing)
 
-    def has_made_params(self, state: State) -> bool:
-        """Whether the parameters are those that were adopted."""
-        return self._params() is raw_params(state)
+    def stand_in(self, instance: Any, leaves: FrozenDict[str, Tensor]) -> None:
+        """These leaves of autograd, which share the memory of parameters, stand in this private module."""
+        self._instance, self._leaves = instance, ref(leaves, _nothing)
 
-    def is_next_step_of(self, state: State) -> bool:
-        """Whether the script goes on with this State, to its step; an algorithm may call the stages with others."""
-        return self._step() is state
+    def leaves_of(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor] | None:
+        """The leaves of these parameters, if the last forward of the stream went through them and they are alive."""
+        leaves = self._leaves()
+        return leaves if leaves is not None and leaves.origin is params else None
+
+    def takes_kept(self, state: State) -> bool:
+        """Whether the step of this State takes its tensors, kept or not, if only the State and the stream have them.
+
+        It is the one that the script goes on with, to its step: an algorithm may call the stages with others.
+        """
+        return self.always and not self.compiled and self._step() is state and self.owns(state)
 
     def owns(self, state: State) -> bool:
         """Whether parameters and optimizer state are those that were adopted."""
         return self._params() is raw_params(state) and self._memory() is raw_opt_state(state)
 
-    def arrives(self, state: State) -> None:
-        """A script has yielded this State, and waits with it in its variable; algorithms may make others of it."""
-        self._arrived = raw_params(state), raw_opt_state(state), state._grads
-        self._waits_with = ref(state)
-
-    def before(self, event: Event | Request, state: State, last: Callable[[], State | None]) -> None:
+    def before(self, event: Event | Request, state: State, last: Weak, waiting: Weak) -> None:
         """Decide, right before a script goes on, whether what it computes next may write to what this State has.
 
         Args:
             event: the one after which it goes on, one of ``counted``.
             state: what the script is sent; the caller is the driver, which has it in one variable.
             last: a weak reference to the State that the consumer was given last.
+            waiting: one to the State that the script waits with in its variable, where ``state`` was made of that.
         """
         self._step = ref(state) if event is _BEFORE_STEP else _nothing
-        arrived, self._arrived = self._arrived, ()
-        waits_with, self._waits_with = self._waits_with, _nothing
-        written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
-        unchanged = all(map(is_, arrived[written], _mappings(state)[written]))
-        del arrived
         if counting_doubt():
             return
         frame = sys._getframe(1).f_back
@@ -183,17 +172,14 @@ class Ownership:
             self._look_between(event, state, last, frame)
         if event not in self._decides:
             return
-        if event is Event.BATCH_START or (self.compiled and _has_large_gradients(state)):
+        if self.compiled or event is Event.BATCH_START:
             self._make_room(state, last, frame)
         if event is not Event.BATCH_START:
             self._granted = self._last = _nothing
-            # Else an algorithm put in others, and the script's variable has those before.
-            if unchanged and self._is_unseen(event, state, last, waits_with, frame):
+            if self._is_unseen(event, state, last, waiting, frame):
                 self._granted = ref(state)
 
-    def _look_between(
-        self, event: Event | Request, state: State, last: Callable[[], State | None], frame: FrameType | None
-    ) -> None:
+    def _look_between(self, event: Event | Request, state: State, last: Weak, frame: FrameType | None) -> None:
         """In the first batch: find out whether something between the stream and the variable leaves events out.
 
         ``filter`` does, which has no frame. Its variable keeps the State before the step if it leaves out BATCH_END.
@@ -202,160 +188,141 @@ class Ownership:
         begins, ends = (_OF_LOADING, _AFTER_BATCH) if self.compiled else (Event.BATCH_START, Event.BATCH_END)
         if event is begins:
             self._first_batch = "under way"
+            if not self.compiled and _has_large_gradients(state):
+                self._decides |= _OF_GRADIENTS
         if self._first_batch == "under way":
-            if last() is state and not rebinds_loop_variable(frame, state):
-                self._yields_next = False
+            if last() is state:
+                self._yields_next = self._is_replaced(frame, state)
             if event is ends:
                 self._first_batch = ""
                 self.counted = self._decides
 
     def _is_unseen(
-        self,
-        event: Event | Request,
-        state: State,
-        last: Callable[[], State | None],
-        waits_with: Callable[[], State | None],
-        frame: FrameType | None,
+        self, event: Event | Request, state: State, last: Weak, waiting: Weak, frame: FrameType | None
     ) -> bool:
         """Whether nothing that stays refers to what is written to next."""
         # At a request the script has this very State in its variable, and not the one that it was made of.
-        same = isinstance(event, Request)
-        yielded = last()
+        same, scripts, yielded = isinstance(event, Request), waiting(), last()
+        if not same:
+            written = slice(0, 2) if event is _BEFORE_STEP else slice(2, 3)
+            # Else an algorithm put in others, and the script's variable has those before.
+            if scripts is None or not all(map(is_, _mappings(scripts)[written], _mappings(state)[written])):
+                return False
+        shares = [False] * 3
         if yielded is state:
             yielded = None
-        counts, shares = _counts(state, yielded, waits_with()), [False] * 3
         if yielded is not None:
-            pairs = zip(_mappings(yielded), _mappings(state), strict=True)
-            shares = [one is other is not None for one, other in pairs]
+            shares = [one is other is not None for one, other in zip(_mappings(yielded), _mappings(state), strict=True)]
+        counts = _counts(state, shares, yielded, scripts)
         if self.measures:
-            measured = tuple(map(int.__sub__, counts, (0, *shares, 0, 0)))
-            Ownership.expected = tuple(map(min, measured, Ownership.expected or measured))
+            Ownership.expected = tuple(map(min, counts, Ownership.expected or counts))
         if self.measures or Ownership.expected is None:
             return False
-        held, params, memory, grads, shown, waiting = map(int.__sub__, counts, Ownership.expected)
+        held, params, memory, grads, shown, waits = map(int.__sub__, counts, Ownership.expected)
         # The State in the script's variable may be one that was yielded at an event before, and is kept.
-        if waiting and not same:
+        if waits and not same:
             return False
-        if not any(shares):
-            yielded = None
-        elif shown:
-            return False
-        if held != same:
-            # One more may be the variable of the consumer, of this State itself.
-            if held != same + 1 or yielded is not None or not self._is_replaced(frame, state):
-                return False
-        elif yielded is not None:
-            if not self._is_replaced(frame, yielded):
+        if any(shares):
+            if shown or held != same or not self._is_replaced(frame, yielded):
                 return False
             self._last = last
+        # One more may be the variable of the consumer, of this State itself.
+        elif held != same and not (held == same + 1 and self._is_replaced(frame, state)):
+            return False
         if self.compiled:
             return True  # the segment counts the rest
         if event is not _BEFORE_STEP:
-            return grads == shares[2] and not _are_lent(state._grads) and are_unaliased(state._grads)
-        if not self.owns(state) or memory != shares[1] or not self._has_mapping_alone(state, params - shares[0]):
-            return False
-        return self.has_tensors_alone(state)
+            return not grads and not _lent(state._grads) and are_unaliased(state._grads)
+        leaves = self.leaves_of(raw_params(state))
+        if leaves is not None:
+            params -= 1  # that of the leaves, to which the variable here and the module refer
+            if count_in([leaves]) != [1 + (self._instance.params is leaves)]:
+                return False
+        return not params and not memory and self.owns(state) and self.has_tensors_alone(state, leaves)
 
-    def _is_replaced(self, frame: FrameType | None, state: State) -> bool:
+    def _is_replaced(self, frame: FrameType | None, state: State | None) -> bool:
         """Whether the consumer has this State in the variable that it puts the next one in."""
-        return self._yields_next and rebinds_loop_variable(frame, state)
+        # A debugger reads, and may write back, the variables that are read there.
+        return self._yields_next and not is_watched(by_profilers=False) and rebinds_loop_variable(frame, state)
 
-    def _make_room(self, state: State, last: Callable[[], State | None], frame: FrameType | None) -> None:
+    def _make_room(self, state: State, last: Weak, frame: FrameType | None) -> None:
         """A batch begins: let go of the gradients of the State that only the variable of the consumer has."""
         yielded = last()
         if yielded is None or yielded._grads is None or yielded._grads is state._grads:
             return
-        if count(yielded) != _in_two_places() or not _has_large_gradients(state):
-            return
-        if self._is_replaced(frame, yielded):
-            _set_grads(yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began"))
+        # The variable here, and the consumer's.
+        if count_in([yielded]) == [2] and _has_large_gradients(state) and self._is_replaced(frame, yielded):
+            _SLOTS["grads"].__set__(
+                yielded, Overwritten.by("grads", f"let go when batch {state.timestamp.batch} began")
+            )
 
-    def _has_mapping_alone(self, state: State, others: int) -> bool:
-        """Whether no other reference exists to the parameters of a State, or to their leaves, than the stream's own.
-
-        Args:
-            state: the one that has them.
-            others: how many references to the mapping of parameters there are besides those of States.
-        """
-        leaves = self.leaves
-        if leaves is None or leaves.origin is not raw_params(state):
-            return others == 0
-        bound = self._is_bound(leaves)
-        return others == 1 and count(leaves) == _in_two_places() + (bound and self.instance.params is leaves)
-
-    def has_tensors_alone(self, state: State) -> bool:
-        """Whether nothing but its mappings, and the stream's own leaves, has what a State has to be written to.
+    def has_tensors_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
+        """Whether nothing but its mappings, and these leaves of the stream, has what a State has to be written to.
 
         Where nothing outside of the loop has read a mapping it is so. Else each tensor is looked at. Leaves with a hook
         or a gradient stay noted as read, for the next forward.
         """
-        params, memory, leaves = raw_params(state), raw_opt_state(state), self.leaves
-        if leaves is not None and leaves.origin is not params:
-            leaves = None
-        if not _are_lent(params, leaves, memory):
+        params, memory = raw_params(state), raw_opt_state(state)
+        read = _lent(params, leaves, memory)
+        if not read:
             return True
-        read, read_memory = _are_lent(params, leaves), _are_lent(memory)
         if tensor_uses is None or storage_uses is None:
             return False
-        mappings: list[Any] = [mapping for mapping in (params, memory, leaves) if _are_lent(mapping)]
         # A hook or a gradient on a leaf stays there, and the next forward has to see that something may be.
         marked = leaves is not None and are_marked(leaves)
         # Before the look: what another thread reads meanwhile is noted anew, which `take` finds.
-        for mapping in mappings:
+        for mapping in read:
             mapping.lent = None
-        # Of the stream's own; engines of several ranks have one, too.
-        own = 1 + (self._tensors is not None and self._tensors[0]() is params) + self.is_of_ranks
-        result = (
-            getweakrefcount(params) <= own
+        alone = (
+            # Of the stream's own; engines of several ranks have one, too.
+            getweakrefcount(params) <= 1 + self.is_of_ranks
             and getweakrefcount(memory) <= 1
-            and (not read or self._has_parameters_alone(state, leaves))
-            and (not read_memory or _is_private(memory))
+            and (read[0] is memory or self._has_parameters_alone(state, leaves))
+            and (read[-1] is not memory or _is_private(memory))
         )
-        if marked or not result:
-            for mapping in mappings:
-                mapping.lent = True if not result or mapping is leaves else None
-        return result
+        for mapping in read:
+            if not alone or (marked and mapping is leaves):
+                mapping.lent = True
+        return alone
 
     def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
         """Whether nothing else has the parameters that are trained, or their leaves."""
         params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
         shared = leaves is not None or self.shares_storage(params)
-        if self._tensors is None or self._tensors[0]() is not params:
-            self._tensors = ref(params, _gone), Tensors(params[name] for name in names)
+        if self._tensors is None:
+            self._tensors = Tensors(params[name] for name in names)
         # The tensors are in a list here, as they were where this was counted.
-        if not self._tensors[1].have_uses(expected.shared if shared else expected.alone):
+        if not self._tensors.have_uses(expected["shared" if shared else "alone"]):
             return False
         if leaves is None:
             return True
+        bound = self._instance.bound() is leaves
+        if getweakrefcount(leaves) > 1 + bound:  # that of the stream, and of the module
+            return False
         # Their memory is that of the parameters.
-        places, found = self.instance.places if self._is_bound(leaves) else {}, list(map(leaves.get, names))
-        wanted = [expected.alone[0] + places.get(name, 0) for name in names]
-        return list(map(count, found)) == wanted and _uses_of(found) <= {expected.alone[1:3]}
-
-    def _is_bound(self, leaves: FrozenDict[str, Tensor]) -> bool:
-        """Whether these leaves stand in the private module."""
-        return self.instance is not None and self.instance.bound() is leaves
+        places, found = self._instance.places if bound else {}, list(map(leaves.get, names))
+        uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
+        variables, *others = expected["alone"][:3]
+        return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
 
     def take(self, state: State, *fields: str) -> bool:
         """Whether these fields may be written to; the State has them no more then."""
         if self.compiled or self._granted() is not state:
             return False
         yielded, self._granted, self._last = self._last(), _nothing, _nothing
-        mappings = [_SLOTS[field][0](state) for field in fields]
-        # Something has read one since references were counted: a thread, or code of the user's before the step.
-        if _are_lent(*mappings):
-            return False
         what, written = overwritten_by(fields[0], state.timestamp.batch), []
-        for field, mapping in zip(fields, mappings, strict=True):
-            read, write = _SLOTS[field]
+        for field in fields:
+            slot = _SLOTS[field]
+            mapping = slot.__get__(state)
             for owner in (state, yielded):
-                if owner is not None and read(owner) is mapping:
-                    write(owner, Overwritten.by(field, what))
-                    written.append((write, owner, mapping))
-        # Once more: from here on a thread that reads one finds it overwritten.
-        if _are_lent(*mappings):
-            for write, owner, mapping in written:
-                write(owner, mapping)
+                if owner is not None and slot.__get__(owner) is mapping:
+                    slot.__set__(owner, Overwritten.by(field, what))
+                    written.append((slot, owner, mapping))
+        # Something may have read one since references were counted: a thread, or code of the user's before the step.
+        # From here on a thread that reads one finds it overwritten.
+        if _lent(*[mapping for _, _, mapping in written]):
+            for slot, owner, mapping in written:
+                slot.__set__(owner, mapping)
             return False
         return True
 
@@ -387,11 +354,7 @@ _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Ev
 _OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
 # Numbers in gradients from which a check of references is cheaper than a copy.
 LARGE = 2**18
-_SLOTS: dict[str, tuple[Callable[[State], Any], Callable[[State, Any], None]]] = {
-    name: (slot.__get__, slot.__set__)
-    for name, slot in [(name, vars(State)[f"_{name}"]) for name in ("params", "opt_state", "grads")]
-}
-_set_grads = _SLOTS["grads"][1]
+_SLOTS: dict[str, Any] = {name: vars(State)[f"_{name}"] for name in ("params", "opt_state", "grads")}
 
 
 def overwritten_by(field: str, batch: int) -> str:
@@ -411,9 +374,9 @@ def _mappings(state: State) -> tuple[Any, Any, Any]:
     return raw_params(state), raw_opt_state(state), state._grads
 
 
-def _are_lent(*mappings: Any) -> bool:
-    """Whether code outside of the loop has read one of these mappings."""
-    return [getattr(mapping, "lent", None) for mapping in mappings] != [None] * len(mappings)
+def _lent(*mappings: Any) -> list[Any]:
+    """Those of these mappings that code outside of the loop has read."""
+    return [mapping for mapping in mappings if getattr(mapping, "lent", None) is not None]
 
 
 # Counts of references.
@@ -421,18 +384,12 @@ def _are_lent(*mappings: Any) -> bool:
 count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
 
 
-def _counts(state: State, yielded: State | None, waiting: State | None) -> tuple[int, ...]:
-    """References to a State, to its mappings of parameters, optimizer state and gradients, and to two other States."""
-    own = count(state), count(raw_params(state)), count(raw_opt_state(state)), count(state._grads)
-    return (*own, 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting))
-
-
-@cache
-def _in_two_places() -> int:
-    """What is counted of an object in a variable of a function, to which one other object refers."""
-    mapping = FrozenDict[str, Any]()
-    _holder = [mapping]
-    return count(mapping)
+def _counts(state: State, shares: list[bool], yielded: Any, scripts: Any) -> tuple[int, ...]:
+    """References to a State, to its mappings of parameters, optimizer state and gradients, but for those that another
+    one shares, and to two other States.
+    """
+    mappings = map(int.__sub__, map(count, _mappings(state)), shares)
+    return count(state), *mappings, count(yielded), count(scripts)
 
 
 class Tensors:
@@ -445,7 +402,7 @@ class Tensors:
         are_plain: whether counts say something of each: no wrapper, sparse one, or one of a transform.
     """
 
-    __slots__ = ("_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
+    __slots__ = ("_bases", "_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         listed, self._wrappers = list(tensors), list[Tensor]()
@@ -456,10 +413,11 @@ class Tensors:
         self.are_plain = self.are_plain and transforms() is None
         self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
         self._pointers = [storage._cdata for storage in self._storages]
+        self._bases = list(map(_base, listed)) if self.are_plain else []
 
-    def uses(self) -> list[list[Any]]:
-        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; and whether
-        another process has it.
+    def uses(self) -> list[tuple[Any, ...]]:
+        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; whether another
+        process has it; and, where it is a view, what refers to the tensor behind it: variables, torch.
         """
         tensors, storages = self._tensors, self._storages
         # Handing one to another process moves it to memory that processes share; on an accelerator it stays.
@@ -467,68 +425,47 @@ class Tensors:
             storage.is_shared() if tensor.is_cpu else was_sent(pointer)
             for tensor, storage, pointer in zip(tensors, storages, self._pointers, strict=True)
         ]
-        of_tensors = list(map(count, tensors)), list(map(tensor_uses, tensors)), list(map(getweakrefcount, tensors))
-        return [*of_tensors, list(map(count, storages)), list(map(storage_uses, self._pointers)), sent]
+        behind = [None if base is None else (count(base), tensor_uses(base)) for base in self._bases]
+        of_tensors = map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors)
+        of_storages = map(count, storages), map(storage_uses, self._pointers), sent
+        return list(zip(*of_tensors, *of_storages, behind, strict=True))
 
     def have_uses(self, *expected: tuple[Any, ...]) -> bool:
         """Whether what refers to each is one of these."""
         if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
             return False
-        return set(zip(*self.uses(), strict=True)) <= set(expected)
+        return set(self.uses()) <= set(expected)
 
 
-_layout = attrgetter("layout")
-
-
-def _uses_of(tensors: Sequence[Any]) -> set[tuple[Any, ...]]:
-    """What refers to tensors besides variables: torch, and weak references."""
-    return set(zip(map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True))
-
-
-@frozen
-class _Expected:
-    """What refers to tensors in a mapping to which nothing else does.
-
-    Attributes:
-        alone: to a tensor.
-        shared: to one with whose memory there is one tensor more.
-        viewed: to a view, as autograd may give it; behind: to the tensor behind it.
-        nested: to a mapping in a mapping.
-    """
-
-    alone: tuple[Any, ...]
-    shared: tuple[Any, ...]
-    viewed: tuple[Any, ...]
-    behind: tuple[Any, ...]
-    nested: int
+_layout, _base = attrgetter("layout"), attrgetter("_base")
 
 
 @cache
-def _expected_uses() -> _Expected:
+def _expected_uses() -> dict[str, tuple[Any, ...]]:
+    """What refers to a tensor in a mapping to which nothing else does; if its memory is ``shared`` with one more; and
+    if it is a ``view``, as autograd may give it.
+    """
     mapping = FrozenDict(one=torch.zeros(2, 3, device="cpu"))
     tensors = Tensors(mapping.values())
-    (alone,) = zip(*tensors.uses(), strict=True)
+    (alone,) = tensors.uses()
     leaf = mapping["one"].detach()
-    (shared,) = zip(*tensors.uses(), strict=True)
+    (shared,) = tensors.uses()
     del leaf
     transposed = FrozenDict(one=torch.zeros(2, 3, device="cpu").t())
-    (viewed,) = zip(*Tensors(transposed.values()).uses(), strict=True)
-    (behind,) = _uses_behind(list(transposed.values()))
-    outer = FrozenDict(one=FrozenDict[str, Any]())
-    (nested,) = map(count, list(outer.values()))
-    return _Expected(alone, shared, viewed, behind, nested)
+    (view,) = Tensors(transposed.values()).uses()
+    return {"alone": alone, "shared": shared, "view": view}
 
 
 def _is_private(memory: Any) -> bool:
     """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
     # Mappings of numbers alone are written to by nothing, and several States may have them.
-    inner = [value for value in memory.values() if type(value) is FrozenDict and has_tensors(value)]
-    if set(map(count, inner)) - {_expected_uses().nested} or any(map(getweakrefcount, inner)):
+    inner = [value for value in memory.values() if not isinstance(value, Tensor) and has_tensors(value)]
+    if any(type(value) is not FrozenDict for value in inner):
         return False
-    if any(not isinstance(value, Tensor | FrozenDict) and has_tensors(value) for value in memory.values()):
+    if any(map(getweakrefcount, inner)) or count_in(inner) != [1] * len(inner):
         return False
     tensors = Tensors(value for value in memory.values() if isinstance(value, Tensor))
-    return tensors.have_uses(_expected_uses().alone) and all(map(_is_private, inner))
+    return tensors.have_uses(_expected_uses()["alone"]) and all(map(_is_private, inner))
 
 
 def has_tensors(tree: Any) -> bool:
@@ -544,31 +481,17 @@ def are_unaliased(gradients: Mapping[str, Tensor | None] | Sequence[Tensor | Non
     (True, False, False)
     """
     values: Any = gradients.values() if isinstance(gradients, Mapping) else gradients
-    if counting_doubt() or any(map(is_sharded, values)) or not all(map(_is_own, values)):
+    if counting_doubt() or not all(map(_is_own, values)):
         return False
-    expected = _expected_uses()
-    tensors = Tensors(value for value in values if value is not None)
     # Behind a view there is one tensor more, which may be that of others.
-    views = [value for value in values if value is not None and value._is_view()]
-    if not views:
-        return tensors.have_uses(expected.alone)
-    if set(_uses_behind(views)) != {expected.behind}:
-        return False
-    del views
-    return tensors.have_uses(expected.alone, expected.viewed)
-
-
-def _uses_behind(views: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What refers to the tensors behind views, each of which has one of its own."""
-    bases = [view._base for view in views]
-    return list(zip(map(count, bases), map(tensor_uses, bases), strict=True))
+    expected, tensors = _expected_uses(), Tensors(value for value in values if value is not None)
+    return tensors.have_uses(expected["alone"], expected["view"])
 
 
 def are_torchs(tensors: Iterable[Any]) -> bool:
     """Whether the memory of these tensors is torch's: no array's, and no file's."""
-    parts = [local_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-    plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts) and transforms() is None
-    return plain and all(part.untyped_storage().resizable() for part in parts)
+    own = Tensors(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return own.are_plain and all(storage.resizable() for storage in own._storages)
 
 
 def _is_own(tensor: Tensor | None) -> bool:
@@ -653,9 +576,7 @@ def count_in(objects: Sequence[Any]) -> list[int]:
 def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
     """Whether each of these has a storage of its own, that torch has in this process, and no other tensor has."""
     own = Tensors(tensors)
-    return own.are_plain and all(
-        set(found) == {one} for found, one in zip(own.uses()[1:], _expected_uses().alone[1:], strict=True)
-    )
+    return own.are_plain and {use[1:] for use in own.uses()} <= {_expected_uses()["alone"][1:]}
 
 
 # The frames of the code that runs, and that of the consumer.
@@ -679,13 +600,6 @@ def is_watched(*, by_profilers: bool = True) -> bool:
     return bool(tools) and any(_monitoring.get_tool(tool) is not None for tool in tools)
 
 
-_UNPACK, _CACHE = opcode.opmap.get("UNPACK_SEQUENCE"), opcode.opmap.get("CACHE", 0)
-_PRECALL, _CALL = opcode.opmap.get("PRECALL"), opcode.opmap.get("CALL")
-_SEND, _EXTENDED = opcode.opmap.get("SEND"), opcode.opmap.get("EXTENDED_ARG")
-# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
-_STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"}
-
-
 def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     """Whether the first thing that this frame does with the pair it waits for is to put it where it has ``value`` now.
 
@@ -707,32 +621,24 @@ def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
     >>> _ = list(numbers())
     False False False
     """
-    # A debugger reads, and may write back, the variables that are read here.
-    return not consumer_doubt() and not is_watched(by_profilers=False) and _rebinds(frame, value)
-
-
-def _rebinds(frame: FrameType | None, value: Any) -> bool:
-    plan: Plan = None
     while frame is not None:
-        code = frame.f_code
-        known = _plans.get((id(code), frame.f_lasti))
-        plan = known[1] if known is not None and known[0] is code else _plan(code, frame.f_lasti)
-        if plan is not _DELEGATES:
+        code, at = frame.f_code, frame.f_lasti
+        _, operation, name = _plans.get((id(code), at)) or _plan(code, at)
+        if operation != _DELEGATES:
             break
         frame = frame.f_back
-    if frame is None or plan is None:
+    if frame is None or operation not in _STORES:
         return False
-    name, place = plan
-    if place is _GLOBALS:
-        return frame.f_globals.get(name, frame) is value
-    variables: Any = frame.f_locals
+    variables: Any = frame.f_globals if operation == "STORE_GLOBAL" else frame.f_locals
     result = variables.get(name, frame) is value
-    # A dict is a copy of the variables, the same that locals() gives, and would keep whatever they hold.
-    if place is _COPIES:
-        for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
-            del variables[key]
-    elif place is _LENT and result and frame.f_back is not None:
-        return not any(each is value for each in frame.f_back.f_locals.values())
+    if operation == "STORE_FAST":
+        # Up to Python 3.12 it is a copy of the variables, the same that locals() gives, and would keep what they hold.
+        if type(variables) is dict:
+            for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
+                del variables[key]
+        # From Python 3.14 on a parameter may have no reference of its own to what a variable of its caller has.
+        elif result and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return frame.f_back is None or not any(each is value for each in frame.f_back.f_locals.values())
     return result
 
 
@@ -745,78 +651,35 @@ def look_through(code: CodeType) -> None:
 
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-# Where a variable is: among the globals, those of a class or module, or those of a function, of which there are copies.
-# Or it is a parameter, whose argument may be counted in the caller's variable.
-_GLOBALS, _NAMES, _COPIES, _LENT = "globals", "names", "copies", "lent"
-# A name, and where it is; None: the pair goes elsewhere.
-Plan: TypeAlias = "tuple[str, str] | None"
-_DELEGATES = ("yield from", "")
+# Of ``yield from``.
+_DELEGATES = "SEND"
+# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
+_STORES = frozenset({"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"})
 # By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
-_plans: dict[tuple[int, int], tuple[CodeType, Plan]] = {}
+_plans: dict[tuple[int, int], tuple[CodeType, str, str]] = {}
 
 
-def _plan(code: CodeType, at: int) -> Plan:
-    """What happens to a pair after this instruction; looked up once."""
+def _plan(code: CodeType, at: int) -> tuple[CodeType, str, str]:
+    """What is done with the second half of a pair after this instruction, and the variable's name; looked up once."""
     if len(_plans) >= 256:
         _plans.clear()
-    begin = at
-    while begin > 0 and code.co_code[begin] == _CACHE:  # Python 3.12 may stand on what comes after an instruction
-        begin -= 2
-    delegates = code in _LOOKED_THROUGH or (_SEND is not None and code.co_code[begin] == _SEND)
-    plan = _DELEGATES if delegates else _target(code, at)
-    _plans[id(code), at] = code, plan
-    return plan
-
-
-def _target(code: CodeType, at: int) -> Plan:
-    """The variable into which the second half of a pair goes after this instruction, and whether it is a global."""
-    raw = code.co_code
-    following: list[tuple[int, int]] = []
-    for i in range(at + 2, len(raw), 2):
-        # Python 3.11 does some calls in the instruction before CALL.
-        if raw[i] != _CACHE and not (raw[at] == _PRECALL and raw[i] == _CALL and not following):
-            following.append((raw[i], raw[i + 1]))
-        if len(following) == 3:
-            break
-    if len(following) < 2 or following[0] != (_UNPACK, 2) or any(op == _EXTENDED for op, _ in following):
-        return None
-    name, argument = opcode.opname[following[1][0]], following[1][1]
-    if name == "STORE_FAST_STORE_FAST":
-        return _variable(code, argument & 15)
-    if name not in _STORES or len(following) < 3:
-        return None
-    name, argument = opcode.opname[following[2][0]], following[2][1]
-    if name == "STORE_FAST_LOAD_FAST":
-        return _variable(code, argument >> 4)
-    if name in ("STORE_NAME", "STORE_GLOBAL"):
-        return code.co_names[argument], _GLOBALS if name == "STORE_GLOBAL" else _NAMES
-    if name == "STORE_FAST":
-        return _variable(code, argument)
-    return None
-
-
-def _variable(code: CodeType, argument: int) -> Plan:
-    """A function's variable."""
-    name = code._varname_from_oparg(argument)  # type: ignore[attr-defined]
-    if not _LOCALS_ARE_COPIED:
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        return name, _LENT if _ARGUMENTS_ARE_LENT and name in parameters else _NAMES
-    return name, _COPIES
-
-
-def _locals_are_copied() -> bool:
-    """Whether a function frame's variables can only be read through a copy of them, a dict."""
-    return type(sys._getframe().f_locals) is dict
-
-
-def _arguments_are_lent() -> bool:
-    """Whether a parameter has no reference of its own to what a variable of its caller has, as from Python 3.14 on."""
-    value = object()
-    return _count_of_parameter(value) == count(value)
-
-
-def _count_of_parameter(value: object) -> int:
-    return count(value)
+    instructions = list(dis.get_instructions(code))
+    # Python 3.12 may stand on what comes after an instruction, which is not listed.
+    number = sum(each.offset <= at for each in instructions)
+    here = instructions[number - 1].opname
+    # Python 3.11 does some calls in the instruction before CALL.
+    following: list[tuple[str, Any]] = []
+    for each in instructions[number + (here == "PRECALL") :][:3]:
+        # Two in one, as STORE_FAST_STORE_FAST, have two names.
+        operations = each.opname.replace("_FAST_", "_FAST ").split()
+        following += zip(operations, each.argval if len(operations) > 1 else [each.argval], strict=False)
+    operation, name = "", ""
+    if code in _LOOKED_THROUGH or here == _DELEGATES:
+        operation = _DELEGATES
+    elif following[:1] == [("UNPACK_SEQUENCE", 2)] and following[1][0] in _STORES:
+        operation, name = following[2]
+    result = _plans[id(code), at] = code, operation, name
+    return result
 
 
 def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
@@ -824,7 +687,7 @@ def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
     last = object()
     yield 0, last
     for number in range(1, 4):
-        answers.append(_rebinds(sys._getframe(1), last))
+        answers.append(rebinds_loop_variable(sys._getframe(1), last))
         last = object()
         yield number, last
 
@@ -837,27 +700,20 @@ def _delegating(answers: list[bool]) -> Iterator[tuple[int, object]]:
 def consumer_doubt() -> str:
     """Why it can't be told here what becomes of a loop variable; empty where it can."""
     try:
-        rebinding: list[bool] = []
-        for number, last in _asked(rebinding):  # noqa: B007
+        answers: list[bool] = []
+        for number, last in _asked(answers):  # noqa: B007
             pass
-        for number, last in _delegating(rebinding):  # noqa: B007
+        for number, last in _delegating(answers):  # noqa: B007
             pass
-        exec("for number, last in stream: pass", {"stream": _asked(rebinding)})  # as in a module
-        if rebinding != [True] * 9:
-            return "the variable of a for loop over a generator is not recognised"
-        keeping: list[bool] = []
-        kept = list(_asked(keeping))
-        for _pair in _delegating(keeping):
+        exec("for number, last in stream: pass", {"stream": _asked(answers)})  # as in a module
+        kept = list(_asked(answers))
+        for _pair in _delegating(answers):
             pass
-        for number, last in _asked(keeping):
+        for number, last in _asked(answers):
             kept.append((number, last))
             last = None  # so that the variable no longer holds what was yielded
-        if keeping != [False] * 9:
-            return "a list of a stream's States is taken for a variable"
+        if answers != [True] * 9 + [False] * 9:
+            return "the variable of a for loop over a generator is not told from what keeps a stream's States"
     except Exception as error:  # of frames or bytecode that are none of those known; pl.explain says it
         return f"reading the frame of a stream's consumer raised {type(error).__name__}: {error}"
     return ""
-
-
-_LOCALS_ARE_COPIED = hasattr(sys, "_getframe") and _locals_are_copied()
-_ARGUMENTS_ARE_LENT = _arguments_are_lent()

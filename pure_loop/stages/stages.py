@@ -79,7 +79,7 @@ class Stages(UpdateStage):
                 "state.microbatch is None, and the forward runs on it: in a script, "
                 "stages.forward(state.replace(microbatch=batch))."
             )
-        params = self.workspace.leaves(state, self.engine, index=index, last=last)
+        params = self.engine.leaves(state, index=index, last=last)
         if state.timestamp.batch == 0 and index == 0 and task.loss is not None and task.loss_may_use_rng:
             forward = state.model.watching(forward, [getattr(task.loss, "loss", task.loss), task.forward])
         code = self.code_of(state, "forward")

@@ -22,7 +22,6 @@ from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 if TYPE_CHECKING:
     from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
-    from pure_loop.stages.engine import Engine
 
 __all__ = ["Workspace", "protect"]
 
@@ -39,14 +38,6 @@ class Workspace:
     def __init__(self, ownership: Ownership | None = None) -> None:
         self.ownership = ownership
 
-    def leaves(self, state: State, engine: Engine, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
-        """The leaves for a forward: those of the forward before, while parameters and frozen names are the same."""
-        leaves, ownership = engine.leaves(state, index=index, last=last), self.ownership
-        if ownership is not None and engine.ranks == 1:
-            # Those of others would live on: of whole parameters, which were gathered for this forward.
-            ownership.leaves, ownership.instance = leaves if ownership.has_made_params(state) else None, None
-        return leaves
-
     def went_through(self, model: ModelDef, leaves: FrozenDict[str, Tensor], *, lent: bool) -> None:
         """A forward went through these leaves; ``lent``: code of the user's was in it, which may keep one."""
         if lent:
@@ -55,8 +46,8 @@ class Workspace:
             lend(leaves)
         if self.ownership is not None:
             self.ownership.observed = True
-            if self.ownership.leaves is leaves and leaves.holder is not None:
-                self.ownership.instance = leaves.holder
+            if leaves.holder is not None:
+                self.ownership.stand_in(leaves.holder, leaves)
 
     def take_gradients(self, state: State) -> bool:
         """Whether the gradients of a State may be written to; the State has none any more then."""
@@ -103,21 +94,20 @@ class Workspace:
         params, memory = raw_params(state), raw_opt_state(state)
         if ownership.take(state, "params", "opt_state"):
             return params, memory
-        takes_kept = ownership.always and not ownership.compiled and ownership.is_next_step_of(state)
-        if not takes_kept or not ownership.owns(state) or getattr(params, "readers", None):
+        if not ownership.takes_kept(state) or getattr(params, "readers", None):
             return None
         # What an algorithm keeps in the State is no State of the past.
         memories: Any = state.algorithm_state
         kept: list[Any] = optree.tree_leaves(
             memories, is_leaf=lambda tree: tree is params or tree is memory, namespace=NAMESPACE
         )
-        if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state):
+        leaves = ownership.leaves_of(params)
+        if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state, leaves):
             return None
         # Whoever keeps one of these mappings finds it overwritten.
-        batch, leaves = state.timestamp.batch, ownership.leaves
+        batch = state.timestamp.batch
         if leaves is not None:
             state.model.unbind()
-            ownership.leaves = None
             _overwritten(leaves, "params", batch)
         return _overwritten(params, "params", batch), _overwritten(memory, "opt_state", batch)
 

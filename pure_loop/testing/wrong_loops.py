@@ -137,13 +137,13 @@ def overwrites_what_was_kept() -> Fit:
     """It takes every reference for the loop variable, and writes the new parameters where the old ones are."""
     return while_patched(
         lambda: patch.object(ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state)),
-        lambda: patch.object(ownership, "_are_lent", lambda *mappings: False),
+        lambda: patch.object(ownership, "_lent", lambda *mappings: []),
     )
 
 
 def overwrites_what_was_read() -> Fit:
     """It doesn't look at tensors that were read."""
-    return while_patched(lambda: patch.object(ownership, "_are_lent", lambda *mappings: False))
+    return while_patched(lambda: patch.object(ownership, "_lent", lambda *mappings: []))
 
 
 def lends_its_buffers_to_batchnorm() -> Fit:

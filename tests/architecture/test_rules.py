@@ -135,8 +135,7 @@ MUTABLE = {
 
 # The one file that counts references, and whose business frames are. The other looks are at no State's owners.
 OWNERSHIP = {
-    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("_getframe", "f_locals")},
-    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("co_code", "opcode")},
+    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("_getframe", "f_locals", "dis")},
     ("stages/ownership.py", "getrefcount"): "whether a State is kept",
     ("loop/stream.py", "f_locals"): "the arguments of a generator that has not begun",
     ("entry/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",

@@ -19,7 +19,7 @@ import attrs
 from torch import nn
 
 from pure_loop import Event
-from pure_loop.stages import engine, ownership, update, workspace
+from pure_loop.stages import engine, ownership, update
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import ours
 from tests.benchmarks.turns import OfGenerator
@@ -36,8 +36,8 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("backward", engine, "gradient_of"),
     ("the optimizer's kernel", importlib.import_module("pure_loop.optim.adam"), "fused_adamw"),
     ("the check for NaN", update, "find_nonfinite"),
-    ("counting references", ownership.Ownership, "_has_mapping_alone"),
-    ("leaves of autograd", workspace.Workspace, "leaves"),
+    ("counting references", ownership, "_counts"),
+    ("leaves of autograd", engine.Engine, "leaves"),
     ("the consumer's variable", ownership, "rebinds_loop_variable"),
 ]
 

@@ -281,7 +281,7 @@ def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
 @pytest.mark.parametrize("what", ["a view of one", "memory of the optimizer"])
 def test_a_loop_that_does_not_count_is_caught(what, kind):
     def wrong():
-        return patch.object(ownership, "_are_lent", lambda *mappings: False)
+        return patch.object(ownership, "_lent", lambda *mappings: [])
 
     (_, _, changed), _ = seen({Event.BATCH_END}, what=what, kind=kind, wrong=wrong)
     assert changed

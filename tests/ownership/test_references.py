@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from typing import Any
 
 import attrs
@@ -275,3 +276,16 @@ def test_what_a_label_of_a_partition_keeps_stays(count: Count, kept_from: int, d
     kept.check()
     assert count.copied <= 1
     assert_same(last, pl.run(fit(optimizer=optimizer, donate=False)))
+
+
+@pytest.mark.parametrize("event", [Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD])
+def test_what_a_weak_reference_to_a_mapping_leads_to_later_stays(event: Event) -> None:
+    """From AFTER_FORWARD on it is that of the leaves, which the steps after go on with."""
+    kept, weak = Kept(), None
+    for now, state in fit():
+        if weak is not None and now is Event.BATCH_START and (mapping := weak()) is not None:
+            kept.keep("a tensor", dict.__getitem__(mapping, "0.weight"), lambda tensor: [tensor])
+            del mapping
+        if now is event and state.timestamp.batch == 3:
+            weak = weakref.ref(state.params)
+    kept.check()

@@ -37,7 +37,7 @@ def uncounted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     monkeypatch.setattr(Ownership, "expected", None)
-    measured: list[Any] = [ownership.counting_doubt, ownership._expected_uses, ownership._in_two_places]
+    measured: list[Any] = [ownership.counting_doubt, ownership._expected_uses]
     for each in measured:
         each.cache_clear()
     assert ownership.counting_doubt()

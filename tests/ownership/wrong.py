@@ -25,7 +25,7 @@ def always_in_place() -> Iterator[None]:
     measure_references()
     with (
         patch.object(Ownership, "_is_unseen", lambda *_: True),
-        patch.object(ownership, "_are_lent", lambda *mappings: False),
+        patch.object(ownership, "_lent", lambda *mappings: []),
     ):
         yield
 
@@ -48,40 +48,41 @@ def _no_look_at_the_scripts_state() -> Iterator[None]:
     """References to the State in the variable of the script are not counted."""
     real, count = ownership._counts, ownership.count
 
-    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
+    def counts(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        mappings = real(state, yielded, waiting)[1:4]
-        return count(state), *mappings, 0 if yielded is None else count(yielded), Ownership.expected[5]
+        return count(state), *real(state, shares, yielded, scripts)[1:4], count(yielded), Ownership.expected[5]
 
     with patch.object(ownership, "_counts", counts):
         yield
 
 
+class _Anything:
+    """It equals whatever it is compared with."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
 @contextmanager
 def _no_count_of_mappings() -> Iterator[None]:
     """Mappings have the references that they would have if nothing else had them."""
-    count = ownership.count
+    real, count = ownership._counts, ownership.count
 
-    def counts(state: pl.State, yielded: pl.State | None, waiting: pl.State | None) -> tuple[int, ...]:
+    def counts(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> tuple[int, ...]:
         assert Ownership.expected is not None
-        _, *mappings, _, _ = Ownership.expected
-        if yielded is not None:
-            pairs = zip(ownership._mappings(yielded), ownership._mappings(state), strict=True)
-            shares = [one is other is not None for one, other in pairs]
-            mappings = list(map(int.__add__, mappings, shares))
-        others = 0 if yielded is None else count(yielded), 0 if waiting is None else count(waiting)
-        return count(state), *mappings, *others
+        _, params, memory, grads, _, _ = Ownership.expected
+        params = min(params + 1, real(state, shares, yielded, scripts)[1])  # one more is that of the leaves
+        return count(state), params, memory, grads, count(yielded), count(scripts)
 
-    with (
-        patch.object(ownership, "_counts", counts),
-        patch.object(Ownership, "_has_mapping_alone", lambda *_: True),
-    ):
+    with patch.object(ownership, "_counts", counts), patch.object(ownership, "count_in", lambda _: _Anything()):
         yield
 
 
 @contextmanager
 def _no_look_at_tensors() -> Iterator[None]:
-    with patch.object(ownership, "_are_lent", lambda *mappings: False):
+    with patch.object(ownership, "_lent", lambda *mappings: []):
         yield
 
 
@@ -90,12 +91,11 @@ def _no_look_at_storages() -> Iterator[None]:
     """References to tensors are counted, and those to their memory are not."""
     real = ownership.Tensors.uses
 
-    def uses(this: ownership.Tensors) -> list[list[Any]]:
-        variables, torchs, weak, *of_storages = real(this)
-        return [variables, [0] * len(torchs), weak, *[[0] * len(found) for found in of_storages]]
+    def uses(this: ownership.Tensors) -> list[tuple[Any, ...]]:
+        return [(variables, 0, weak, 0, 0, 0, 0) for variables, _, weak, *_ in real(this)]
 
     ownership._expected_uses.cache_clear()
-    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "_uses_of", lambda _: set()):
+    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "tensor_uses", lambda _: 0):
         yield
     ownership._expected_uses.cache_clear()
 
@@ -104,10 +104,10 @@ def _no_look_at_storages() -> Iterator[None]:
 def _opt_state_counts_as_unread() -> Iterator[None]:
     real = Ownership.has_tensors_alone
 
-    def has_tensors_alone(this: Ownership, state: pl.State) -> bool:
+    def has_tensors_alone(this: Ownership, state: pl.State, leaves: Any) -> bool:
         memory: Any = raw_opt_state(state)
         memory.lent = None
-        return real(this, state)
+        return real(this, state, leaves)
 
     with patch.object(Ownership, "has_tensors_alone", has_tensors_alone):
         yield

@@ -63,6 +63,17 @@ def test_who_has_the_tensor_behind_a_view_is_counted() -> None:
     assert not are_unaliased((torch.empty(0).set_(storage),))
 
 
+def test_one_that_is_aliased_is_no_view_of_its_own() -> None:
+    kept: list[Tensor] = []
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        aliased = torch.ones(2)
+        kept.append(aliased.detach())
+        return torch.ones(6).view(2, 3), aliased
+
+    assert not are_unaliased(gradients())
+
+
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What the loop asked about, the sum before or the gradients that were found, and what came out."""
