@@ -289,7 +289,7 @@ class Compiler:
                     env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
                     batches.push(loaded)
-                    stopwatch.last -= seconds
+                    stopwatch.last -= seconds  # the next lap has them, too
                     break
                 calls.append((env, (batch,)))
                 before, now = now, after

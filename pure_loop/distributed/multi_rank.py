@@ -28,7 +28,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
-from pure_loop.state import State, device_of
+from pure_loop.state import State, device_of, raw_params
 
 __all__ = ["MultiRankEngine", "no_parameters"]
 
@@ -298,9 +298,11 @@ class MultiRankEngine(Engine):
         # The answer is not waited for before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks, and
         # where training resumes: it is made of the counts of the State. Weights that count something else than samples
-        # (tokens) make it larger or smaller than the gradient by their ratio, for which float32 and bfloat16 have room.
+        # (tokens) make it larger or smaller than the gradient by their ratio, for which float16 alone has no room.
         before = state.timestamp
-        if split or not before.batch or not before.sample or state.loss_scale is not None:
+        counted = before.batch and before.sample
+        narrow = any(tensor.dtype is torch.float16 for tensor in raw_params(state).values())
+        if split or not counted or narrow or state.loss_scale is not None:
             mine += [0] * (self._answered() - len(mine))
             Weights.of(mine, self._batch, self._total)  # refuses what can't be weighed
             self._power = power_of_two(self._total)

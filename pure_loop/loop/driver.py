@@ -93,15 +93,15 @@ def drive(
             state = at_event[type(state)](state, event, position)
             if ownership is not None and event in ownership.observed_at:
                 ownership.observed = True
-            handled, seen = handlers.get(event, ()), observers.get(event, ())
+            algorithms, callbacks = handlers.get(event, ()), observers.get(event, ())
             if checks is not None:
-                checks.begin(event, state, handled)
-            if handled:
-                state = apply(event, state, handled, stages, checks, seen)
-            if seen:
+                checks.begin(event, state, algorithms)
+            if algorithms:
+                state = apply(event, state, algorithms, stages, checks, callbacks)
+            if callbacks:
                 if began != generation():
                     refuse_fork(event, state)
-                _observe(event, state, seen, stages, checks)
+                _observe(event, state, callbacks, stages, checks)
             if watch is None or event in watch:
                 if checks is not None:
                     checks.show(event, state)
@@ -215,7 +215,7 @@ def apply(
                 if new is not state:
                     state = check_returned(new, state, handler.algorithm, event)
     except BaseException as error:
-        _ends(event, state, f"algorithm {handler.algorithm!r}", observers, error)
+        _record_failure(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise
     finally:
         if grads_missing and state._grads is NOT_READY:
@@ -251,8 +251,8 @@ def refuse_fork(event: Event, state: State) -> NoReturn:
     )
 
 
-def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, strict: Strict | None) -> None:
-    for place, observer in enumerate(seen):
+def _observe(event: Event, state: State, observers: Sequence[Observer], stages: Any, strict: Strict | None) -> None:
+    for place, observer in enumerate(observers):
         if strict is not None:
             strict.show(event, state)
         try:
@@ -262,11 +262,13 @@ def _observe(event: Event, state: State, seen: Sequence[Observer], stages: Any, 
             if strict is not None:
                 strict.take_back(state, f"callback {observer.name}", event)
         except BaseException as error:
-            _ends(event, state, f"callback {observer.name}", seen[place + 1 :], error)
+            _record_failure(event, state, f"callback {observer.name}", observers[place + 1 :], error)
             raise
 
 
-def _ends(event: Event, state: State, author: str, observers: Sequence[Observer], error: BaseException) -> None:
+def _record_failure(
+    event: Event, state: State, author: str, observers: Sequence[Observer], error: BaseException
+) -> None:
     """An error ends the stream at this event: note what raised it, unless the error says so itself.
 
     Of ``observers`` those that record are shown the State, so that no value of it is lost.

@@ -90,34 +90,7 @@ class UpdateStage(StageSettings):
                 if doubtful and engine.any_nonfinite(gradients_nonfinite, loss, grads.values()):
                     raise self._nonfinite_error(state, before)
 
-            # By the device of the parameters, which the State may have no more afterwards.
-            drawing = self.seeding(state, "update", code="users") if optimizer.draws else NO_CONTEXT
-            tensors = None
-            if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
-                tensors = self.workspace.writable(state)
-            params, memory = tensors or (raw_params(state), raw_opt_state(state))
-            trained = state.model.trained(params)
-            with drawing:
-                if tensors is not None:
-                    fits = self.workspace.fits(optimizer, memory, trained)
-                    updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
-                else:
-                    updated = engine.update(optimizer, state, trained)
-            updated = in_order(optimizer, updated, trained)
-            if tensors is None and found_inf is not None:
-                updated = select(found_inf[0].bool(), (trained, memory), updated)
-            if tensors is None and self.workspace.ownership is not None:
-                updated = unaliased(updated, (trained, memory))
-            new, opt_state = updated
-            # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
-            fresh = [
-                tensor
-                for name, tensor in new.items()
-                if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
-            ]
-            if new is not trained:
-                params = new if trained is params else FrozenDict({**params, **new})
-
+            params, opt_state, fresh, in_place = self._step(state, optimizer, found_inf)
             if found_inf is not None:
                 counted |= self._left_out(state, found_inf, before)
                 if self.nonfinite == "skip":  # a loss that is not finite was left out, too
@@ -134,13 +107,48 @@ class UpdateStage(StageSettings):
                 batch = torch.full_like(noted, state.timestamp.batch)
                 counted["nonfinite"] = torch.where(wrong[0].bool() & (noted < 0), batch, noted)
             elif wrong:
-                raise self._nonfinite_error(state, before, overwritten=tensors is not None)
+                raise self._nonfinite_error(state, before, overwritten=in_place)
         result = with_fields(state, params=params, opt_state=opt_state, **counted)
         # One of ours by itself keeps nothing, and neither does one of torch's. The label of a partition is the user's.
         may_keep = bool(optimizer.parts) or optimizer.draws
         lent = may_keep or any_optimizer_hook() or bool(code_around_operations())
         self.workspace.made(result, lent=lent)
         return result
+
+    def _step(
+        self, state: State, optimizer: Optimizer, found_inf: Tensor | None
+    ) -> tuple[FrozenDict[str, Tensor], Any, list[Tensor], bool]:
+        """The new parameters, the new optimizer state, the tensors that the step has made or written to, and whether it
+        wrote in place.
+        """
+        engine, tensors = self.engine, None
+        # By the device of the parameters, which the State may have no more afterwards.
+        drawing = self.seeding(state, "update", code="users") if optimizer.draws else NO_CONTEXT
+        if optimizer.overwrite is not None and (found_inf is None or _skips_by_itself(optimizer, state)):
+            tensors = self.workspace.writable(state)
+        params, memory = tensors or (raw_params(state), raw_opt_state(state))
+        trained, grads = state.model.trained(params), cast("Mapping[str, Tensor | None]", state._grads)
+        with drawing:
+            if tensors is not None:
+                fits = self.workspace.fits(optimizer, memory, trained)
+                updated = engine.overwrite(optimizer, state, trained, memory, found_inf, fits=fits)
+            else:
+                updated = engine.update(optimizer, state, trained)
+        updated = in_order(optimizer, updated, trained)
+        if tensors is None and found_inf is not None:
+            updated = select(found_inf[0].bool(), (trained, memory), updated)
+        if tensors is None and self.workspace.ownership is not None:
+            updated = unaliased(updated, (trained, memory))
+        new, opt_state = updated
+        # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
+        fresh = [
+            tensor
+            for name, tensor in new.items()
+            if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
+        ]
+        if new is not trained:
+            params = new if trained is params else FrozenDict({**params, **new})
+        return params, opt_state, fresh, tensors is not None
 
     def _left_out(self, state: State, found_inf: Tensor, before: Before | None) -> dict[str, Any]:
         """The fields of a step that is left out where ``found_inf`` is 1; a device isn't waited for."""

@@ -443,6 +443,30 @@ def test_an_algorithm_that_is_not_linear_resumes_where_batches_are_of_other_size
         assert all(torch.equal(straight[name], params[name]) for params in resumed for name in straight)
 
 
+@pytest.mark.parametrize("weight", [1e-6, 1e6])
+def test_weights_of_any_size_fit_gradients_of_half_precision(weight):
+    """Gradients at AFTER_BACKWARD are of their own order, and neither 0 nor infinite."""
+
+    def program(rank):
+        data = [(x.half(), y.half()) for x, y in batches((8, 8, 8))]
+        task = pl.Task(
+            loss=lambda outputs, batch: torch.nn.functional.mse_loss(outputs, batch[1]),
+            weight=lambda batch: weight * len(batch[0]),
+        )
+        stream = pl.fit(
+            model().half(), data, task=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", parallel="replicate"
+        )
+        return [
+            max(float(grad.abs().max()) for grad in state.grads.values())
+            for event, state in stream
+            if event is Event.AFTER_BACKWARD
+        ]
+
+    for largest in pool(2).run(program):
+        assert len(largest) == 3
+        assert all(1e-3 < number < 1e3 for number in largest)
+
+
 @pytest.mark.slow
 def test_resumption_from_a_file_is_bitwise_on_three_ranks(tmp_path):
     folder = str(tmp_path)
