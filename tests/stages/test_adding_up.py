@@ -74,6 +74,34 @@ def test_one_that_is_aliased_is_no_view_of_its_own() -> None:
     assert not are_unaliased(gradients())
 
 
+class _Hooked(torch.nn.Module):
+    """The gradient of one parameter is a view, and a hook keeps the memory of the other's."""
+
+    def __init__(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.viewed = torch.nn.Linear(600, 600, bias=False)
+        self.hooked = torch.nn.Parameter(torch.ones(600, 600))
+        self._kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        hooked = self.hooked
+        hooked.register_hook(self._keep)  # type: ignore[no-untyped-call]
+        return self.viewed(x) + x @ hooked  # type: ignore[no-any-return]
+
+    def _keep(self, gradient: Tensor) -> None:
+        self._kept.append((gradient.detach(), gradient.clone()))
+
+
+def test_what_a_hook_keeps_of_a_gradient_stays() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+    data = [(torch.randn(4, 600), torch.randn(4, 600)) for _ in range(2)]
+    model, loss, optimizer = _Hooked(kept), torch.nn.functional.mse_loss, pl.optim.sgd(lr=0.1)
+    settings: dict[str, Any] = {"max_duration": "1ep", "microbatch_size": 2, "donate": False}
+    pl.run(pl.fit(model, data, loss=loss, optimizer=optimizer, **settings))
+    assert len(kept) == 4
+    assert all(torch.equal(gradient, before) for gradient, before in kept)
+
+
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What the loop asked about, the sum before or the gradients that were found, and what came out."""
