@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pure_loop.loop.driver import measure_references
 from tests.benchmarks import attached, costs, limits, parts, tables
 from tests.benchmarks.hand import hand_written
 from tests.benchmarks.loops import BASE, EPOCH, HAND, OURS, ours
@@ -182,6 +183,7 @@ def test_a_table_is_as_wide_in_all_rows() -> None:
 
 def test_the_parts_of_a_step_are_all_there() -> None:
     """A function that a step no longer calls by this name would take no time."""
+    measure_references()  # as a stream before has done
     found = parts._of(WORKLOADS[0], turns=2, seconds=0.005)
     assert len(found) == len(parts._PARTS) + 2
     # What others do on the machine meanwhile counts in the parts, and not in the step that the rest is the rest of.
